@@ -1,0 +1,1 @@
+"""Everything that moves bytes: the loop thread, staging, write lanes, and the reader."""

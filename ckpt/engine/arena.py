@@ -1,0 +1,131 @@
+"""The staging arena: one region of host memory, touched once and reused by every save.
+
+Memory that was never touched costs 10 to 30 times as much to write as warm memory, on virtual
+machines more, so blocks are handed out lowest address first: the pages warmed by the first save
+serve all later ones. The region is only reserved address space until it is used.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import numpy as np
+
+from ckpt.errors import StorageError
+
+__all__ = ["Arena", "Block"]
+
+# Blocks start on page boundaries: whole pages are warmed, and direct I/O stays possible.
+_ALIGNMENT = mmap.PAGESIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of the arena; `memory` is its bytes as a `uint8` array."""
+
+    offset: int
+    nbytes: int
+    memory: np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Arena:
+    """Hands out blocks of one memory region and waits while there is no room.
+
+    The capacity is the byte budget of all saves of one engine. Used from the engine's loop only.
+    Requests are served in order, so a large one cannot starve.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """Reserve (not touch) `capacity` bytes, rounded up to whole pages."""
+        self.capacity = _round_up(capacity)
+        self._region: mmap.mmap | None = None
+        self._free: list[tuple[int, int]] = [(0, self.capacity)]
+        self._waiting: deque[tuple[int, anyio.Event]] = deque()
+        self.high_water = 0
+
+    @property
+    def used(self) -> int:
+        """Bytes handed out at the moment."""
+        return self.capacity - sum(length for _, length in self._free)
+
+    async def allocate(self, nbytes: int) -> Block:
+        """Return a block of `nbytes`, waiting for earlier ones to be freed if there is no room.
+
+        Cancellation leaves nothing allocated.
+
+        Raises:
+            ValueError: More than the whole capacity is asked for.
+        """
+        length = _round_up(max(nbytes, 1))
+        if length > self.capacity:
+            raise ValueError(f"a block of {nbytes} bytes in an arena of {self.capacity}")
+        if self._waiting or not self._fits(length):
+            ticket = (length, anyio.Event())
+            self._waiting.append(ticket)
+            try:
+                # Set only while this ticket is first and its length fits; nobody takes room past a
+                # waiting ticket, so it still fits when this task runs again.
+                await ticket[1].wait()
+            except BaseException:
+                self._waiting.remove(ticket)
+                self._wake()
+                raise
+            self._waiting.remove(ticket)
+        return self._take(nbytes, length)
+
+    def free(self, block: Block) -> None:
+        """Give `block` back; its memory may be overwritten from now on."""
+        start, end = block.offset, block.offset + _round_up(max(block.nbytes, 1))
+        spans = sorted([*self._free, (start, end - start)])
+        merged: list[tuple[int, int]] = []
+        for offset, length in spans:
+            if merged and merged[-1][0] + merged[-1][1] == offset:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((offset, length))
+        self._free = merged
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting and self._fits(self._waiting[0][0]):
+            self._waiting[0][1].set()
+
+    def _fits(self, length: int) -> bool:
+        return any(room >= length for _, room in self._free)
+
+    def _take(self, nbytes: int, length: int) -> Block:
+        if self._region is None:
+            self._region = _reserve(self.capacity)
+        place = next(i for i, (_, room) in enumerate(self._free) if room >= length)
+        offset, room = self._free[place]
+        self._free[place : place + 1] = [(offset + length, room - length)] if room > length else []
+        self.high_water = max(self.high_water, offset + length)
+        memory = np.frombuffer(self._region, np.uint8, count=nbytes, offset=offset)
+        self._wake()
+        return Block(offset, nbytes, memory)
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _reserve(nbytes: int) -> mmap.mmap:
+    """Map anonymous memory that takes no page until it is touched."""
+    try:
+        region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise StorageError(
+            f"cannot reserve {nbytes} bytes of staging memory ({error.strerror}); give a smaller "
+            "Staging(budget_bytes=...)",
+            errno=error.errno,
+        ) from error
+    if hasattr(mmap, "MADV_DONTFORK"):
+        # A forked data loader would otherwise turn every write here into a copy of the page.
+        region.madvise(mmap.MADV_DONTFORK)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    return region

@@ -1,0 +1,204 @@
+"""The one tree of errors this library raises.
+
+    CheckpointError
+    ├── InvalidArgumentError (ValueError)       a step, name, option or path that cannot be meant
+    ├── UnsupportedLeafError (TypeError)        a leaf or a tree node that cannot be stored
+    ├── TargetMismatchError (ValueError)        `like=` differs from what is stored
+    ├── StepNotFoundError (FileNotFoundError)   no such committed step
+    ├── NotACheckpointError (FileNotFoundError) a path that holds no committed checkpoint
+    ├── StepExistsError (FileExistsError)       the step or path is taken, and stays as it is
+    ├── CorruptCheckpointError                  stored bytes are missing, cut or changed
+    ├── UnsupportedFormatError                  written by a newer library or a missing handler
+    ├── StorageError (OSError)                  the file system or store refused; has `errno`
+    ├── ReadOnlyError                           a write was asked of a read-only manager
+    ├── ClosedError (RuntimeError)              use after close
+    ├── ForkedProcessError (RuntimeError)       use in a forked child
+    ├── CommitCancelledError                    the commit was cancelled before it was published
+    └── CommitTimeoutError (TimeoutError)       `result(timeout)` ran out; the commit goes on
+
+Catch `CheckpointError` for all of them, or a built-in (`FileNotFoundError`, `ValueError`) where
+that is what the caller already handles. Foreign exceptions arrive as `__cause__`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+__all__ = [
+    "CheckpointError",
+    "ClosedError",
+    "CommitCancelledError",
+    "CommitTimeoutError",
+    "CorruptCheckpointError",
+    "ForkedProcessError",
+    "InvalidArgumentError",
+    "NotACheckpointError",
+    "ReadOnlyError",
+    "StepExistsError",
+    "StepNotFoundError",
+    "StorageError",
+    "TargetMismatchError",
+    "UnsupportedFormatError",
+    "UnsupportedLeafError",
+    "located",
+]
+
+
+class CheckpointError(Exception):
+    """Any failure of this library.
+
+    Attributes:
+        message: What happened, what was expected, and what to do.
+        step: The step concerned, or None.
+        item: The name of the item concerned, or None.
+        leaf: The path of the leaf concerned (`params.layers.0.kernel`), or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        step: int | None = None,
+        item: str | None = None,
+        leaf: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.step = step
+        self.item = item
+        self.leaf = leaf
+
+    def locate(self, *, step: int | None = None, item: str | None = None) -> None:
+        """Fill in the step and the item where they are not known yet."""
+        self.step = step if self.step is None else self.step
+        self.item = item if self.item is None else self.item
+
+    def __str__(self) -> str:
+        where = ", ".join(
+            text
+            for text in (
+                f"step {self.step}" if self.step is not None else "",
+                f"item {self.item!r}" if self.item is not None else "",
+                f"leaf {self.leaf!r}" if self.leaf is not None else "",
+            )
+            if text
+        )
+        return f"{where}: {self.message}" if where else self.message
+
+
+class InvalidArgumentError(CheckpointError, ValueError):
+    """An argument cannot be meant as given; nothing was done."""
+
+
+class UnsupportedLeafError(CheckpointError, TypeError):
+    """A leaf or tree node of a kind that cannot be stored; nothing was written."""
+
+
+class TargetMismatchError(CheckpointError, ValueError):
+    """The target `like=` does not fit what is stored; no array byte was read.
+
+    Attributes:
+        problems: One line for every leaf that differs.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        problems: tuple[str, ...] = (),
+        step: int | None = None,
+        item: str | None = None,
+        leaf: str | None = None,
+    ) -> None:
+        super().__init__(message, step=step, item=item, leaf=leaf)
+        self.problems = problems
+
+
+class StepNotFoundError(CheckpointError, FileNotFoundError):
+    """The step asked for is not among the committed ones."""
+
+
+class NotACheckpointError(CheckpointError, FileNotFoundError):
+    """The path holds no committed checkpoint of this library."""
+
+
+class StepExistsError(CheckpointError, FileExistsError):
+    """The step (or the one-shot path) is already there; it was left as it is."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """Stored bytes are missing, cut short or changed since they were committed."""
+
+
+class UnsupportedFormatError(CheckpointError):
+    """The checkpoint needs a newer version of this library, or something not installed."""
+
+
+class StorageError(CheckpointError, OSError):
+    """The file system or object store refused an operation.
+
+    Attributes:
+        errno: The system's error number where there is one, else None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        errno: int | None = None,
+        step: int | None = None,
+        item: str | None = None,
+        leaf: str | None = None,
+    ) -> None:
+        super().__init__(message, step=step, item=item, leaf=leaf)
+        self.errno = errno
+
+
+class ReadOnlyError(CheckpointError):
+    """A write was asked of a manager opened with `read_only=True`."""
+
+
+class ClosedError(CheckpointError, RuntimeError):
+    """The manager was closed before this call."""
+
+
+class ForkedProcessError(CheckpointError, RuntimeError):
+    """An object made before `fork()` was used in the child, where its threads do not exist."""
+
+
+class CommitCancelledError(CheckpointError):
+    """The commit was cancelled before its step was published; nothing of it is left."""
+
+
+class CommitTimeoutError(CheckpointError, TimeoutError):
+    """Waiting for a commit ran out of time; the commit itself goes on."""
+
+
+@contextlib.contextmanager
+def located(*, step: int | None = None, item: str | None = None) -> Iterator[None]:
+    """Raise one located error for whatever the body raises, a group of several included.
+
+    The first of this library's errors is chosen, and every other is added to it as a note, so that
+    callers catch the type they expect and no failure is lost. Where it does not yet say which step
+    or item it is about, it is told.
+    """
+    try:
+        yield
+    except (CheckpointError, BaseExceptionGroup) as error:
+        errors = _flatten(error)
+        first = next((each for each in errors if isinstance(each, CheckpointError)), errors[0])
+        for other in errors:
+            if other is not first:
+                first.add_note(f"also failed: {type(other).__name__}: {other}")
+        if isinstance(first, CheckpointError):
+            first.locate(step=step, item=item)
+        if first is error:
+            raise
+        raise first from (first.__cause__ or error)
+
+
+def _flatten(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for each in error.exceptions for leaf in _flatten(each)]
+    return [error]

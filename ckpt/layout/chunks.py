@@ -1,0 +1,103 @@
+"""Zarr v3 as this library writes it: chunk shapes, chunk keys and `zarr.json`.
+
+Arrays are stored uncompressed, whole chunks in C order, little endian. A dtype zarr has no name for
+(`uint4`, `uint2`, `float8_e4m3`) is stored as the bytes it has in memory, `uint8`; the manifest
+keeps its real dtype.
+Source: https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt.layout.leaves import DTYPES
+
+__all__ = ["choose_chunk", "chunk_key", "stored_dtype", "zarr_metadata", "zarr_metadata_bytes"]
+
+# How many times as many pieces an even cut may take.
+_MOST_PIECES = 8
+_NOT_IN_ZARR = frozenset({"uint2", "uint4", "float8_e4m3"})
+
+
+def stored_dtype(dtype: str) -> str:
+    """Return the zarr data type under which arrays of `dtype` are stored."""
+    return "uint8" if dtype in _NOT_IN_ZARR else dtype
+
+
+def zarr_metadata(shape: Sequence[int], chunk: Sequence[int], dtype: str) -> dict[str, Any]:
+    """Return the zarr v3 array metadata of a stored array, without the version fields."""
+    data_type = stored_dtype(dtype)
+    fill: Any = 0.0 if "float" in data_type else 0
+    if data_type == "bool":
+        fill = False
+    elif data_type.startswith("complex"):
+        fill = [0.0, 0.0]
+    one_byte = DTYPES[data_type].itemsize == 1
+    endian = {} if one_byte else {"configuration": {"endian": "little"}}
+    return {
+        "shape": list(shape),
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
+        "chunk_key_encoding": {"name": "default"},
+        "data_type": data_type,
+        "codecs": [{"name": "bytes", **endian}],
+        "fill_value": fill,
+    }
+
+
+def zarr_metadata_bytes(shape: Sequence[int], chunk: Sequence[int], dtype: str) -> bytes:
+    """Return the `zarr.json` of a stored array."""
+    document = {"zarr_format": 3, "node_type": "array", **zarr_metadata(shape, chunk, dtype)}
+    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
+
+
+def chunk_key(place: Sequence[int]) -> str:
+    """Return the key of the chunk at grid `place` below its array, e.g. `c/0/1`."""
+    return "/".join(("c", *map(str, place)))
+
+
+def choose_chunk(
+    shape: Sequence[int], shard: Sequence[int], itemsize: int, target_bytes: int
+) -> tuple[int, ...]:
+    """Return the chunk shape for an array whose shards have the shape `shard`.
+
+    No chunk crosses a shard, so that a shard's owner writes whole chunks alone. Leading axes are
+    split first: such chunks are one run of memory within a shard. An axis that is not sharded may
+    be split unevenly; a sharded one only by a divisor, and where no divisor comes near (a prime
+    length) it is not split, so that a chunk can then be larger than `target_bytes`.
+
+    Args:
+        shape: Global shape.
+        shard: Shape of every shard; divides `shape`.
+        itemsize: Bytes of one element.
+        target_bytes: Upper bound of a chunk.
+
+    Returns:
+        The chunk shape, at least 1 along every axis.
+    """
+    chunk = [max(n, 1) for n in shard]
+    nbytes = math.prod(chunk) * itemsize
+    for axis, length in enumerate(chunk):
+        if nbytes <= target_bytes:
+            break
+        row = nbytes // length
+        step = _part(length, max(target_bytes // row, 1), even=shape[axis] != shard[axis])
+        nbytes = row * step
+        chunk[axis] = step
+    return tuple(chunk)
+
+
+def _part(length: int, longest: int, *, even: bool) -> int:
+    """Return how long the parts are when `length` is cut into parts of at most `longest`."""
+    pieces = -(-length // longest)
+    # An even cut with a few more pieces is better than a ragged one: no chunk is padded.
+    divisors = (n for n in range(pieces, min(_MOST_PIECES * pieces, length) + 1) if length % n == 0)
+    count = next(divisors, None)
+    if count is not None:
+        return length // count
+    if not even:
+        return -(-length // pieces)
+    larger = (n for n in range(pieces - 1, 0, -1) if length % n == 0)
+    return length // next(larger)

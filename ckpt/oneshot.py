@@ -1,0 +1,166 @@
+"""`save`, `load` and `metadata`: one checkpoint at one path, no manager."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import anyio
+
+from ckpt.commit import Commit, CommitHooks, StepInfo
+from ckpt.engine.loop import EngineLoop
+from ckpt.engine.restore import restore_items
+from ckpt.handlers.base import Handler
+from ckpt.requests import make_request, result_of, wanted_items
+from ckpt.service import make_engine, refuse_existing, save_entry
+from ckpt.settings import Staging
+from ckpt.stepinfo import StepMetadata, describe_step, step_info
+from ckpt.steps import read_manifest
+from ckpt.storage.resolve import PathLike, open_entry
+
+__all__ = ["Call", "load", "load_call", "metadata", "metadata_call", "save", "save_call"]
+
+logger = logging.getLogger("ckpt")
+
+T = TypeVar("T")
+# A call ready to run on an engine's loop; the asyncio and the plain functions share it.
+Call = Callable[[], Awaitable[T]]
+
+
+async def save(
+    path: PathLike,
+    state: Any = None,
+    *,
+    items: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    metadata: Any = None,
+    overwrite: bool = False,
+    handlers: Sequence[Handler] = (),
+    staging: Staging | None = None,
+) -> StepInfo:
+    """Save one checkpoint at `path`; durable on return.
+
+    Args:
+        path: A directory that does not exist yet.
+        state: As in `CheckpointManager.save`.
+        items: As in `CheckpointManager.save`.
+        metrics: Numbers to keep with it.
+        metadata: JSON values to keep with it.
+        overwrite: Replace an existing checkpoint; the old one stays until the new is published.
+        handlers: Handlers of further kinds of items.
+        staging: Memory budget and mode; the default copies numpy arrays only, since nothing can be
+            donated before the call returns.
+
+    Raises:
+        CheckpointError: As `CheckpointManager.save` and its commit.
+
+    Cancellation: everything of the attempt is removed before the cancellation goes on.
+    """
+    call = save_call(path, state, items, metrics, metadata, overwrite, handlers, staging)
+    return await _run(call)
+
+
+async def load(
+    path: PathLike,
+    like: Any = None,
+    *,
+    items: Mapping[str, Any] | Iterable[str] | None = None,
+    handlers: Sequence[Handler] = (),
+) -> Any:
+    """Load a one-shot checkpoint, or one step of a manager's root (`runs/a/100`).
+
+    Arguments, result and errors are those of `CheckpointManager.restore`.
+
+    Raises:
+        NotACheckpointError: There is no committed checkpoint at `path`.
+    """
+    return await _run(load_call(path, like, items, handlers))
+
+
+async def metadata(path: PathLike) -> StepMetadata:
+    """Return structure, shapes, dtypes and shardings of a checkpoint; reads no array bytes.
+
+    Raises:
+        NotACheckpointError: There is no committed checkpoint at `path`.
+    """
+    return await _run(metadata_call(path))
+
+
+async def _run(call: Call[T]) -> T:
+    loop = EngineLoop()
+    try:
+        return await loop.run(call)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(loop.close)
+
+
+def save_call(
+    path: PathLike,
+    state: Any,
+    items: Mapping[str, Any] | None,
+    metrics: Mapping[str, Any] | None,
+    metadata: Any,
+    overwrite: bool,
+    handlers: Sequence[Handler],
+    staging: Staging | None,
+) -> Call[StepInfo]:
+    """Return the call behind `save`, arguments checked."""
+    storage, entry = open_entry(path)
+    request = make_request(entry, None, state, items, metrics, metadata, overwrite=overwrite)
+    engine = make_engine(staging or Staging(mode="view"), handlers, ())
+
+    async def call() -> StepInfo:
+        began = time.perf_counter()
+        await storage.prepare()
+        await storage.sweep()
+        await refuse_existing(storage, request)
+        # Nobody holds this commit: the call itself returns or raises its outcome.
+        hooks = CommitHooks(Commit(None, lambda: None))
+        manifest = await save_entry(engine, storage, request, hooks, lambda: None)
+        info = step_info(manifest, f"{storage.location}/{entry}")
+        logger.info("saved %s: %d bytes in %.2f s", entry, info.nbytes, time.perf_counter() - began)
+        return info
+
+    return call
+
+
+def load_call(
+    path: PathLike,
+    like: Any,
+    items: Mapping[str, Any] | Iterable[str] | None,
+    handlers: Sequence[Handler],
+) -> Call[Any]:
+    """Return the call behind `load`, arguments checked."""
+    storage, entry = open_entry(path)
+    engine = make_engine(Staging(), handlers, ())
+
+    async def call() -> Any:
+        began = time.perf_counter()
+        manifest = await read_manifest(storage, entry)
+        loaded = await restore_items(
+            manifest,
+            lambda item: storage.database_url(entry, item),
+            wanted_items(manifest, like, items),
+            engine.handlers,
+            engine.arena,
+            engine.observers,
+        )
+        logger.info("loaded %s in %.2f s", entry, time.perf_counter() - began)
+        return result_of(manifest, loaded, named=items is not None)
+
+    return call
+
+
+def metadata_call(path: PathLike) -> Call[StepMetadata]:
+    """Return the call behind `metadata`, arguments checked."""
+    storage, entry = open_entry(path)
+
+    async def call() -> StepMetadata:
+        manifest = await read_manifest(storage, entry)
+        where = f"{storage.location}/{entry}"
+        return await anyio.to_thread.run_sync(describe_step, manifest, where)
+
+    return call

@@ -1,0 +1,112 @@
+"""Arguments of the public calls, checked and put into one form. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ckpt.engine.save import SaveRequest
+from ckpt.errors import InvalidArgumentError
+from ckpt.manifest import Manifest
+from ckpt.steps import check_item_name
+
+__all__ = ["UNNAMED_ITEM", "make_request", "result_of", "wanted_items"]
+
+# The name Orbax's v1 API gives, and looks for, where the caller names no item.
+UNNAMED_ITEM = "state"
+
+
+def make_request(
+    entry: str,
+    step: int | None,
+    state: Any,
+    items: Mapping[str, Any] | None,
+    metrics: Mapping[str, Any] | None,
+    metadata: Any,
+    *,
+    overwrite: bool,
+) -> SaveRequest:
+    """Return the request of a save.
+
+    Raises:
+        InvalidArgumentError: Neither or both of `state` and `items` are given, an item may not be
+            called so, or metrics or metadata cannot be written as JSON.
+    """
+    if (state is None) == (items is None):
+        raise InvalidArgumentError(
+            "give either one state or items={name: object}, and not both", step=step
+        )
+    given: object = items
+    if items is not None and not (isinstance(given, Mapping) and given):
+        raise InvalidArgumentError(
+            f"items={items!r:.120}: expected a mapping of at least one name to an object", step=step
+        )
+    named = {UNNAMED_ITEM: state} if items is None else dict(items)
+    for name in named:
+        check_item_name(name)
+    numbers: object = metrics
+    if metrics is not None and not isinstance(numbers, Mapping):
+        raise InvalidArgumentError(
+            f"metrics={metrics!r:.120}: expected a mapping of names to numbers", step=step
+        )
+    return SaveRequest(
+        entry=entry,
+        step=step,
+        items=named,
+        unnamed=items is None,
+        metrics=None if metrics is None else dict(metrics),
+        metadata=_plain_json(metadata, step),
+        overwrite=overwrite,
+    )
+
+
+def _plain_json(metadata: Any, step: int | None) -> Any:
+    """Return a copy of `metadata` made of plain JSON values."""
+    try:
+        return json.loads(json.dumps(metadata, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(
+            f"metadata={metadata!r:.120}: expected JSON values only ({error})", step=step
+        ) from error
+
+
+def wanted_items(
+    manifest: Manifest, like: Any, items: Mapping[str, Any] | Iterable[str] | None
+) -> dict[str, Any]:
+    """Return the items to load, each with its target or None.
+
+    Raises:
+        InvalidArgumentError: `like` and `items` are both given, or `like` does not say which of
+            several items it is for.
+    """
+    if items is not None:
+        if like is not None:
+            raise InvalidArgumentError(
+                "give like= for a whole checkpoint, or items={name: like}, and not both",
+                step=manifest.step,
+            )
+        if isinstance(items, str):
+            raise InvalidArgumentError(
+                f"items={items!r:.60}: expected a list of item names, such as [{items!r:.60}]",
+                step=manifest.step,
+            )
+        return dict(items) if isinstance(items, Mapping) else dict.fromkeys(items)
+    if like is None:
+        return dict.fromkeys(manifest.items)
+    if manifest.unnamed:
+        return dict.fromkeys(manifest.items, like)
+    if isinstance(like, Mapping) and set(like) <= set(manifest.items):
+        return dict(like)
+    raise InvalidArgumentError(
+        f"the step has named items ({', '.join(manifest.items)}): like= must be a dict of item "
+        "names to targets",
+        step=manifest.step,
+    )
+
+
+def result_of(manifest: Manifest, loaded: Mapping[str, Any], *, named: bool) -> Any:
+    """Return what a load gives back: the tree of one unnamed item, else a dict by item name."""
+    if manifest.unnamed and not named:
+        return loaded[next(iter(manifest.items))]
+    return dict(loaded)

@@ -1,0 +1,73 @@
+"""Small frozen value objects that configure a manager."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from ckpt.errors import InvalidArgumentError
+
+__all__ = ["Staging", "StagingMode"]
+
+StagingMode = Literal["auto", "copy", "view"]
+
+MIN_BUDGET_BYTES = 1 << 20
+# A quarter of the machine's memory leaves room for the state itself, the input pipeline and the
+# page cache that the writes go through.
+_DEFAULT_SHARE = 4
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """How array data gets from devices to host memory the library owns.
+
+    Attributes:
+        budget_bytes: Upper bound, in bytes, of the host memory a save may hold beyond the state
+            itself. A state larger than the budget is staged as earlier parts are written, so
+            `save()` returns later; it never takes more memory. None is a quarter of the machine's
+            memory.
+        mode: `copy` copies every array into the library's own memory before `save()` returns, so
+            that the train step may donate its buffers at full speed. `view` keeps references to
+            the arrays instead and copies nothing: right for arrays that are never donated; a later
+            donation stays safe, but the runtime then copies the buffer inside the train step.
+            `auto` is `copy`. Numpy arrays are copied in every mode, since they can be changed in
+            place.
+
+    Raises:
+        InvalidArgumentError: The budget is below 1 MiB or the mode is unknown.
+    """
+
+    budget_bytes: int | None = None
+    mode: StagingMode = "auto"
+
+    def __post_init__(self) -> None:
+        budget = self.budget_bytes
+        if budget is not None and (type(budget) is not int or budget < MIN_BUDGET_BYTES):
+            raise InvalidArgumentError(
+                f"Staging(budget_bytes={budget!r}): expected a whole number of bytes, at least "
+                f"{MIN_BUDGET_BYTES} (1 MiB), or None for a quarter of the machine's memory"
+            )
+        if self.mode not in get_args(StagingMode):
+            raise InvalidArgumentError(
+                f"Staging(mode={self.mode!r}): expected one of {', '.join(get_args(StagingMode))}"
+            )
+
+    @property
+    def effective_budget(self) -> int:
+        """The budget in bytes, with the default worked out."""
+        if self.budget_bytes is not None:
+            return self.budget_bytes
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        with contextlib.suppress(OSError, ValueError):
+            # In a container the machine's memory is not ours; "max" means that it is.
+            total = min(total, int(_CGROUP_LIMIT.read_text()))
+        return max(total // _DEFAULT_SHARE, MIN_BUDGET_BYTES)
+
+    @property
+    def copies(self) -> bool:
+        """Whether jax arrays are copied before `save()` returns."""
+        return self.mode != "view"

@@ -1,0 +1,166 @@
+"""Steps of a root: their names, which of them are committed, and their manifests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TypeGuard
+
+import anyio
+
+from ckpt.errors import (
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    NotACheckpointError,
+    StepNotFoundError,
+    located,
+)
+from ckpt.manifest import FILE_NAME, MAX_BYTES, Manifest, decode, peek_step
+from ckpt.storage.base import Storage
+
+__all__ = ["check_item_name", "check_step", "committed_steps", "latest_step", "read_manifest"]
+
+# Nineteen digits hold every step a 64-bit counter can.
+_STEP = re.compile(r"^(0|[1-9][0-9]{0,18})\Z")
+_ITEM = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\Z")
+# Names that Orbax or this library use in a step or a root for something else.
+RESERVED_ITEMS = frozenset(
+    {
+        "AUTO",
+        "_CHECKPOINT_DELETION",
+        "_CHECKPOINT_METADATA",
+        "commit_success.txt",
+        "lanes",
+        "metadata",
+        "metrics",
+        "orbax.checkpoint",
+        FILE_NAME,
+    }
+)
+_CONCURRENT_READS = 16
+
+
+def check_step(step: object) -> int:
+    """Return `step` if it is one.
+
+    Raises:
+        InvalidArgumentError: It is not a whole number from 0 to 10**19 - 1.
+    """
+    # numpy integers are steps too; bool is an int only by accident.
+    number = None if isinstance(step, bool) or not hasattr(step, "__index__") else step.__index__()
+    if number is None or not _STEP.match(str(number)):
+        raise InvalidArgumentError(
+            f"step={step!r}: expected a whole number, 0 or greater, such as the training step"
+        )
+    return int(number)
+
+
+def check_item_name(name: object) -> str:
+    """Return `name` if an item may be called so.
+
+    Raises:
+        InvalidArgumentError: It could leave the step's directory, or is reserved.
+    """
+    if not _may_name_an_item(name):
+        raise InvalidArgumentError(
+            f"item name {name!r:.120}: expected 1 to 100 letters, digits, '_', '-' or '.', not "
+            f"beginning with '.' or '-', and none of {', '.join(sorted(RESERVED_ITEMS))}"
+        )
+    return name
+
+
+def _may_name_an_item(name: object) -> TypeGuard[str]:
+    return (
+        isinstance(name, str)
+        and _ITEM.match(name) is not None
+        and name not in RESERVED_ITEMS
+        # Orbax takes what has this in its name for unfinished.
+        and ".orbax-checkpoint-tmp" not in name
+    )
+
+
+async def committed_steps(storage: Storage) -> list[int]:
+    """Return every committed step of a root, ascending."""
+    candidates = _candidates(await storage.entries())
+    found: list[int] = []
+    limiter = anyio.CapacityLimiter(_CONCURRENT_READS)
+
+    async def look(step: int) -> None:
+        async with limiter:
+            if await _is_committed(storage, step):
+                found.append(step)
+
+    with located():
+        async with anyio.create_task_group() as tasks:
+            for step in candidates:
+                tasks.start_soon(look, step)
+    return sorted(found)
+
+
+async def latest_step(storage: Storage) -> int | None:
+    """Return the greatest committed step, or None; reads as few manifests as that takes."""
+    for step in reversed(_candidates(await storage.entries())):
+        if await _is_committed(storage, step):
+            return step
+    return None
+
+
+async def read_manifest(storage: Storage, entry: str, *, step: int | None = None) -> Manifest:
+    """Return the manifest of an entry.
+
+    Args:
+        storage: The root.
+        entry: The entry's name.
+        step: The step it should be, or None for a one-shot checkpoint or any step.
+
+    Raises:
+        StepNotFoundError: `step` was given and there is no such committed step.
+        NotACheckpointError: There is no checkpoint of this library at that entry.
+        CorruptCheckpointError: Its manifest is damaged.
+        UnsupportedFormatError: It is of a later format.
+    """
+    where = f"{storage.location}/{entry}"
+    data = await storage.read(entry, FILE_NAME, MAX_BYTES)
+    if data is None and step is not None:
+        steps = await committed_steps(storage)
+        listed = f"steps {_shorten(steps)}" if steps else "no committed step"
+        raise StepNotFoundError(
+            f"there is no such step; {storage.location} has {listed}", step=step
+        )
+    if data is None:
+        raise NotACheckpointError(
+            f"{where} holds no committed checkpoint: there is no {FILE_NAME} in it. Give the path "
+            "that ckpt.save wrote, or one step of a manager's root (runs/a/100)"
+        )
+    manifest = await anyio.to_thread.run_sync(lambda: decode(data, where=f"{where}/{FILE_NAME}"))
+    if step is not None and manifest.step != step:
+        raise CorruptCheckpointError(
+            f"{where} holds step {manifest.step}: the directory was renamed. Give it its own name "
+            "back",
+            step=step,
+        )
+    # Items are directories: a name from a file must not lead out of the step.
+    wrong = next((name for name in manifest.items if not _may_name_an_item(name)), None)
+    if wrong is not None:
+        raise CorruptCheckpointError(f"{where}: {wrong!r:.120} cannot be the name of an item")
+    return manifest
+
+
+async def _is_committed(storage: Storage, step: int) -> bool:
+    """A step is committed if and only if its manifest is there, whole, and its own."""
+    try:
+        data = await storage.read(str(step), FILE_NAME, MAX_BYTES)
+    except CorruptCheckpointError:
+        return False
+    return data is not None and await anyio.to_thread.run_sync(peek_step, data) == step
+
+
+def _candidates(entries: Iterable[str]) -> list[int]:
+    return sorted(int(name) for name in entries if _STEP.match(name))
+
+
+def _shorten(steps: list[int]) -> str:
+    shown = [str(step) for step in (steps if len(steps) <= 12 else [*steps[:3], *steps[-8:]])]
+    if len(steps) > 12:
+        shown.insert(3, "...")
+    return ", ".join(shown)

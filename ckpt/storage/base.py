@@ -1,0 +1,85 @@
+"""What every store must be able to do with steps, attempts and small files.
+
+A store holds *entries*: directories named after steps (or one-shot checkpoints). An entry is
+committed if and only if its manifest validates. An *attempt* is one try at writing an entry, under
+a fresh random name nobody else uses; publishing makes it an entry in one atomic act.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ckpt.manifest import FileEntry
+
+__all__ = ["Attempt", "Storage"]
+
+
+class Attempt(Protocol):
+    """One try at writing an entry.
+
+    Attributes:
+        entry: Name of the entry it will become.
+        id: Random hexadecimal id, unique to this try.
+    """
+
+    @property
+    def entry(self) -> str:
+        """Name of the entry it will become."""
+
+    @property
+    def id(self) -> str:
+        """Random id, unique to this try."""
+
+
+class Storage(Protocol):
+    """A root that holds entries. Every method raises `StorageError` for what the store refuses."""
+
+    @property
+    def location(self) -> str:
+        """The root, as users write it."""
+
+    async def prepare(self) -> None:
+        """Make the root if it is not there; raise if it cannot hold entries."""
+
+    async def entries(self) -> list[str]:
+        """Return the names below the root that may be entries; committed or not, attempts not."""
+
+    async def read(self, entry: str, path: str, limit: int) -> bytes | None:
+        """Return a small file of an entry, or None where entry or file is not there.
+
+        Raises:
+            CorruptCheckpointError: The file is not a regular one, or larger than `limit` bytes.
+        """
+
+    async def begin(self, entry: str) -> Attempt:
+        """Open an attempt that no cleaner can take for dead while this process lives."""
+
+    async def write(self, attempt: Attempt, path: str, data: bytes) -> None:
+        """Write a new small file of the attempt; durable on return."""
+
+    async def database(self, attempt: Attempt, path: str) -> str:
+        """Make the directory `path` within the attempt; return its TensorStore kvstore URL."""
+
+    def database_url(self, entry: str, path: str) -> str:
+        """Return the TensorStore kvstore URL of the directory `path` of an entry."""
+
+    async def digests(self, attempt: Attempt, path: str, known: set[str]) -> dict[str, FileEntry]:
+        """Return size and digest of every file below `path` that is not in `known`."""
+
+    async def publish(self, attempt: Attempt, *, overwrite: bool) -> None:
+        """Make the attempt its entry, atomically and durably; everything in it is whole by then.
+
+        With `overwrite` an existing entry is replaced in the same atomic act.
+
+        Raises:
+            StepExistsError: The entry exists (and `overwrite` is False); the attempt is left.
+        """
+
+    async def discard(self, attempt: Attempt) -> None:
+        """Remove an attempt that will not be published; what will not go is left to `sweep`."""
+
+    async def remove(self, entry: str) -> bool:
+        """Remove an entry: first atomically out of sight, then its bytes. False if not there."""
+
+    async def sweep(self) -> list[str]:
+        """Remove what provably dead writers left; return the names of what was removed."""

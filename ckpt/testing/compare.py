@@ -1,0 +1,123 @@
+"""Whether two trees are exactly the same: containers, keys, their order, leaf types and bits."""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ckpt.layout.structure import Record
+
+__all__ = ["differences"]
+
+
+def differences(expected: Any, found: Any) -> list[str]:
+    """Return one line for every place where two trees differ; none where they are the same.
+
+    Stricter than `==`: the kinds of containers and leaves, the types of keys and their order in
+    dicts, dtypes, and every bit of an array count, so `-0.0` is not `0.0` and `1` is not `True`.
+    Python NaNs count as equal to each other.
+
+    Example:
+        ```python
+        assert differences(saved, await ckpt.load(path)) == []
+        ```
+
+    Args:
+        expected: The tree as it should be.
+        found: The tree as it is.
+    """
+    return list(_compare(expected, found, "tree"))
+
+
+def _compare(expected: Any, found: Any, where: str) -> Iterator[str]:
+    if isinstance(expected, jax.Array):
+        yield from _compare_jax(expected, found, where)
+    elif type(expected) is not type(found):
+        yield f"{where}: expected {_type_of(expected)}, found {_type_of(found)}"
+    elif isinstance(expected, np.ndarray | np.generic):
+        yield from _compare_arrays(expected, found, where)
+    elif type(expected) in (dict, OrderedDict, defaultdict):
+        yield from _compare_mappings(expected, found, where)
+    elif isinstance(expected, list | tuple):
+        yield from _compare_children(expected, found, range(len(expected)), where)
+    elif isinstance(expected, Record):
+        if expected.class_name != found.class_name:
+            yield f"{where}: expected {expected.class_name}, found {found.class_name}"
+        else:
+            yield from _compare(dict(expected.fields), dict(found.fields), where)
+    elif not _same_scalar(expected, found):
+        yield f"{where}: expected {_short(expected)}, found {_short(found)}"
+
+
+def _compare_mappings(
+    expected: Mapping[Any, Any], found: Mapping[Any, Any], where: str
+) -> Iterator[str]:
+    factory = getattr(expected, "default_factory", None)
+    if factory is not getattr(found, "default_factory", None):
+        yield f"{where}: expected the default factory {factory!r}"
+    keys, found_keys = list(expected), list(found)
+    if len(keys) != len(found_keys) or not all(map(_same_key, keys, found_keys)):
+        yield f"{where}: expected the keys {_short(keys)}, found {_short(found_keys)}"
+    else:
+        yield from _compare_children(list(expected.values()), list(found.values()), keys, where)
+
+
+def _compare_children(
+    expected: Sequence[Any], found: Sequence[Any], keys: Sequence[Any], where: str
+) -> Iterator[str]:
+    if len(expected) != len(found):
+        yield f"{where}: expected {len(expected)} children, found {len(found)}"
+        return
+    for key, child, other in zip(keys, expected, found, strict=True):
+        yield from _compare(child, other, f"{where}[{_short(key)}]")
+
+
+def _compare_arrays(expected: Any, found: Any, where: str) -> Iterator[str]:
+    if expected.dtype != found.dtype or expected.shape != found.shape:
+        yield (
+            f"{where}: expected {expected.dtype}{list(expected.shape)}, "
+            f"found {found.dtype}{list(found.shape)}"
+        )
+    elif expected.tobytes() != found.tobytes():
+        yield f"{where}: expected {_short(expected)}, found {_short(found)}"
+
+
+def _compare_jax(expected: jax.Array, found: Any, where: str) -> Iterator[str]:
+    if not isinstance(found, jax.Array):
+        yield f"{where}: expected a jax.Array, found {_type_of(found)}"
+        return
+    yield from _compare_arrays(np.asarray(expected), np.asarray(found), where)
+    for attribute in ("weak_type", "committed", *(("sharding",) if expected.committed else ())):
+        wanted, got = getattr(expected, attribute), getattr(found, attribute)
+        if wanted != got:
+            yield f"{where}: expected {attribute} {wanted}, found {got}"
+
+
+def _same_scalar(expected: Any, found: Any) -> bool:
+    if isinstance(expected, complex):
+        return _same_scalar(expected.real, found.real) and _same_scalar(expected.imag, found.imag)
+    if isinstance(expected, float):
+        both_nan = expected != expected and found != found
+        return both_nan or struct.pack("d", expected) == struct.pack("d", found)
+    return bool(expected == found)
+
+
+def _same_key(expected: Any, found: Any) -> bool:
+    if type(expected) is not type(found):
+        return False
+    if isinstance(expected, tuple):
+        return len(expected) == len(found) and all(map(_same_key, expected, found))
+    return _same_scalar(expected, found)
+
+
+def _type_of(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _short(value: Any) -> str:
+    return f"{value!r:.60}"

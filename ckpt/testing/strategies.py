@@ -1,0 +1,260 @@
+"""Hypothesis strategies for everything a checkpoint can hold.
+
+They reach for what breaks checkpoints: keys such as `/`, `.`, `""` and `%`, empty containers,
+0-d and size-0 arrays, every dtype, arrays that are not contiguous or not writable, `nan`, `-0.0`,
+and integers beyond 64 bits.
+
+```python
+from hypothesis import given
+from ckpt.testing.strategies import trees
+
+@given(trees())
+def test_what_was_saved_comes_back(tree): ...
+```
+
+Needs `hypothesis`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from ckpt.layout.leaves import DTYPES
+
+__all__ = [
+    "Empty",
+    "Pair",
+    "arrays",
+    "dtypes",
+    "keys",
+    "leaves",
+    "numpy_scalars",
+    "python_scalars",
+    "shapes",
+    "string_keys",
+    "trees",
+]
+
+PyTree = Any
+Array = np.ndarray[Any, np.dtype[Any]]
+
+# Characters that mean something in stored names, file paths, URLs, JSON or formats.
+_ODD_CHARACTERS = "/.%\\:;*?\"'<>|{}[]()#@ \0\n\x7f\u00a0\u200b\u00e9\u4e2d\U0001f600kKeE02FA"
+_ODD_KEYS = (
+    "",
+    ".",
+    "..",
+    "/",
+    "%",
+    "%e",
+    "%k0",
+    "%root",
+    "%2E",
+    "a.b",
+    "a/b",
+    "zarr.json",
+    "c/0",
+    "0",
+    "01",
+    "-1",
+    "None",
+    "True",
+    "\u00e9",
+    "e\u0301",
+    "x" * 300,
+    "." * 300,
+)
+_INTEGERS = (2**31, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**64, 1 << 500)
+_FACTORIES: tuple[type | None, ...] = (None, list, dict, int, float, set, str, tuple)
+
+
+class Pair(NamedTuple):
+    """A namedtuple of two fields."""
+
+    first: Any
+    second: Any
+
+
+class Empty(NamedTuple):
+    """A namedtuple without fields."""
+
+
+def dtypes() -> SearchStrategy[np.dtype[Any]]:
+    """Return every dtype that can be stored, those of `ml_dtypes` included."""
+    return st.sampled_from(list(DTYPES.values()))
+
+
+def shapes(max_rank: int = 4, max_side: int = 5) -> SearchStrategy[tuple[int, ...]]:
+    """Return array shapes, 0-d and size-0 ones included.
+
+    Args:
+        max_rank: Greatest number of dimensions.
+        max_side: Greatest length of one.
+    """
+    return st.lists(st.integers(0, max_side), max_size=max_rank).map(tuple)
+
+
+def arrays(
+    dtype: np.dtype[Any] | SearchStrategy[np.dtype[Any]] | None = None,
+    shape: tuple[int, ...] | SearchStrategy[tuple[int, ...]] | None = None,
+) -> SearchStrategy[Array]:
+    """Return numpy arrays of any bits: C-ordered, Fortran-ordered, strided, reversed, read-only.
+
+    Args:
+        dtype: Their dtype or a strategy for it; any that can be stored by default.
+        shape: Their shape or a strategy for it; `shapes()` by default.
+    """
+    return _arrays(
+        dtypes() if dtype is None else _as_strategy(dtype),
+        shapes() if shape is None else _as_strategy(shape),
+    )
+
+
+def numpy_scalars() -> SearchStrategy[np.generic]:
+    """Return numpy scalars of every dtype that can be stored."""
+    return arrays(shape=()).map(lambda array: cast("np.generic", array[()]))
+
+
+def python_scalars() -> SearchStrategy[bool | int | float | complex | str | bytes]:
+    """Return Python scalars: integers of any size, all floats, text and bytes among them."""
+    return st.one_of(
+        st.booleans(),
+        st.integers(),
+        st.sampled_from(_INTEGERS),
+        st.floats(),
+        st.complex_numbers(),
+        st.text(max_size=20),
+        st.binary(max_size=20),
+    )
+
+
+def leaves() -> SearchStrategy[Any]:
+    """Return leaves that need no device: numpy arrays, numpy scalars and Python scalars."""
+    return _evenly(python_scalars(), numpy_scalars(), arrays())
+
+
+def string_keys() -> SearchStrategy[str]:
+    """Return dict keys that are strings, most of them awkward."""
+    return st.one_of(
+        st.text("abc", min_size=1, max_size=3),
+        st.sampled_from(_ODD_KEYS),
+        st.text(_ODD_CHARACTERS, max_size=6),
+        st.text(max_size=6),
+    )
+
+
+def keys() -> SearchStrategy[Hashable]:
+    """Return dict keys of every kind that can be stored; not all can be sorted together."""
+    return st.one_of(*_sortable_keys())
+
+
+def trees(leaf: SearchStrategy[Any] | None = None, max_leaves: int = 10) -> SearchStrategy[PyTree]:
+    """Return trees of every built-in container, namedtuples and None.
+
+    Args:
+        leaf: What their leaves are drawn from; `leaves()` by default.
+        max_leaves: About how many leaves a tree has at most.
+    """
+    small = _evenly(leaves() if leaf is None else leaf, _empty_nodes())
+    large = st.recursive(small, _nodes, max_leaves=max_leaves)
+    # Left to itself, `recursive` hardly ever gives a tree that is one leaf.
+    return _evenly(small, large, large, large)
+
+
+@st.composite
+def _evenly(draw: st.DrawFn, *choices: SearchStrategy[Any]) -> Any:
+    """Draw from each of `choices` equally often; `one_of` goes by how many branches each has."""
+    return draw(choices[draw(st.integers(0, len(choices) - 1))])
+
+
+@st.composite
+def _arrays(
+    draw: st.DrawFn,
+    dtype: SearchStrategy[np.dtype[Any]],
+    shape: SearchStrategy[tuple[int, ...]],
+) -> Array:
+    kind, sides = draw(dtype), draw(shape)
+    array = _from_bytes(draw, kind, sides)
+    layout = draw(st.sampled_from(["C", "F", "strided", "reversed", "read-only"]))
+    if layout == "F":
+        return np.array(array, order="F")
+    if layout == "read-only":
+        array.flags.writeable = False
+    elif layout == "strided" and sides:
+        array = np.repeat(array, 2, axis=-1)[..., ::2]
+    elif layout == "reversed" and sides:
+        array = np.flip(np.flip(array, 0).copy(), 0)
+    return array
+
+
+def _from_bytes(draw: st.DrawFn, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    nbytes = math.prod(shape) * dtype.itemsize
+    data = np.frombuffer(draw(st.binary(min_size=nbytes, max_size=nbytes)), np.uint8)
+    legal = _legal_bytes(dtype)
+    if legal is not None:
+        data = legal[data % len(legal)]
+    return data.copy().view(dtype).reshape(shape)
+
+
+def _legal_bytes(dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+    """Return the bytes an element may consist of, or None if any will do."""
+    numbers = {
+        "bool": range(2),
+        "int2": range(-2, 2),
+        "uint2": range(4),
+        "int4": range(-8, 8),
+        "uint4": range(16),
+    }.get(dtype.name)
+    if numbers is not None:
+        return np.array(numbers).astype(dtype).view(np.uint8)
+    return np.arange(16, dtype=np.uint8) if dtype.name == "float4_e2m1fn" else None
+
+
+def _sortable_keys() -> Sequence[SearchStrategy[Hashable]]:
+    """Return kinds of keys; all of one kind can be sorted, which jax asks of the keys of a dict."""
+    integers = st.one_of(st.integers(-3, 11), st.sampled_from(_INTEGERS))
+    return [
+        string_keys(),
+        integers,
+        st.one_of(integers, st.booleans(), st.floats(allow_nan=False)),
+        st.binary(max_size=4),
+        st.tuples(string_keys(), integers),
+        st.tuples(st.tuples(), st.booleans()),
+    ]
+
+
+def _empty_nodes() -> SearchStrategy[PyTree]:
+    makers: list[Callable[[], PyTree]] = [
+        lambda: None,
+        dict,
+        list,
+        tuple,
+        OrderedDict,
+        Empty,
+        defaultdict,
+        lambda: defaultdict(list),
+    ]
+    return st.sampled_from(makers).map(lambda make: make())
+
+
+def _nodes(children: SearchStrategy[PyTree]) -> SearchStrategy[PyTree]:
+    dicts = _evenly(*(st.dictionaries(family, children, max_size=4) for family in _sortable_keys()))
+    return _evenly(
+        st.lists(children, max_size=4),
+        st.lists(children, max_size=4).map(tuple),
+        st.builds(Pair, children, children),
+        dicts,
+        st.builds(defaultdict, st.sampled_from(_FACTORIES), dicts),
+        st.dictionaries(keys(), children, dict_class=OrderedDict, max_size=4),
+    )
+
+
+def _as_strategy(value: Any) -> SearchStrategy[Any]:
+    return value if isinstance(value, SearchStrategy) else st.just(value)

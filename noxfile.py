@@ -1,0 +1,90 @@
+"""Everything that a contributor or a build machine runs; `nox -l` lists it.
+
+Each session makes its own environment with the interpreter that runs nox, so a machine with Python
+and git needs `python -m pip install nox` and no more. uv makes the environments where it is
+installed, virtualenv elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"  # the first with nox.project.dependency_groups
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.sessions = ["lint", "types", "tests"]
+
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+
+
+def group(name: str) -> tuple[str, ...]:
+    """Returns the requirements of one dependency group of pyproject.toml."""
+    return nox.project.dependency_groups(PYPROJECT, name)
+
+
+def hermetic_env(session: nox.Session) -> dict[str, str | None]:
+    """Returns an environment on the CPU in which no setting or credential of the user is seen.
+
+    A variable set to None is removed. The home directory is an empty one: Jupyter, IPython and the
+    cloud drivers of TensorStore would read their settings from it.
+    """
+    prefixes = ("JAX_", "XLA_", "LIBTPU_", "TENSORSTORE_", "ORBAX_", "CKPT_", "JUPYTER_", "XDG_")
+    env: dict[str, str | None] = {name: None for name in os.environ if name.startswith(prefixes)}
+    home = Path(session.virtualenv.location, "home").resolve()
+    home.mkdir(exist_ok=True)
+    return env | {
+        "HOME": str(home),
+        "IPYTHONDIR": None,
+        "PYTHONPATH": None,
+        "JAX_PLATFORMS": "cpu",
+    }
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Kill a training run and resume it, with the package installed as a user installs it."""
+    session.install(".", *group("demo"))
+    session.run(
+        "python", "docs/examples/resume_after_kill.py", *session.posargs, env=hermetic_env(session)
+    )
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests; arguments after -- go to pytest."""
+    session.install("-e", ".", *group("test"))
+    session.run("python", "-m", "pytest", *session.posargs, env=hermetic_env(session))
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting."""
+    session.install(*group("lint"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check the types of the package."""
+    session.install("-e", ".", *group("types"))
+    session.run("mypy", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks; arguments after -- go to them."""
+    session.install("-e", ".", *group("bench"))
+    session.run("python", "-m", "benchmarks", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/; a broken link or reference fails."""
+    # mkdocstrings reads the sources and imports nothing, so the package is not installed here.
+    session.install(*group("docs"))
+    # The theme would print an advertisement for its successor.
+    env = {"NO_MKDOCS_2_WARNING": "1"}
+    session.run("mkdocs", "build", "--strict", *session.posargs, env=env)

@@ -1,0 +1,16 @@
+"""What has to be set before jax is imported, and the profiles of Hypothesis."""
+
+from __future__ import annotations
+
+import os
+
+_DEVICES = "--xla_force_host_platform_device_count=8"
+if _DEVICES not in os.environ.get("XLA_FLAGS", "").split():
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+from hypothesis import settings  # noqa: E402
+
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("thorough", deadline=None, max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

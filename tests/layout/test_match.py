@@ -1,0 +1,445 @@
+"""A target against what is stored: it fits, or every difference is one line by leaf path."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from ckpt.errors import TargetMismatchError
+from ckpt.layout.leaves import ARRAY_KINDS, DTYPES, classify
+from ckpt.layout.match import ArrayTarget, Match, match_target, targets_as_saved
+from ckpt.layout.plan import plan_save
+from ckpt.layout.records import check_leaves, record_leaves
+from ckpt.layout.shardings import describe_sharding, rebuild_sharding
+from ckpt.layout.structure import describe
+from ckpt.manifest import ItemEntry, LeafEntry, ShardingEntry
+from ckpt.testing.strategies import Pair, trees
+
+
+def stored(tree: Any) -> ItemEntry:
+    """The entry of an item as it is after `tree` was saved."""
+    structure = describe(tree)
+    specs = [classify(*pair) for pair in zip(structure.leaves, structure.names, strict=True)]
+    plan = plan_save(structure.names, specs, 1 << 30)
+    records = record_leaves(plan, structure.leaves, defaultdict(lambda: "0" * 32))
+    item = ItemEntry(
+        handler="pytree",
+        nodes=list(structure.nodes),
+        leaves=records.leaves,
+        shardings=records.shardings,
+        nbytes=records.nbytes,
+    )
+    check_leaves(item)
+    return ItemEntry.model_validate_json(item.model_dump_json(exclude_defaults=True))
+
+
+def match(tree: Any, like: Any) -> Match:
+    return match_target(stored(tree), describe(like))
+
+
+def problems(tree: Any, like: Any) -> tuple[str, ...]:
+    with pytest.raises(TargetMismatchError) as caught:
+        match(tree, like)
+    message = str(caught.value)
+    count = len(caught.value.problems)
+    assert f"in {count} {'leaf' if count == 1 else 'leaves'}" in message
+    assert all(line in message for line in caught.value.problems)
+    return caught.value.problems
+
+
+def mesh(*sizes: int) -> Mesh:
+    count = int(np.prod(sizes))
+    return Mesh(np.array(jax.devices()[:count]).reshape(sizes), ("x", "y")[: len(sizes)])
+
+
+def on(placed: Mesh, *spec: Any) -> NamedSharding:
+    return NamedSharding(placed, PartitionSpec(*spec))
+
+
+def sds(*shape: int, dtype: Any = "float32", sharding: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def state() -> dict[str, Any]:
+    return {
+        "params": {
+            "w": jax.device_put(np.zeros((8, 4), np.float32), on(mesh(2, 4), "x", "y")),
+            "b": jnp.zeros(4, jnp.bfloat16),
+        },
+        "host": [np.zeros((2, 3), np.int64), np.float16(1)],
+        "step": 7,
+        "rate": 0.5,
+        "name": "run",
+        "none": None,
+    }
+
+
+# -- what fits ------------------------------------------------------------------------------------
+
+
+@given(trees())
+def test_a_tree_fits_itself(tree: Any) -> None:
+    structure = describe(tree)
+    found = match(tree, tree)
+    assert found.stored == list(range(len(structure.leaves)))
+    for leaf, target in zip(structure.leaves, found.targets, strict=True):
+        if isinstance(leaf, np.ndarray | np.generic):
+            kind = "numpy" if isinstance(leaf, np.ndarray) else "numpy_scalar"
+            assert target == ArrayTarget(kind, leaf.dtype)
+        else:
+            assert target is None
+
+
+@given(trees())
+def test_without_a_target_all_comes_back_as_it_was(tree: Any) -> None:
+    targets, moved = targets_as_saved(stored(tree))
+    assert targets == match(tree, tree).targets
+    assert moved == []
+
+
+def test_a_state_fits_itself_and_its_abstract_self() -> None:
+    tree = state()
+    abstract = jax.tree.map(
+        lambda x: sds(*x.shape, dtype=x.dtype, sharding=x.sharding) if x_is_jax(x) else x, tree
+    )
+    expected = {
+        "params.w": ArrayTarget("jax", np.dtype("float32"), tree["params"]["w"].sharding),
+        # jnp.zeros is bound to no device, and stays so.
+        "params.b": ArrayTarget("jax", DTYPES["bfloat16"], None),
+        "host.0": ArrayTarget("numpy", np.dtype("int64")),
+        "host.1": ArrayTarget("numpy_scalar", np.dtype("float16")),
+        "step": None,
+        "rate": None,
+        "name": None,
+    }
+    names = describe(tree).names
+    for found in (match(tree, tree), match(tree, abstract)):
+        assert dict(zip(names, found.targets, strict=True)) == expected
+    targets, moved = targets_as_saved(stored(tree))
+    assert dict(zip(names, targets, strict=True)) == expected
+    assert moved == []
+
+
+def x_is_jax(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array)
+
+
+def test_containers_may_differ_where_the_leaf_paths_agree() -> None:
+    class Params(NamedTuple):
+        w: Any
+        b: Any
+
+    tree = {"params": {"b": 1, "w": 2.0}, "pair": Pair(True, "x"), "list": [1, 2]}
+    like = {"params": Params(0.0, 0), "pair": {"second": "", "first": False}, "list": (1, 2)}
+    found = match(tree, like)
+    names = describe(tree).names
+    order = [names[number] for number in found.stored if number is not None]
+    assert order == list(describe(like).names)
+
+
+def test_a_type_stands_for_a_python_scalar() -> None:
+    assert match({"a": 1, "b": "x"}, {"a": int, "b": str}).stored == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["jax", "numpy", "numpy_scalar"])
+def test_what_an_array_comes_back_as_is_the_choice_of_the_target(kind: str) -> None:
+    like = {
+        "jax": (sds(), jnp.float32(0)),
+        "numpy": (np.zeros((), np.float32), SimpleNamespace(shape=(), dtype="f4", kind="numpy")),
+        "numpy_scalar": (np.float32(0),),
+    }[kind]
+    for tree in (np.zeros((), np.float32), np.float32(0), jnp.zeros(())):
+        for leaf in like:
+            (target,) = match(tree, leaf).targets
+            assert target is not None
+            assert (target.kind, target.dtype) == (kind, np.float32)
+
+
+def test_the_sharding_of_the_target_is_the_one_that_comes_back() -> None:
+    wanted = on(mesh(4), None, "x")
+    tree = {"w": state()["params"]["w"]}
+    for like in (sds(8, 4, sharding=wanted), jax.device_put(np.zeros((8, 4), "f4"), wanted)):
+        assert match(tree, {"w": like}).targets == [ArrayTarget("jax", np.dtype("f4"), wanted)]
+    assert match(tree, {"w": sds(8, 4)}).targets == [ArrayTarget("jax", np.dtype("f4"), None)]
+
+
+# -- skipped leaves -------------------------------------------------------------------------------
+
+
+@given(trees(), st.data())
+def test_three_dots_skip_a_leaf_and_only_that(tree: Any, data: st.DataObject) -> None:
+    leaves, treedef = jax.tree.flatten(tree)
+    skipped = [data.draw(st.booleans()) for _ in leaves]
+    like = treedef.unflatten(
+        [... if skip else leaf for leaf, skip in zip(leaves, skipped, strict=True)]
+    )
+    found, all_of_it = match(tree, like), match(tree, tree)
+    for number, skip in enumerate(skipped):
+        assert found.stored[number] == (None if skip else number)
+        assert found.targets[number] == (None if skip else all_of_it.targets[number])
+
+
+# -- one mutation, one line -----------------------------------------------------------------------
+
+
+def other_shape(leaf: Any) -> Any:
+    return np.zeros((*np.shape(leaf), 2), leaf.dtype)
+
+
+def other_kind_of_dtype(leaf: Any) -> Any:
+    numbers = (np.bool_, np.int8, np.float32, np.complex64)
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    return [
+        np.zeros(np.shape(leaf), dtype)
+        for dtype, kind in zip(numbers, kinds, strict=True)
+        if not jnp.issubdtype(leaf.dtype, kind)
+    ]
+
+
+@given(trees(), st.data())
+def test_one_leaf_that_differs_is_one_line_that_names_it(tree: Any, data: st.DataObject) -> None:
+    leaves, treedef = jax.tree.flatten(tree)
+    names = describe(tree).names
+    assume(leaves)
+    number = data.draw(st.integers(0, len(leaves) - 1))
+    leaf = leaves[number]
+    if isinstance(leaf, np.ndarray | np.generic):
+        mutations = [
+            other_shape(leaf),
+            *other_kind_of_dtype(leaf),
+            # Both at once are still one leaf.
+            other_shape(other_kind_of_dtype(leaf)[0]),
+            sds(*leaf.shape, 1, dtype=np.float32),
+            1,
+            int,
+            "text",
+            object(),
+        ]
+    else:
+        others = [True, 1, 1.5, 1j, "x", b"x"]
+        mutations = [other for other in others if type(other) is not type(leaf)]
+        mutations += [type(other) for other in mutations] + [np.zeros(2), sds(), np.int32(1)]
+    leaves[number] = data.draw(st.sampled_from(mutations))
+    (line,) = problems(tree, treedef.unflatten(leaves))
+    assert line.startswith(f"{names[number]}: ")
+
+
+MUTATIONS: dict[str, tuple[Any, list[str]]] = {
+    "another length": (("params", "w", sds(8, 5)), ["params.w"]),
+    "another rank": (("params", "b", sds(4, 1)), ["params.b"]),
+    "another kind of dtype": (("params", "b", sds(4, dtype="int32")), ["params.b"]),
+    "shape and dtype": (("params", "b", sds(5, dtype="int32")), ["params.b"]),
+    "64 bits switched off": (
+        ("params", "b", SimpleNamespace(shape=(4,), dtype="f8")),
+        ["params.b"],
+    ),
+    "a sharding of too many parts": (
+        ("params", "b", sds(4, dtype="bfloat16", sharding=on(mesh(8), "x"))),
+        ["params.b"],
+    ),
+    "a sharding of too many axes": (
+        ("params", "b", sds(4, 1, dtype="bfloat16", sharding=on(mesh(2, 4), "x", "y"))),
+        ["params.b"],
+    ),
+    "a scalar for an array": (("params", "w", 3.0), ["params.w"]),
+    "an array for a scalar": (("step", jnp.int32(7)), ["step"]),
+    "another scalar": (("step", 7.0), ["step"]),
+    "a bool for an int": (("step", True), ["step"]),
+    "an int for a float": (("rate", 1), ["rate"]),
+    "bytes for a str": (("name", b"run"), ["name"]),
+    "a typed key": (("params", "b", sds(dtype=jax.random.key(0).dtype)), ["params.b"]),
+    "an array of typed keys": (
+        ("params", "b", jax.random.split(jax.random.key(0), 4)),
+        ["params.b"],
+    ),
+    "text as dtype": (("params", "b", np.array(["a"] * 4)), ["params.b"]),
+    "an unknown object": (("step", object()), ["step"]),
+    "none for a leaf": (("step", None), ["step"]),
+    "a leaf for none": (("none", 1), ["none"]),
+    "a node for a leaf": (("step", {"x": 1}), ["step", "step.x"]),
+    "a leaf for a node": (("host", 1), ["host", "host.0", "host.1"]),
+    "an extra leaf": (("params", "extra", sds(1)), ["params.extra"]),
+    "an extra leaf to skip": (("params", "extra", ...), ["params.extra"]),
+}
+
+
+@pytest.mark.parametrize("change", MUTATIONS)
+def test_each_kind_of_difference_names_its_leaf_once(change: str) -> None:
+    (*path, last, value), named = MUTATIONS[change]
+    like = state()
+    node = like
+    for key in path:
+        node = node[key]
+    node[last] = value
+    lines = problems(state(), like)
+    assert sorted(line.split(":")[0] for line in lines) == sorted(named)
+
+
+def test_a_leaf_missing_from_the_target_is_a_difference() -> None:
+    like = state()
+    del like["params"]["w"]
+    (line,) = problems(state(), like)
+    assert line.startswith("params.w: stored float32[8, 4]")
+
+
+def test_a_renamed_leaf_is_told_of_with_the_name_it_may_have_had() -> None:
+    like = state()
+    like["params"]["ww"] = like["params"].pop("w")
+    lines = problems(state(), like)
+    assert [line.split(":")[0] for line in lines] == ["params.ww", "params.w"]
+    assert "'params.w'" in lines[0]
+
+
+def test_all_differences_are_listed_at_once() -> None:
+    count = 300
+    tree = [np.zeros(2, np.float32)] * count
+    lines = problems_of_many(tree, [np.zeros(3, np.float32)] * count)
+    assert [line.split(":")[0] for line in lines] == [str(n) for n in range(count)]
+
+
+def problems_of_many(tree: Any, like: Any) -> tuple[str, ...]:
+    """As `problems`; a long message shows the first lines only."""
+    with pytest.raises(TargetMismatchError) as caught:
+        match(tree, like)
+    assert len(str(caught.value).splitlines()) < 300
+    assert "100 more" in str(caught.value)
+    return caught.value.problems
+
+
+def test_a_line_says_what_is_stored_and_what_was_wanted() -> None:
+    (line,) = problems({"w": np.zeros((2, 3), np.float32)}, {"w": sds(4, 3)})
+    assert line == "w: stored float32[2, 3], wanted shape [4, 3]"
+
+
+# -- dtypes ---------------------------------------------------------------------------------------
+
+
+def category(name: str) -> str:
+    if name == "bool":
+        return "bool"
+    if "complex" in name:
+        return "complex"
+    return "float" if "float" in name else "int"
+
+
+@pytest.mark.parametrize("wanted", sorted(DTYPES))
+def test_a_cast_stays_within_a_kind(wanted: str) -> None:
+    for name, dtype in DTYPES.items():
+        tree, like = np.zeros(2, dtype), np.zeros(2, DTYPES[wanted])
+        if category(name) == category(wanted):
+            assert match(tree, like).targets == [ArrayTarget("numpy", DTYPES[wanted])]
+        else:
+            (line,) = problems(tree, like)
+            assert wanted in line
+            assert name in line
+
+
+@pytest.mark.parametrize("name", ["int64", "uint64", "float64", "complex128"])
+def test_64_bits_are_never_cut_silently(name: str) -> None:
+    tree = {"x": np.zeros(2, name)}
+    like = {"x": SimpleNamespace(shape=(2,), dtype=name)}
+    (line,) = problems(tree, like)
+    assert "jax_enable_x64" in line
+    item = stored(tree)
+    jaxy = item.model_copy(update={"leaves": [item.leaves[0].model_copy(update={"kind": "jax"})]})
+    with pytest.raises(TargetMismatchError, match="jax_enable_x64"):
+        targets_as_saved(jaxy)
+    with jax.enable_x64(True):
+        assert match(tree, like).targets == [ArrayTarget("jax", np.dtype(name))]
+        assert targets_as_saved(jaxy)[0] == [ArrayTarget("jax", np.dtype(name))]
+
+
+# -- shardings ------------------------------------------------------------------------------------
+
+SHARDINGS = [
+    on(mesh(8), "x"),
+    on(mesh(2, 4), "y", "x"),
+    on(mesh(2, 4), None, ("x", "y")),
+    on(mesh(2, 4)),
+    NamedSharding(Mesh(np.array(jax.devices())[::-1], ("a",)), PartitionSpec("a")),
+    SingleDeviceSharding(jax.devices()[5]),
+]
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
+def test_a_sharding_comes_back_on_the_same_devices(sharding: Any) -> None:
+    text = describe_sharding(sharding).model_dump_json(exclude_defaults=True)
+    assert rebuild_sharding(ShardingEntry.model_validate_json(text)) == sharding
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
+def test_an_array_goes_back_to_where_it_was(sharding: Any) -> None:
+    tree = [jax.device_put(np.zeros((16, 8), np.float32), sharding)]
+    assert targets_as_saved(stored(tree)) == ([ArrayTarget("jax", np.dtype("f4"), sharding)], [])
+
+
+def test_an_array_of_devices_that_are_gone_goes_to_the_default_device_and_is_named() -> None:
+    item = stored({"w": state()["params"]["w"]})
+    gone = item.shardings[0].model_copy(update={"device_ids": list(range(100, 108))})
+    targets, moved = targets_as_saved(item.model_copy(update={"shardings": [gone]}))
+    assert targets == [ArrayTarget("jax", np.dtype("f4"), None)]
+    assert moved == ["w"]
+
+
+EIGHT: dict[str, Any] = {
+    "device_ids": list(range(8)),
+    "axis_names": ["x"],
+    "axis_sizes": [8],
+    "axis_types": ["Auto"],
+}
+ENTRIES = st.builds(
+    ShardingEntry,
+    kind=st.sampled_from(["named", "single", "other", ""]),
+    platform=st.sampled_from(["cpu", "cpu", "cpu", "gpu", "", "x" * 50]),
+    device_ids=st.one_of(
+        st.sampled_from([list(range(8)), [0], [0, 0], []]), st.lists(st.integers(-1, 9), max_size=8)
+    ),
+    memory_kind=st.sampled_from([None, None, "device", "unpinned_host", "nowhere"]),
+    axis_names=st.sampled_from([["x"], ["x", "y"], ["x", "x"], [], ["y", "x", ""]]),
+    axis_sizes=st.sampled_from([[8], [2, 4], [-1], [0], [], [-1, -1], [2**70], [1, 1, 8]]),
+    axis_types=st.sampled_from([[], ["Auto"], ["Auto", "Auto"], ["Explicit"], ["mro"], ["Manual"]]),
+    spec=st.lists(
+        st.one_of(st.none(), st.sampled_from(["x", "y", "z", ["x", "y"], ["x", "x"], []])),
+        max_size=3,
+    ),
+)
+
+
+@given(ENTRIES)
+@example(ShardingEntry(kind="named", platform="cpu", spec=["x", "x"], **EIGHT))
+@example(ShardingEntry(kind="named", platform="cpu", spec=[["x", "x"]], **EIGHT))
+@example(ShardingEntry(kind="named", platform="cpu", spec=["y"], **EIGHT))
+def test_a_record_of_a_sharding_that_cannot_be_gives_no_sharding(entry: ShardingEntry) -> None:
+    assert rebuild_sharding(entry) is None or entry.kind in ("named", "single")
+
+
+@given(ENTRIES, st.sampled_from([[], [8], [8, 8], [3], [0, 2]]))
+@example(describe_sharding(on(mesh(2, 4), "x", "y")), [8])
+def test_a_hostile_sharding_is_a_mismatch_or_is_left_out(
+    entry: ShardingEntry, shape: list[int]
+) -> None:
+    leaf = LeafEntry(name="w", kind="jax", dtype="float32", shape=shape, chunks=shape, sharding=0)
+    item = ItemEntry(handler="pytree", leaves=[leaf], shardings=[entry])
+    try:
+        (target,), moved = targets_as_saved(item)
+    except TargetMismatchError as error:
+        (line,) = error.problems
+        assert line.startswith("w: ")
+        return
+    assert target is not None
+    assert (target.sharding is None) == (moved == ["w"])
+    if target.sharding is not None:
+        target.sharding.shard_shape(tuple(shape))
+
+
+def test_array_kinds_are_those_a_target_can_ask_for() -> None:
+    assert {"jax", "numpy", "numpy_scalar"} == ARRAY_KINDS

@@ -1,0 +1,244 @@
+"""The plan of a save: every byte once, in granules of bounded size, the same for equal specs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ckpt.layout.chunks import stored_dtype, zarr_metadata_bytes
+from ckpt.layout.leaves import DTYPES, LeafSpec
+from ckpt.layout.plan import CHUNK_ALIGNMENT, PACKED_BYTES, SavePlan, plan_save
+from ckpt.layout.shards import chunk_region
+
+MIB = 1 << 20
+SPECS = [
+    PartitionSpec(),
+    PartitionSpec("x"),
+    PartitionSpec(None, "y"),
+    PartitionSpec("y", "x"),
+    PartitionSpec(("x", "y")),
+    PartitionSpec(None, ("y", "x")),
+]
+
+
+def sharding(spec: PartitionSpec, *, backwards: bool = False) -> NamedSharding:
+    devices = np.array(jax.devices()[:: -1 if backwards else 1]).reshape(2, 4)
+    return NamedSharding(Mesh(devices, ("x", "y")), spec)
+
+
+@st.composite
+def array_specs(draw: st.DrawFn) -> LeafSpec:
+    """Arrays of nothing up to some tens of kilobytes, on the host or on eight devices."""
+    dtype = draw(st.sampled_from(sorted(DTYPES)))
+    if draw(st.booleans()):
+        shape = tuple(draw(st.lists(st.integers(0, 24), max_size=3)))
+        return LeafSpec("numpy", dtype, shape)
+    shape = (8 * draw(st.integers(0, 6)), 8 * draw(st.integers(0, 6)))
+    placed = sharding(draw(st.sampled_from(SPECS)), backwards=draw(st.booleans()))
+    return LeafSpec("jax", dtype, shape, placed)
+
+
+SCALAR_SPECS = st.sampled_from([LeafSpec(k) for k in ("int", "str", "float", "bool", "bytes")])
+LEAF_SPECS = st.lists(st.one_of(array_specs(), array_specs(), SCALAR_SPECS), max_size=6)
+# Small budgets make many chunks and granules of small arrays.
+BUDGETS = st.sampled_from([4 * 64, 1000, 4096, 5003, 40_000, MIB])
+
+
+def planned(specs: list[LeafSpec], budget: int) -> SavePlan:
+    return plan_save([f"leaf{n}" for n in range(len(specs))], specs, budget)
+
+
+# -- every byte once ------------------------------------------------------------------------------
+
+
+@given(LEAF_SPECS, BUDGETS)
+def test_every_byte_of_every_array_is_written_exactly_once(
+    specs: list[LeafSpec], budget: int
+) -> None:
+    plan = planned(specs, budget)
+    counts = [np.zeros(spec.shape, np.int64) for spec in specs]
+    total = 0
+    for granule in plan.granules:
+        for chunk in granule.chunks:
+            spec = specs[chunk.leaf]
+            assert spec.dtype is not None
+            counts[chunk.leaf][chunk.region.slices] += 1
+            assert chunk.nbytes == chunk.region.size * DTYPES[spec.dtype].itemsize
+            total += chunk.nbytes
+    for spec, count in zip(specs, counts, strict=True):
+        assert (count == (0 if spec.dtype is None else 1)).all()
+    assert plan.nbytes == total == sum(spec.nbytes for spec in specs)
+
+
+@given(LEAF_SPECS, BUDGETS)
+def test_a_chunk_is_where_the_zarr_metadata_says(specs: list[LeafSpec], budget: int) -> None:
+    plan = planned(specs, budget)
+    places: set[tuple[int, tuple[int, ...]]] = set()
+    for granule in plan.granules:
+        for chunk in granule.chunks:
+            leaf = plan.leaves[chunk.leaf]
+            assert chunk.region == chunk_region(chunk.place, leaf.chunk, leaf.spec.shape)
+            assert (chunk.leaf, chunk.place) not in places
+            places.add((chunk.leaf, chunk.place))
+    for number, leaf in enumerate(plan.leaves):
+        if leaf.spec.dtype is not None:
+            expected = {(number, place) for place in np.ndindex(*leaf.grid)}
+            assert {place for place in places if place[0] == number} == expected
+
+
+@given(LEAF_SPECS, BUDGETS)
+def test_the_source_of_a_chunk_is_in_the_shard_it_names(specs: list[LeafSpec], budget: int) -> None:
+    plan = planned(specs, budget)
+    for granule in plan.granules:
+        for chunk in granule.chunks:
+            spec = specs[chunk.leaf]
+            values = np.arange(math.prod(spec.shape), dtype=np.int32).reshape(spec.shape)
+            if chunk.shard is None:
+                source = values
+            elif spec.sharding is None:
+                assert chunk.shard == 0
+                source = values
+            else:
+                array = jax.device_put(values, spec.sharding)
+                source = np.asarray(array.addressable_shards[chunk.shard].data)
+            assert np.array_equal(source[chunk.source.slices], values[chunk.region.slices])
+
+
+@given(LEAF_SPECS, BUDGETS)
+def test_each_leaf_has_its_metadata(specs: list[LeafSpec], budget: int) -> None:
+    plan = planned(specs, budget)
+    assert [leaf.name for leaf in plan.leaves] == [f"leaf{n}" for n in range(len(specs))]
+    assert [leaf.spec for leaf in plan.leaves] == specs
+    for leaf in plan.leaves:
+        if leaf.spec.kind in ("str", "bytes"):
+            assert leaf.metadata is None
+            continue
+        dtype = leaf.spec.dtype or {"int": "int64", "float": "float64"}.get(leaf.spec.kind, "bool")
+        assert leaf.metadata == zarr_metadata_bytes(leaf.spec.shape, leaf.chunk, dtype)
+        assert json.loads(leaf.metadata)["data_type"] == stored_dtype(dtype)
+
+
+# -- granules -------------------------------------------------------------------------------------
+
+
+@given(LEAF_SPECS, BUDGETS)
+@example([LeafSpec("numpy", "uint8", (250,))], 1000)
+def test_granules_are_kept_to_a_quarter_of_the_budget(specs: list[LeafSpec], budget: int) -> None:
+    for granule in planned(specs, budget).granules:
+        assert granule.chunks
+        assert granule.nbytes <= budget // 4
+
+
+@given(LEAF_SPECS, BUDGETS)
+def test_chunks_within_a_granule_do_not_overlap(specs: list[LeafSpec], budget: int) -> None:
+    for granule in planned(specs, budget).granules:
+        end = 0
+        for chunk in sorted(granule.chunks, key=lambda chunk: chunk.offset):
+            assert chunk.offset >= end
+            assert chunk.offset % CHUNK_ALIGNMENT == 0
+            end = chunk.offset + chunk.nbytes
+        assert end <= granule.nbytes
+
+
+@given(LEAF_SPECS, BUDGETS)
+def test_the_biggest_granules_come_first(specs: list[LeafSpec], budget: int) -> None:
+    sizes = [granule.nbytes for granule in planned(specs, budget).granules]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(LEAF_SPECS, BUDGETS)
+def test_a_packed_leaf_is_one_chunk(specs: list[LeafSpec], budget: int) -> None:
+    plan = planned(specs, budget)
+    for granule in plan.granules:
+        for chunk in granule.chunks:
+            leaf = plan.leaves[chunk.leaf]
+            assert leaf.packed == granule.packed
+            assert not leaf.packed or chunk.region.shape == leaf.spec.shape
+
+
+def test_granules_of_large_arrays_fit_several_times_into_the_budget() -> None:
+    specs = [LeafSpec("numpy", "float32", (rows, 1000)) for rows in (100_003, 25_000, 70)]
+    plan = planned(specs, 64 * MIB)
+    assert len(plan.granules) >= 30
+    assert max(granule.nbytes for granule in plan.granules) <= 16 * MIB
+    assert sum(c.nbytes for g in plan.granules for c in g.chunks) == plan.nbytes
+
+
+def test_small_leaves_share_granules() -> None:
+    specs = [LeafSpec("numpy", "float32", (1024,))] * 5000
+    plan = planned(specs, 1 << 30)
+    assert all(leaf.packed for leaf in plan.leaves)
+    assert len(plan.granules) == 1
+
+
+def test_a_leaf_is_packed_up_to_the_limit() -> None:
+    for extra, packed in ((0, True), (1, False)):
+        plan = planned([LeafSpec("numpy", "uint8", (PACKED_BYTES + extra,))], 1 << 30)
+        assert plan.leaves[0].packed is packed
+
+
+def test_a_replicated_array_is_written_by_one_shard() -> None:
+    spec = LeafSpec("jax", "float32", (1024, 1024), sharding(PartitionSpec(None, "y")))
+    plan = planned([spec], 1 << 30)
+    assert [c.region.shape for g in plan.granules for c in g.chunks] == [(1024, 256)] * 4
+
+
+@pytest.mark.parametrize("rows", [100_003, 2 * 100_003, 1 << 18])
+def test_a_shard_of_any_length_is_written_in_large_chunks_within_the_budget(rows: int) -> None:
+    spec = LeafSpec("jax", "float32", (8 * rows,), sharding(PartitionSpec(("x", "y"))))
+    plan = planned([spec], MIB)
+    # Prime lengths have no divisor to cut them by, so these shards are stored whole.
+    assert sum(len(granule.chunks) for granule in plan.granules) <= 8 * 64
+    assert max(granule.nbytes for granule in plan.granules) <= MIB
+
+
+# -- equal specs ----------------------------------------------------------------------------------
+
+
+@given(LEAF_SPECS, BUDGETS)
+def test_equal_specs_give_equal_plans(specs: list[LeafSpec], budget: int) -> None:
+    again = [
+        LeafSpec(
+            spec.kind,
+            spec.dtype,
+            tuple(spec.shape),
+            None if spec.sharding is None else rebuilt(spec.sharding),
+        )
+        for spec in specs
+    ]
+    assert again == specs
+    assert planned(again, budget) == planned(specs, budget)
+
+
+def rebuilt(old: Any) -> NamedSharding:
+    mesh = Mesh(copy.copy(old.mesh.devices), old.mesh.axis_names)
+    return NamedSharding(mesh, PartitionSpec(*old.spec))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        LeafSpec("jax", "float32", (8, 16), sharding(PartitionSpec("x"))),
+        LeafSpec("jax", "float32", (8, 8), sharding(PartitionSpec("y"))),
+        LeafSpec("jax", "float32", (8, 8), sharding(PartitionSpec("x"), backwards=True)),
+        LeafSpec("jax", "int32", (8, 8), sharding(PartitionSpec("x"))),
+        LeafSpec("jax", "float32", (8, 8), sharding(PartitionSpec("x")), weak_type=True),
+        LeafSpec("jax", "float32", (8, 8), sharding(PartitionSpec("x")), committed=False),
+        LeafSpec("numpy", "float32", (8, 8)),
+    ],
+)
+def test_specs_that_differ_in_anything_are_not_equal(other: LeafSpec) -> None:
+    assert LeafSpec("jax", "float32", (8, 8), sharding(PartitionSpec("x"))) != other
+
+
+def test_no_leaves_give_an_empty_plan() -> None:
+    assert planned([], MIB) == SavePlan((), (), 0)

@@ -1,0 +1,183 @@
+"""Decisions of a manager: what it keeps, refuses, deletes and remembers."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ckpt
+import ckpt.sync
+from ckpt import errors, policies
+from ckpt.engine.arena import Arena
+from ckpt.manifest import decode
+from ckpt.storage import posix
+
+
+def plain(root: Path, **settings: Any) -> ckpt.sync.CheckpointManager:
+    return ckpt.sync.CheckpointManager(root, **settings)
+
+
+def test_only_the_latest_n_are_kept(tmp_path: Path) -> None:
+    with plain(tmp_path, preservation=policies.LatestN(2)) as mgr:
+        for step in range(5):
+            mgr.save(step, {"x": step}).result()
+    with plain(tmp_path) as mgr:
+        assert mgr.all_steps() == [3, 4]
+        assert mgr.restore() == {"x": 4}
+
+
+def test_what_was_acknowledged_just_now_is_never_deleted_by_its_own_save(tmp_path: Path) -> None:
+    """A run that went back continues below steps it has abandoned."""
+    with plain(tmp_path) as mgr:
+        for step in (20, 30):
+            mgr.save(step, {"x": step}).result()
+    with plain(tmp_path, preservation=policies.LatestN(2)) as mgr:
+        mgr.save(11, {"x": 11}).result()
+    with plain(tmp_path) as mgr:
+        assert mgr.all_steps() == [11, 20, 30]
+        assert mgr.restore(11) == {"x": 11}
+
+
+def test_a_policy_that_says_no_says_why(tmp_path: Path) -> None:
+    with plain(tmp_path, save_policy=policies.FixedInterval(10)) as mgr:
+        assert mgr.should_save(20)
+        assert not mgr.should_save(21)
+        commit = mgr.save(21, {"x": 1})
+        assert not commit
+        assert commit.done()
+        assert commit.result() is None
+        assert commit.stage == "skipped"
+        assert "multiple of 10" in str(commit.skipped)
+        assert mgr.all_steps() == []
+        assert mgr.save(21, {"x": 1}, force=True)
+        assert mgr.save(30, {"x": 1})
+    with plain(tmp_path) as mgr:
+        assert mgr.all_steps() == [21, 30]
+
+
+def test_delete_takes_a_step_away_also_a_damaged_one(tmp_path: Path) -> None:
+    with plain(tmp_path) as mgr:
+        for step in range(3):
+            mgr.save(step, {"x": step}).result()
+        mgr.delete(1)
+        assert mgr.all_steps() == [0, 2]
+        (tmp_path / "2" / "ckpt.json").write_text("damaged")
+        assert mgr.all_steps() == [0]
+        mgr.delete(2)
+        assert sorted(os.listdir(tmp_path)) == ["0", "metadata"]
+
+
+def test_a_foreign_directory_that_appears_during_a_save_is_not_replaced(tmp_path: Path) -> None:
+    def appear(event: ckpt.Event) -> None:
+        if event.phase == "write":
+            (tmp_path / "5").mkdir()
+            (tmp_path / "5" / "precious").write_text("mine")
+
+    with plain(tmp_path, observers=[appear]) as mgr:
+        commit = mgr.save(5, {"x": np.ones(3)}, overwrite=True)
+        with pytest.raises(errors.StepExistsError, match="not a checkpoint"):
+            commit.result()
+    assert (tmp_path / "5" / "precious").read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["5", "metadata"]
+
+
+def test_a_failed_save_does_not_keep_the_state_alive(tmp_path: Path) -> None:
+    with plain(tmp_path) as mgr:
+        state = {"w": jnp.ones((1000, 1000)), "bad": object()}
+        alive = weakref.ref(state["w"])
+        with pytest.raises(errors.UnsupportedLeafError):
+            mgr.save(0, state)
+        del state
+        gc.collect()
+        assert alive() is None
+
+
+def test_leaving_the_block_waits_also_after_a_close_that_was_cancelled(tmp_path: Path) -> None:
+    go_on = threading.Event()
+
+    def hold(event: ckpt.Event) -> None:
+        if event.phase == "write":
+            assert go_on.wait(60)
+
+    async def main() -> None:
+        async with ckpt.CheckpointManager(tmp_path, observers=[hold]) as mgr:
+            commit = await mgr.save(0, {"x": np.ones(3)})
+            closing = asyncio.ensure_future(mgr.close())
+            for _ in range(10):
+                await asyncio.sleep(0)
+            closing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await closing
+            assert not commit.done()
+            asyncio.get_running_loop().call_later(0.05, go_on.set)
+        assert commit.done()
+        assert commit.exception() is None
+
+    asyncio.run(main())
+
+
+def test_a_directory_that_cannot_be_read_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """os.walk passes over what it cannot list; a save must not."""
+    whole = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if str(path).endswith("/d"):
+            raise OSError(24, "Too many open files", str(path))
+        return whole(path)
+
+    with plain(tmp_path) as mgr:
+        monkeypatch.setattr(os, "scandir", scandir)
+        with pytest.raises(errors.StorageError, match="Too many open files"):
+            mgr.save(0, {"x": np.ones(100_000)}).result()
+        monkeypatch.undo()
+        assert mgr.all_steps() == []
+        mgr.save(0, {"x": np.ones(100_000)}).result()
+    manifest = decode((tmp_path / "0" / "ckpt.json").read_bytes(), where="0")
+    listed = {str(tmp_path / "0" / name) for name in manifest.files}
+    present = {str(path) for path in posix.walk_files(tmp_path / "0")}
+    assert present - listed == {str(tmp_path / "0" / "ckpt.json")}
+
+
+def test_staging_memory_that_cannot_be_had_is_a_clear_error_every_time() -> None:
+    async def main() -> None:
+        arena = Arena(1 << 60)
+        for _ in range(3):
+            with pytest.raises(errors.StorageError, match="budget_bytes"):
+                await arena.allocate(1 << 40)
+        assert arena.used == 0
+
+    asyncio.run(main())
+
+
+def test_a_write_error_names_the_item_and_the_leaf(tmp_path: Path) -> None:
+    def ruin(event: ckpt.Event) -> None:
+        if event.phase == "stage":
+            for attempt in tmp_path.glob("*tmp*"):
+                (attempt / "params" / "d").write_text("in the way")
+
+    with plain(tmp_path, observers=[ruin]) as mgr:
+        commit = mgr.save(3, items={"params": {"w": np.ones(300_000)}})
+        error = commit.exception()
+        assert isinstance(error, errors.StorageError)
+        assert (error.step, error.item, error.leaf) == (3, "params", "w")
+    assert sorted(os.listdir(tmp_path)) == ["metadata"]
+
+
+def test_items_are_a_list_of_names(tmp_path: Path) -> None:
+    with plain(tmp_path) as mgr:
+        mgr.save(0, items={"state": {"x": 1}}).result()
+        with pytest.raises(errors.InvalidArgumentError, match="list of item names"):
+            mgr.restore(0, items="state")
+        with pytest.raises(errors.InvalidArgumentError, match="no item opt"):
+            mgr.restore(0, items=["opt"])

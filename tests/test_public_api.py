@@ -1,0 +1,79 @@
+"""The public surface: what is exported, and that it stays small and typed."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+import ckpt
+from ckpt import errors
+
+
+def test_the_root_is_small_sorted_and_resolves() -> None:
+    assert len(ckpt.__all__) < 30
+    assert ckpt.__all__ == sorted(ckpt.__all__, key=lambda name: (name.islower(), name))
+    for name in ckpt.__all__:
+        assert getattr(ckpt, name) is not None
+    assert dir(ckpt) == sorted(ckpt.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="nothing_like_this"):
+        _ = ckpt.nothing_like_this  # type: ignore[attr-defined]
+
+
+def test_names_survive_the_import_of_modules() -> None:
+    for module in ("ckpt.stepinfo", "ckpt.oneshot", "ckpt.manager", "ckpt.sync", "ckpt.commit"):
+        importlib.import_module(module)
+    assert inspect.iscoroutinefunction(ckpt.save)
+    assert inspect.iscoroutinefunction(ckpt.load)
+    assert inspect.iscoroutinefunction(ckpt.metadata)
+    assert not inspect.iscoroutinefunction(ckpt.sync.save)
+
+
+def test_the_package_is_typed() -> None:
+    assert Path(inspect.getfile(ckpt)).with_name("py.typed").exists()
+
+
+def test_every_error_is_a_checkpoint_error() -> None:
+    classes = [value for name in errors.__all__ if inspect.isclass(value := getattr(errors, name))]
+    assert len(classes) > 10
+    assert all(issubclass(each, errors.CheckpointError) for each in classes)
+
+
+BUILT_INS = {
+    errors.InvalidArgumentError: ValueError,
+    errors.UnsupportedLeafError: TypeError,
+    errors.TargetMismatchError: ValueError,
+    errors.StepNotFoundError: FileNotFoundError,
+    errors.NotACheckpointError: FileNotFoundError,
+    errors.StepExistsError: FileExistsError,
+    errors.StorageError: OSError,
+    errors.ClosedError: RuntimeError,
+    errors.ForkedProcessError: RuntimeError,
+    errors.CommitTimeoutError: TimeoutError,
+}
+
+
+@pytest.mark.parametrize(("error", "built_in"), BUILT_INS.items())
+def test_errors_are_also_the_built_in_that_callers_know(
+    error: type[errors.CheckpointError], built_in: type[Exception]
+) -> None:
+    made = error("what happened", step=3, item="state", leaf="params.w")
+    assert isinstance(made, built_in)
+    assert str(made) == "step 3, item 'state', leaf 'params.w': what happened"
+    assert (made.step, made.item, made.leaf) == (3, "state", "params.w")
+
+
+def test_a_group_becomes_its_first_error_and_keeps_the_others() -> None:
+    group = ExceptionGroup(
+        "both", [OSError("disk"), ExceptionGroup("in", [errors.StorageError("full", leaf="w")])]
+    )
+    full = pytest.raises(errors.StorageError, match="step 7, leaf 'w': full")
+    with full as caught, errors.located(step=7):
+        raise group
+    assert any("disk" in note for note in caught.value.__notes__)
+    assert caught.value.__cause__ is group

@@ -1,0 +1,141 @@
+"""What `ckpt.testing` offers: a comparison that misses nothing, strategies that reach all."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections import OrderedDict, defaultdict
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import SearchStrategy
+
+from ckpt import Record
+from ckpt.layout.leaves import DTYPES
+from ckpt.testing.compare import differences
+from ckpt.testing.strategies import Empty, Pair, arrays, keys, leaves, numpy_scalars, trees
+
+MANY = settings(derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+
+
+class Twin(NamedTuple):
+    first: Any
+    second: Any
+
+
+@given(trees())
+def test_a_tree_does_not_differ_from_its_copy(tree: Any) -> None:
+    assert differences(tree, tree) == []
+    assert differences(tree, copy.deepcopy(tree)) == []
+
+
+def placed(device: int) -> jax.Array:
+    return jax.device_put(np.zeros(2, np.float32), jax.devices()[device])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"a": 1}, {"a": 2}),
+        ({"a": 1}, {"b": 1}),
+        ({"a": 1}, {"a": 1, "b": 2}),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ({"a": 1}, OrderedDict(a=1)),
+        ({1: 0}, {True: 0}),
+        ({(1,): 0}, {(1.0,): 0}),
+        ({0.0: 0}, {-0.0: 0}),
+        (defaultdict(list), defaultdict(dict)),
+        (defaultdict(list), {}),
+        ([1], (1,)),
+        ([1], [1, 2]),
+        ([], None),
+        (Pair(1, 2), (1, 2)),
+        (Pair(1, 2), Twin(1, 2)),
+        (Empty(), ()),
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        (complex(0.0, 1.0), complex(-0.0, 1.0)),
+        (float("nan"), 0.0),
+        ("a", b"a"),
+        (np.float32(1), 1.0),
+        (np.float64(1), 1.0),
+        (np.float32(1), np.asarray(1, np.float32)),
+        (np.zeros(2), np.zeros(2, np.float32)),
+        (np.zeros(2), np.zeros((2, 1))),
+        (np.array([0.0]), np.array([-0.0])),
+        (np.zeros(2, ml_dtypes.int4), np.zeros(2, ml_dtypes.uint4)),
+        (jnp.zeros(2), np.zeros(2, np.float32)),
+        (jnp.zeros(2), jnp.ones(2)),
+        (jnp.asarray(1.0), jnp.asarray(1.0, jnp.float32)),
+        (jnp.zeros(2), placed(0)),
+        (placed(0), placed(1)),
+        (Record("a:B", {"x": 1}), Record("a:C", {"x": 1})),
+        (Record("a:B", {"x": 1}), Record("a:B", {"x": 2})),
+        (Record("a:B", {"x": 1}), {"x": 1}),
+    ],
+)
+def test_whatever_differs_is_told(one: Any, other: Any) -> None:
+    for expected, found in ((one, other), (other, one)):
+        assert len(differences(expected, found)) == 1
+        (line,) = differences([0, {"k": expected}], [0, {"k": found}])
+        assert line.startswith("tree[1]['k']")
+
+
+def test_all_differences_are_told() -> None:
+    assert len(differences([1, [2], 3], [0, [0], 3])) == 2
+
+
+def reached(strategy: SearchStrategy[Any], count: int = 1000) -> list[Any]:
+    found: list[Any] = []
+
+    @settings(MANY, max_examples=count)
+    @given(strategy)
+    def collect(value: Any) -> None:
+        found.append(value)
+
+    collect()
+    return found
+
+
+@pytest.mark.parametrize("strategy", [arrays(), numpy_scalars(), leaves()], ids=range(3))
+def test_arrays_and_scalars_of_every_dtype_are_reached(strategy: SearchStrategy[Any]) -> None:
+    assert {leaf.dtype for leaf in reached(strategy) if hasattr(leaf, "dtype")} == {
+        *DTYPES.values()
+    }
+
+
+def test_containers_of_every_kind_are_reached() -> None:
+    found = reached(trees(), 2000)
+    kinds = {dict, OrderedDict, defaultdict, list, tuple}
+    assert {type(tree) for tree in found} >= kinds | {Pair, Empty, type(None), int, np.ndarray}
+    assert {type(tree) for tree in found if type(tree) in kinds and not tree} == kinds
+    assert {type(tree) for tree in found if type(tree) in kinds and len(tree) > 1} == kinds
+
+
+def test_odd_keys_are_reached() -> None:
+    found = {(type(key), key) for key in reached(keys(), 2000)}
+    wanted = ["", ".", "/", "%", "%root", 0, -1, 2**63, True, b""]
+    assert {(type(key), key) for key in wanted} <= found
+    assert any(kind is tuple for kind, _ in found)
+
+
+def test_arrays_of_every_layout_are_reached() -> None:
+    found = reached(arrays())
+    for flag in ("c_contiguous", "f_contiguous", "writeable"):
+        assert {getattr(array.flags, flag) for array in found if array.size > 1} == {True, False}
+    assert any(array.ndim == 0 for array in found)
+    assert any(array.size == 0 for array in found)
+    assert any(stride < 0 for array in found for stride in array.strides)
+
+
+@pytest.mark.parametrize("module", ["ckpt.testing", "ckpt.testing.compare"])
+def test_hypothesis_is_needed_for_the_strategies_only(module: str) -> None:
+    script = f"import sys, {module}; sys.exit('hypothesis' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
