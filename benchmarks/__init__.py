@@ -1,0 +1,1 @@
+"""Side-by-side measurements of checkpoint libraries. Run with `python -m benchmarks`."""
