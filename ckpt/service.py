@@ -105,6 +105,7 @@ class RootService:
         jobs: list[Job[None]] = []
         commit = Commit(request.step, lambda: jobs[0].cancel(), self.loop.check_caller)
         hooks = CommitHooks(commit)
+        self._forget_seen()
         self._commits[hooks] = commit
         try:
             jobs.append(self.loop.submit(self._save, request, force, hooks, staged))
@@ -307,6 +308,12 @@ class RootService:
         for tidied in list(self._tidying):
             await tidied.wait()
 
+    def _forget_seen(self) -> None:
+        """Drop failed saves whose error was fetched from their commit since."""
+        for hooks, commit in list(self._commits.items()):
+            if commit.done() and hooks.is_seen:
+                self._commits.pop(hooks, None)
+
     def take_errors(self) -> list[BaseException]:
         """Return the errors of ended saves that nobody has fetched yet; each is given out once."""
         errors = []
@@ -315,9 +322,8 @@ class RootService:
                 error = hooks.unseen_error()
                 if error is not None:
                     errors.append(error)
-                # Who waits for it now may still be cancelled before it hears.
-                if hooks.is_seen:
-                    self._commits.pop(hooks, None)
+        # Who waits for one now may still be cancelled before it hears: that one stays.
+        self._forget_seen()
         return errors
 
     def finish_at_exit(self) -> None:

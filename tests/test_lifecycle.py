@@ -1067,3 +1067,12 @@ def test_an_attempt_is_never_swept_while_it_is_being_opened(tmp_path: Path) -> N
             future.result(PATIENCE_S)
     assert opened > 100
     assert names(tmp_path) == set()
+
+
+def test_failures_that_were_fetched_are_not_kept(tmp_path: Path) -> None:
+    with plain_manager(tmp_path) as mgr:
+        for step in range(5):
+            commit = mgr.save(step, Odd(SMALL, error=fire()))
+            assert isinstance(commit.exception(PATIENCE_S), ckpt.CheckpointError)
+        mgr.save(5, SMALL).result(PATIENCE_S)
+        assert not mgr._service._commits
