@@ -69,10 +69,13 @@ class CheckpointError(Exception):
         self.item = item
         self.leaf = leaf
 
-    def locate(self, *, step: int | None = None, item: str | None = None) -> None:
-        """Fill in the step and the item where they are not known yet."""
+    def locate(
+        self, *, step: int | None = None, item: str | None = None, leaf: str | None = None
+    ) -> None:
+        """Fill in the step, the item and the leaf where they are not known yet."""
         self.step = step if self.step is None else self.step
         self.item = item if self.item is None else self.item
+        self.leaf = leaf if self.leaf is None else self.leaf
 
     def __str__(self) -> str:
         where = ", ".join(
@@ -80,7 +83,8 @@ class CheckpointError(Exception):
             for text in (
                 f"step {self.step}" if self.step is not None else "",
                 f"item {self.item!r}" if self.item is not None else "",
-                f"leaf {self.leaf!r}" if self.leaf is not None else "",
+                # A name may have tens of thousands of characters.
+                f"leaf {self.leaf!r:.1000}" if self.leaf is not None else "",
             )
             if text
         )
@@ -176,12 +180,14 @@ class CommitTimeoutError(CheckpointError, TimeoutError):
 
 
 @contextlib.contextmanager
-def located(*, step: int | None = None, item: str | None = None) -> Iterator[None]:
+def located(
+    *, step: int | None = None, item: str | None = None, leaf: str | None = None
+) -> Iterator[None]:
     """Raise one located error for whatever the body raises, a group of several included.
 
     The first of this library's errors is chosen, and every other is added to it as a note, so that
-    callers catch the type they expect and no failure is lost. Where it does not yet say which step
-    or item it is about, it is told.
+    callers catch the type they expect and no failure is lost. Where it does not yet say which step,
+    item or leaf it is about, it is told.
     """
     try:
         yield
@@ -192,7 +198,7 @@ def located(*, step: int | None = None, item: str | None = None) -> Iterator[Non
             if other is not first:
                 first.add_note(f"also failed: {type(other).__name__}: {other}")
         if isinstance(first, CheckpointError):
-            first.locate(step=step, item=item)
+            first.locate(step=step, item=item, leaf=leaf)
         if first is error:
             raise
         raise first from (first.__cause__ or error)

@@ -24,12 +24,15 @@ class Event:
 
     Attributes:
         operation: `"save"` or `"restore"`.
-        phase: `plan`, `stage`, `write`, `merge`, `publish`, `preserve`, `read` or `place`.
+        phase: Of a save `plan`, `snapshot`, `stage`, `digest`, `write`, `record`, `publish` and
+            `preserve`, and `blocked` for as long as the caller of `save()` waits; of a restore
+            `read` and `place`.
         step: The step, or None for a one-shot checkpoint.
         began_ns: Monotonic clock (`time.perf_counter_ns`) at the start.
         ended_ns: The same clock at the end.
         nbytes: Bytes of array data the phase moved; 0 where it moved none.
-        lane: The write lane for `write`, else None.
+        lane: The write lane for `digest` and `write`, else None.
+        granule: Number of the granule within its item, where the phase is about one.
     """
 
     operation: str
@@ -39,6 +42,7 @@ class Event:
     ended_ns: int
     nbytes: int = 0
     lane: int | None = None
+    granule: int | None = None
 
 
 Observer = Callable[[Event], None]
@@ -62,11 +66,15 @@ class Recorder:
     observers: tuple[Observer, ...]
 
     @contextmanager
-    def phase(self, name: str, nbytes: int = 0, lane: int | None = None) -> Iterator[None]:
+    def phase(
+        self, name: str, nbytes: int = 0, lane: int | None = None, granule: int | None = None
+    ) -> Iterator[None]:
         """Time the body as one phase; a phase that raises is not reported."""
+        if not self.observers:
+            yield
+            return
         began = time.perf_counter_ns()
         yield
-        if self.observers:
-            ended = time.perf_counter_ns()
-            event = Event(self.operation, name, self.step, began, ended, nbytes, lane)
-            emit(self.observers, event)
+        ended = time.perf_counter_ns()
+        event = Event(self.operation, name, self.step, began, ended, nbytes, lane, granule)
+        emit(self.observers, event)

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import anyio
 
+from ckpt.backlog import BacklogPolicy, check_backlog
 from ckpt.commit import Commit
 from ckpt.engine.exits import run_at_exit
 from ckpt.engine.loop import EngineLoop
@@ -49,6 +50,7 @@ class CheckpointManager:
         preservation: PreservationPolicy | None = None,
         handlers: Sequence[Handler] = (),
         staging: Staging | None = None,
+        backlog: BacklogPolicy = "wait",
         read_only: bool = False,
         observers: Iterable[Observer] = (),
     ) -> None:
@@ -61,6 +63,12 @@ class CheckpointManager:
                 step and the one just saved are always kept.
             handlers: Handlers of further kinds of items, asked before the built-in ones.
             staging: How arrays get to host memory, and how much of it may be used.
+            backlog: What a save does while another one is under way. `wait` takes its snapshot
+                beside it, so the call blocks for the copy only, and commits after it; while two
+                are under way already it waits for the first of them. `skip` saves nothing and
+                returns a falsy commit that says so. `supersede` waits like the first, but gives up
+                a save that has not begun to write for the newer one: the commit of that one becomes
+                falsy, with the reason in `skipped`. (With `force=True` a save is never skipped.)
             read_only: Refuse everything that writes, for evaluators.
             observers: Called with an `Event` for every timed phase, on the library's thread.
 
@@ -73,6 +81,7 @@ class CheckpointManager:
             preservation=preservation,
             handlers=handlers,
             staging=staging,
+            backlog=backlog,
             read_only=read_only,
             observers=observers,
         )
@@ -129,7 +138,7 @@ class CheckpointManager:
         """Take a snapshot and return once it is safe; writing goes on in the background.
 
         From the moment this returns, the caller may donate, delete or change everything it passed.
-        A save under way is waited for first.
+        What happens while another save is under way is the manager's `backlog`.
 
         Args:
             step: The step, 0 or greater.
@@ -239,7 +248,7 @@ class CheckpointManager:
 
     def is_saving_in_progress(self) -> bool:
         """Tell whether a save is under way."""
-        return self._service.is_saving
+        return self._service.saves.is_saving
 
     async def wait_until_finished(self) -> None:
         """Wait for every save that was started, and raise what nobody has seen.
@@ -249,7 +258,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: As `close`.
         """
-        await self._loop.run(self._service.wait)
+        await self._loop.run(self._service.saves.idle)
         raise_unseen(self._service, None)
 
 
@@ -260,6 +269,7 @@ def make_service(
     preservation: PreservationPolicy | None,
     handlers: Sequence[Handler],
     staging: Staging | None,
+    backlog: BacklogPolicy,
     read_only: bool,
     observers: Iterable[Observer],
 ) -> RootService:
@@ -270,6 +280,7 @@ def make_service(
         make_engine(staging or Staging(), handlers, observers),
         save_policy,
         preservation or PreserveAll(),
+        backlog=check_backlog(backlog),
         read_only=read_only,
     )
     run_at_exit(service.finish_at_exit)
@@ -278,7 +289,7 @@ def make_service(
 
 def raise_unseen(service: RootService, error: BaseException | None) -> None:
     """Raise what nobody has fetched; where `error` is on its way already, add it as notes."""
-    unseen = service.take_errors()
+    unseen = service.saves.take_errors()
     if error is not None:
         for each in unseen:
             logger.error("a save failed: %s", each)

@@ -121,8 +121,11 @@ class LeafEntry(_Model):
         chunks: Shape of one stored chunk; chunks tile the array from the origin.
         digests: xxh3_128 of the logical bytes (C order, little endian) of every chunk, in C order
             of the chunk grid. Of a chunk at the upper edge only the part inside the array counts.
-        packed: Whether the chunk was written as a single key-value pair together with its
-            metadata (a small leaf), rather than through a TensorStore array.
+        offsets: First byte of every chunk within its data file, in the order of `digests`; empty
+            where only the database tells where the chunks lie.
+        files: Index into the item's `data_files` of every chunk's file; empty where all are in
+            the first.
+        packed: Whether the array is a single chunk that holds exactly its bytes (a small leaf).
         sharding: Index into the item's `shardings` (`jax` only).
         committed: Whether a jax array was bound to its place; jax may move one that was not.
         weak_type: Whether the array was weakly typed.
@@ -135,6 +138,8 @@ class LeafEntry(_Model):
     shape: list[int] = Field(default_factory=list)
     chunks: list[int] = Field(default_factory=list)
     digests: list[str] = Field(default_factory=list)
+    offsets: list[int] = Field(default_factory=list)
+    files: list[int] = Field(default_factory=list)
     packed: bool = False
     sharding: int | None = None
     committed: bool = True
@@ -150,6 +155,7 @@ class ItemEntry(_Model):
         nodes: The inner nodes of its tree; empty where the item is a single leaf.
         leaves: The leaves in the order of `jax.tree.leaves`.
         shardings: The distinct shardings of its arrays.
+        data_files: The files that hold its chunks, as paths relative to the item.
         nbytes: Logical bytes of its arrays.
         data: What a handler other than the PyTree one keeps in the manifest.
     """
@@ -158,6 +164,7 @@ class ItemEntry(_Model):
     nodes: list[Node] = Field(default_factory=list)
     leaves: list[LeafEntry] = Field(default_factory=list)
     shardings: list[ShardingEntry] = Field(default_factory=list)
+    data_files: list[str] = Field(default_factory=list)
     nbytes: int = 0
     data: JsonValue = None
 
@@ -279,6 +286,18 @@ def decode(data: bytes, *, where: str) -> Manifest:
             f"({len(data)} bytes; its checksum does not fit). Restore another step."
         )
     try:
+        manifest = Manifest.model_validate_json(data)
+    except pydantic.ValidationError as error:
+        # What this version does not understand may be right in a later one.
+        _refuse_later_formats(data, where)
+        raise CorruptCheckpointError(f"{where}: not a valid manifest: {_summary(error)}") from error
+    if manifest.version != FORMAT_VERSION or not SUPPORTED_FEATURES.issuperset(manifest.requires):
+        _refuse_later_formats(data, where)
+    return manifest
+
+
+def _refuse_later_formats(data: bytes, where: str) -> None:
+    try:
         header = _Header.model_validate_json(data)
     except pydantic.ValidationError as error:
         raise CorruptCheckpointError(f"{where}: not a manifest: {_summary(error)}") from error
@@ -289,10 +308,6 @@ def decode(data: bytes, *, where: str) -> Manifest:
             + (f" needing {len(unknown)} features such as {unknown[0]!r:.60}" if unknown else "")
             + f"; this library reads 'ckpt' version {FORMAT_VERSION}. Update the library."
         )
-    try:
-        return Manifest.model_validate_json(data)
-    except pydantic.ValidationError as error:
-        raise CorruptCheckpointError(f"{where}: not a valid manifest: {_summary(error)}") from error
 
 
 def _summary(error: pydantic.ValidationError) -> str:

@@ -14,7 +14,8 @@ from ckpt.engine.loop import EngineLoop
 from ckpt.engine.restore import restore_items
 from ckpt.handlers.base import Handler
 from ckpt.requests import make_request, result_of, wanted_items
-from ckpt.service import make_engine, refuse_existing, save_entry
+from ckpt.saves import refuse_existing, save_entry
+from ckpt.service import make_engine
 from ckpt.settings import Staging
 from ckpt.stepinfo import StepMetadata, describe_step, step_info
 from ckpt.steps import read_manifest
@@ -119,7 +120,7 @@ def save_call(
         await refuse_existing(storage, request)
         # Nobody holds this commit: the call itself returns or raises its outcome.
         hooks = CommitHooks(Commit(None, lambda: None))
-        manifest = await save_entry(engine, storage, request, hooks, lambda: None)
+        manifest = await save_entry(engine, storage, request, hooks)
         info = step_info(manifest, f"{storage.location}/{entry}")
         logger.info("saved %s: %d bytes in %.2f s", entry, info.nbytes, time.perf_counter() - began)
         return info
@@ -142,10 +143,12 @@ def load_call(
         manifest = await read_manifest(storage, entry)
         loaded = await restore_items(
             manifest,
-            lambda item: storage.database_url(entry, item),
+            storage,
+            entry,
             wanted_items(manifest, like, items),
             engine.handlers,
             engine.arena,
+            engine.buffers,
             engine.observers,
         )
         logger.info("loaded %s in %.2f s", entry, time.perf_counter() - began)

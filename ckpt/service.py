@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import anyio
 
-from ckpt.commit import Commit, CommitHooks
+from ckpt.backlog import BacklogPolicy
+from ckpt.commit import Commit
 from ckpt.engine.arena import Arena
+from ckpt.engine.buffers import Buffers
 from ckpt.engine.loop import EngineLoop, Job
 from ckpt.engine.restore import restore_items
-from ckpt.engine.save import SaveEngine, SaveRequest, save_step
+from ckpt.engine.save import SaveEngine, SaveRequest
 from ckpt.errors import (
-    CheckpointError,
-    CommitCancelledError,
     CorruptCheckpointError,
-    InvalidArgumentError,
     ReadOnlyError,
     StepExistsError,
     StepNotFoundError,
@@ -35,15 +32,16 @@ from ckpt.events import Observer, Recorder
 from ckpt.handlers.base import Handler
 from ckpt.handlers.pytree import PyTreeHandler
 from ckpt.layout.orbax_view import root_view
-from ckpt.manifest import FILE_NAME, MAX_BYTES, Manifest
+from ckpt.manifest import Manifest
 from ckpt.policies import PreservationPolicy, PreserveAll, SavePolicy
 from ckpt.requests import result_of, wanted_items
+from ckpt.saves import Saves
 from ckpt.settings import Staging
-from ckpt.stepinfo import StepMetadata, describe_step, step_info
-from ckpt.steps import committed_steps, latest_step, read_manifest
+from ckpt.stepinfo import StepMetadata, describe_step
+from ckpt.steps import committed_steps, latest_manifest, latest_step, read_manifest
 from ckpt.storage.base import Storage
 
-__all__ = ["RootService", "make_engine", "refuse_existing", "save_entry"]
+__all__ = ["RootService", "make_engine"]
 
 logger = logging.getLogger("ckpt")
 
@@ -55,7 +53,9 @@ def make_engine(
 ) -> SaveEngine:
     """Return an engine with a cold arena; the given handlers come before the built-in ones."""
     arena = Arena(staging.effective_budget)
-    return SaveEngine(staging, (*handlers, PyTreeHandler()), tuple(observers), arena)
+    return SaveEngine(
+        staging, (*handlers, PyTreeHandler()), tuple(observers), arena, Buffers(arena)
+    )
 
 
 class RootService:
@@ -69,6 +69,7 @@ class RootService:
         save_policy: SavePolicy | None,
         preservation: PreservationPolicy,
         *,
+        backlog: BacklogPolicy,
         read_only: bool,
     ) -> None:
         """Serve the root of `storage`."""
@@ -78,121 +79,16 @@ class RootService:
         self._engine = engine
         self._save_policy = save_policy
         self._preservation = preservation
-        self._turn: anyio.Lock | None = None
         self._opened = False
-        # Saves under way, and ended ones whose error nobody has fetched yet.
-        self._commits: dict[CommitHooks, Commit] = {}
-        # Set when the deletions after a commit have ended; the next save does not wait for them.
-        self._tidying: list[anyio.Event] = []
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether a save is under way."""
-        return any(not commit.done() for commit in list(self._commits.values()))
+        self.saves = Saves(loop, storage, engine, backlog)
 
     def start_save(
         self, request: SaveRequest, *, force: bool
     ) -> tuple[Commit, Job[None], Future[None]]:
-        """Start a save, from any thread.
-
-        Returns:
-            The commit, the job behind it, and a future that is done once the caller may change or
-            donate what it passed, or holds the error that the call itself must raise.
-        """
+        """Start a save, from any thread; see `Saves.start`."""
         if self.read_only:
             raise ReadOnlyError(f"{self.storage.location} was opened with read_only=True")
-        staged: Future[None] = Future()
-        jobs: list[Job[None]] = []
-        commit = Commit(request.step, lambda: jobs[0].cancel(), self.loop.check_caller)
-        hooks = CommitHooks(commit)
-        self._forget_seen()
-        self._commits[hooks] = commit
-        try:
-            jobs.append(self.loop.submit(self._save, request, force, hooks, staged))
-        except BaseException:
-            del self._commits[hooks]
-            raise
-        return commit, jobs[0], staged
-
-    async def _save(
-        self, request: SaveRequest, force: bool, hooks: CommitHooks, staged: Future[None]
-    ) -> None:
-        """Run one save to its end; every outcome goes to its commit, or to the waiting call."""
-        began = time.perf_counter()
-        tidied = anyio.Event()
-
-        def on_staged() -> None:
-            staged.set_result(None)
-
-        try:
-            async with self._lock():
-                manifest = await self._save_in_turn(request, force, hooks, on_staged)
-                where = f"{self.storage.location}/{request.entry}"
-                info = None if manifest is None else step_info(manifest, where)
-                self._tidying.append(tidied)
-        except BaseException as error:
-            self._end_badly(error, request, hooks, staged)
-            if not isinstance(error, Exception):
-                raise
-            return
-        self._commits.pop(hooks)
-        try:
-            if info is None:
-                on_staged()
-                return
-            hooks.finish(info)
-            seconds = time.perf_counter() - began
-            logger.info("saved step %s: %d bytes in %.2f s", info.step, info.nbytes, seconds)
-            await self._preserve(info.step)
-        finally:
-            self._tidying.remove(tidied)
-            tidied.set()
-
-    def _end_badly(
-        self,
-        error: BaseException,
-        request: SaveRequest,
-        hooks: CommitHooks,
-        staged: Future[None],
-    ) -> None:
-        if not isinstance(error, Exception):
-            error = CommitCancelledError(
-                "the save was cancelled; nothing of it is left", step=request.step
-            )
-            hooks.fail(error, seen=True)
-        else:
-            if isinstance(error, CheckpointError):
-                error.locate(step=request.step)
-            hooks.fail(error, seen=not staged.done())
-        if not staged.done():
-            staged.set_exception(error)
-        # A failure that is still to be told must not keep the state alive until then.
-        request.items.clear()
-        if hooks.is_seen:
-            self._commits.pop(hooks, None)
-
-    def _lock(self) -> anyio.Lock:
-        if self._turn is None:
-            self._turn = anyio.Lock()
-        return self._turn
-
-    async def _save_in_turn(
-        self,
-        request: SaveRequest,
-        force: bool,
-        hooks: CommitHooks,
-        on_staged: Callable[[], None],
-    ) -> Manifest | None:
-        """Save unless a policy says no; None then."""
-        await self.open()
-        await refuse_existing(self.storage, request)
-        if self._save_policy is not None and not force and request.step is not None:
-            previous = await committed_steps(self.storage)
-            reason = self._save_policy.refusal(request.step, previous)
-            if reason is not None:
-                hooks.skip(reason)
-                return None
-        return await save_entry(self._engine, self.storage, request, hooks, on_staged)
+        return self.saves.start(request, self, force=force)
 
     async def open(self) -> None:
         """Make the root, and remove what dead writers left in it; only the first call does."""
@@ -220,7 +116,7 @@ class RootService:
                 await self.storage.discard(attempt)
             raise
 
-    async def _preserve(self, saved: int | None) -> None:
+    async def preserve(self, saved: int | None) -> None:
         """Delete what the policy does not keep; a failure is logged, the save is not touched.
 
         What was acknowledged just now stays, though older steps may be greater: after a run went
@@ -238,11 +134,16 @@ class RootService:
         except Exception:
             logger.warning("steps that are no longer kept could not be deleted", exc_info=True)
 
+    async def refusal(self, step: int, pending: Sequence[int]) -> str | None:
+        """Return why the save policy turns `step` down, or None; `pending` are being saved."""
+        if self._save_policy is None:
+            return None
+        previous = sorted({*await committed_steps(self.storage), *pending})
+        return self._save_policy.refusal(step, previous)
+
     async def should_save(self, step: int) -> bool:
         """Return whether the save policy wants `step`."""
-        if self._save_policy is None:
-            return True
-        return self._save_policy.refusal(step, await committed_steps(self.storage)) is None
+        return await self.refusal(step, ()) is None
 
     async def all_steps(self) -> list[int]:
         """Return every committed step, ascending."""
@@ -254,13 +155,14 @@ class RootService:
 
     async def manifest(self, step: int | None) -> Manifest:
         """Return the manifest of `step`, or of the latest one."""
-        if step is None:
-            step = await latest_step(self.storage)
-            if step is None:
-                raise StepNotFoundError(
-                    f"{self.storage.location} has no committed step; save one first"
-                )
-        return await read_manifest(self.storage, str(step), step=step)
+        if step is not None:
+            return await read_manifest(self.storage, str(step), step=step)
+        manifest = await latest_manifest(self.storage)
+        if manifest is None:
+            raise StepNotFoundError(
+                f"{self.storage.location} has no committed step; save one first"
+            )
+        return manifest
 
     async def metadata(self, step: int | None) -> StepMetadata:
         """Return the metadata of `step`, or of the latest one."""
@@ -280,10 +182,12 @@ class RootService:
         entry = str(manifest.step)
         loaded = await restore_items(
             manifest,
-            lambda item: self.storage.database_url(entry, item),
+            self.storage,
+            entry,
             wanted_items(manifest, like, items),
             self._engine.handlers,
             self._engine.arena,
+            self._engine.buffers,
             self._engine.observers,
         )
         nbytes = sum(manifest.items[name].nbytes for name in loaded)
@@ -295,104 +199,21 @@ class RootService:
         """Delete a step."""
         if self.read_only:
             raise ReadOnlyError(f"{self.storage.location} was opened with read_only=True")
-        async with self._lock():
-            # A damaged step is one to delete, too.
-            with contextlib.suppress(CorruptCheckpointError, UnsupportedFormatError):
-                await self.manifest(step)
-            await self.storage.remove(str(step))
-
-    async def wait(self) -> None:
-        """Wait until every save that was started has ended, and the deletions after it."""
-        async with self._lock():
-            pass
-        for tidied in list(self._tidying):
-            await tidied.wait()
-
-    def _forget_seen(self) -> None:
-        """Drop failed saves whose error was fetched from their commit since."""
-        for hooks, commit in list(self._commits.items()):
-            if commit.done() and hooks.is_seen:
-                self._commits.pop(hooks, None)
-
-    def take_errors(self) -> list[BaseException]:
-        """Return the errors of ended saves that nobody has fetched yet; each is given out once."""
-        errors = []
-        for hooks, commit in list(self._commits.items()):
-            if commit.done():
-                error = hooks.unseen_error()
-                if error is not None:
-                    errors.append(error)
-        # Who waits for one now may still be cancelled before it hears: that one stays.
-        self._forget_seen()
-        return errors
+        # A save of the same step that is under way would be published afterwards.
+        await self.saves.idle()
+        # A damaged step is one to delete, too.
+        with contextlib.suppress(CorruptCheckpointError, UnsupportedFormatError):
+            await self.manifest(step)
+        await self.storage.remove(str(step))
 
     def finish_at_exit(self) -> None:
         """At interpreter exit: finish what is under way, and say loudly what failed unseen."""
         self.loop.close()
-        self._tell_unseen()
+        self.saves.tell_unseen()
 
     def __del__(self) -> None:
         # Nobody can close this root any more, so nobody else will tell. Nothing else is touched:
         # at interpreter exit the modules may be gone already.
-        if self._commits:
-            self._tell_unseen()
-
-    def _tell_unseen(self) -> None:
-        if self.loop.is_forked:
-            return
-        for error in self.take_errors():
-            sys.stderr.write(
-                f"ckpt: a save to {self.storage.location} failed and nobody looked: {error}\n"
-            )
-
-
-async def save_entry(
-    engine: SaveEngine,
-    storage: Storage,
-    request: SaveRequest,
-    hooks: CommitHooks,
-    on_staged: Callable[[], None],
-) -> Manifest:
-    """Save one entry once its metrics are plain numbers; see `save_step`."""
-    if request.metrics is not None:
-        metrics = await anyio.to_thread.run_sync(_plain_metrics, request.metrics)
-        request = replace(request, metrics=metrics)
-    return await save_step(engine, storage, request, hooks, on_staged)
-
-
-async def refuse_existing(storage: Storage, request: SaveRequest) -> None:
-    """Raise before anything is staged if the entry is taken; publishing checks again.
-
-    Raises:
-        StepExistsError: It is, and is not to be replaced or not ours to replace.
-    """
-    if request.entry not in await storage.entries():
-        return
-    where = f"{storage.location}/{request.entry}"
-    if await storage.read(request.entry, FILE_NAME, MAX_BYTES) is None:
-        raise StepExistsError(
-            f"{where} exists and is not a checkpoint of this library, so it is never replaced. "
-            "Move it away, or choose another name",
-            step=request.step,
-        )
-    if not request.overwrite:
-        raise StepExistsError(
-            f"{where} already exists; it was left as it is. Choose another step, or pass "
-            "overwrite=True to replace it",
-            step=request.step,
-        )
-
-
-def _plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
-    """Return metrics as JSON has them; waits for jax scalars that are still being computed."""
-    plain: dict[str, float | str] = {}
-    for name, value in metrics.items():
-        try:
-            number = float(value)
-        except (TypeError, ValueError) as error:
-            raise InvalidArgumentError(
-                f"metrics[{name!r}]={value!r:.60}: expected a number"
-            ) from error
-        finite = number - number == 0
-        plain[str(name)] = number if finite else repr(number)
-    return plain
+        saves = getattr(self, "saves", None)
+        if saves is not None:
+            saves.tell_unseen()

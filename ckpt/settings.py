@@ -12,7 +12,7 @@ from ckpt.errors import InvalidArgumentError
 
 __all__ = ["Staging", "StagingMode"]
 
-StagingMode = Literal["auto", "copy", "view"]
+StagingMode = Literal["auto", "copy", "view", "device"]
 
 MIN_BUDGET_BYTES = 1 << 20
 # A quarter of the machine's memory leaves room for the state itself, the input pipeline and the
@@ -30,11 +30,14 @@ class Staging:
             itself. A state larger than the budget is staged as earlier parts are written, so
             `save()` returns later; it never takes more memory. None is a quarter of the machine's
             memory.
-        mode: `copy` copies every array into the library's own memory before `save()` returns, so
-            that the train step may donate its buffers at full speed. `view` keeps references to
-            the arrays instead and copies nothing: right for arrays that are never donated; a later
-            donation stays safe, but the runtime then copies the buffer inside the train step.
-            `auto` is `copy`. Numpy arrays are copied in every mode, since they can be changed in
+        mode: `copy` copies every array into the library's own host memory before `save()` returns,
+            so that the train step may donate its buffers at full speed. `device` copies arrays
+            within device memory instead, which is many times faster on accelerators and needs room
+            there for a second copy until it has been written; small arrays and arrays of other
+            kinds are copied to the host. `view` keeps references to the arrays of CPU devices and
+            copies nothing: right for arrays that are never donated; a later donation stays safe,
+            but the runtime then copies the buffer inside the train step. `auto` is `copy`. Numpy
+            arrays are copied to the library's memory in every mode, since they can be changed in
             place.
 
     Raises:
@@ -66,8 +69,3 @@ class Staging:
             # In a container the machine's memory is not ours; "max" means that it is.
             total = min(total, int(_CGROUP_LIMIT.read_text()))
         return max(total // _DEFAULT_SHARE, MIN_BUDGET_BYTES)
-
-    @property
-    def copies(self) -> bool:
-        """Whether jax arrays are copied before `save()` returns."""
-        return self.mode != "view"

@@ -18,7 +18,14 @@ from ckpt.errors import (
 from ckpt.manifest import FILE_NAME, MAX_BYTES, Manifest, decode, peek_step
 from ckpt.storage.base import Storage
 
-__all__ = ["check_item_name", "check_step", "committed_steps", "latest_step", "read_manifest"]
+__all__ = [
+    "check_item_name",
+    "check_step",
+    "committed_steps",
+    "latest_manifest",
+    "latest_step",
+    "read_manifest",
+]
 
 # Nineteen digits hold every step a 64-bit counter can.
 _STEP = re.compile(r"^(0|[1-9][0-9]{0,18})\Z")
@@ -102,6 +109,24 @@ async def latest_step(storage: Storage) -> int | None:
     for step in reversed(_candidates(await storage.entries())):
         if await _is_committed(storage, step):
             return step
+    return None
+
+
+async def latest_manifest(storage: Storage) -> Manifest | None:
+    """Return the manifest of the greatest committed step, or None; reads each once.
+
+    Raises:
+        CorruptCheckpointError: That step is committed, and its manifest contradicts itself.
+        UnsupportedFormatError: It is of a later format.
+    """
+    for step in reversed(_candidates(await storage.entries())):
+        try:
+            return await read_manifest(storage, str(step), step=step)
+        except StepNotFoundError:
+            continue
+        except CorruptCheckpointError:
+            if await _is_committed(storage, step):
+                raise
     return None
 
 

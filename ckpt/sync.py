@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from ckpt.backlog import BacklogPolicy
 from ckpt.commit import Commit, StepInfo
 from ckpt.engine.loop import EngineLoop
 from ckpt.events import Observer
@@ -45,6 +46,7 @@ class CheckpointManager:
         preservation: PreservationPolicy | None = None,
         handlers: Sequence[Handler] = (),
         staging: Staging | None = None,
+        backlog: BacklogPolicy = "wait",
         read_only: bool = False,
         observers: Iterable[Observer] = (),
     ) -> None:
@@ -55,6 +57,7 @@ class CheckpointManager:
             preservation=preservation,
             handlers=handlers,
             staging=staging,
+            backlog=backlog,
             read_only=read_only,
             observers=observers,
         )
@@ -152,11 +155,11 @@ class CheckpointManager:
 
     def is_saving_in_progress(self) -> bool:
         """Tell whether a save is under way."""
-        return self._service.is_saving
+        return self._service.saves.is_saving
 
     def wait_until_finished(self) -> None:
         """Wait for every save that was started, and raise what nobody has seen."""
-        self._loop.call(self._service.wait)
+        self._loop.call(self._service.saves.idle)
         raise_unseen(self._service, None)
 
 

@@ -809,7 +809,7 @@ def test_a_save_cancelled_at_any_point_leaves_nothing(tmp_path: Path) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("phase", ["plan", "stage", "write", "merge", "publish"])
+@pytest.mark.parametrize("phase", ["plan", "stage", "write", "record", "publish"])
 def test_a_save_cancelled_in_any_phase_is_whole_or_not_there(tmp_path: Path, phase: str) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -1000,7 +1000,7 @@ def test_of_two_processes_that_save_the_same_steps_one_wins_each(tmp_path: Path)
             assert np.array_equal(found["w"], np.full(1 << 16, step))
 
 
-@pytest.mark.parametrize("phase", ["stage", "write", "merge"])
+@pytest.mark.parametrize("phase", ["stage", "write", "record"])
 def test_an_attempt_of_a_live_writer_is_not_swept(tmp_path: Path, phase: str) -> None:
     reached, go_on = threading.Event(), threading.Event()
 
@@ -1075,4 +1075,4 @@ def test_failures_that_were_fetched_are_not_kept(tmp_path: Path) -> None:
             commit = mgr.save(step, Odd(SMALL, error=fire()))
             assert isinstance(commit.exception(PATIENCE_S), ckpt.CheckpointError)
         mgr.save(5, SMALL).result(PATIENCE_S)
-        assert not mgr._service._commits
+        assert not mgr._service.saves._commits

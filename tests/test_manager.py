@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
+import resource
 import threading
 import weakref
 from pathlib import Path
@@ -19,7 +21,6 @@ import ckpt.sync
 from ckpt import errors, policies
 from ckpt.engine.arena import Arena
 from ckpt.manifest import decode
-from ckpt.storage import posix
 
 
 def plain(root: Path, **settings: Any) -> ckpt.sync.CheckpointManager:
@@ -145,7 +146,7 @@ def test_a_directory_that_cannot_be_read_fails_the_save(
         mgr.save(0, {"x": np.ones(100_000)}).result()
     manifest = decode((tmp_path / "0" / "ckpt.json").read_bytes(), where="0")
     listed = {str(tmp_path / "0" / name) for name in manifest.files}
-    present = {str(path) for path in posix.walk_files(tmp_path / "0")}
+    present = {str(path) for path in (tmp_path / "0").rglob("*") if path.is_file()}
     assert present - listed == {str(tmp_path / "0" / "ckpt.json")}
 
 
@@ -160,18 +161,25 @@ def test_staging_memory_that_cannot_be_had_is_a_clear_error_every_time() -> None
     asyncio.run(main())
 
 
-def test_a_write_error_names_the_item_and_the_leaf(tmp_path: Path) -> None:
-    def ruin(event: ckpt.Event) -> None:
-        if event.phase == "stage":
-            for attempt in tmp_path.glob("*tmp*"):
-                (attempt / "params" / "d").write_text("in the way")
-
-    with plain(tmp_path, observers=[ruin]) as mgr:
-        commit = mgr.save(3, items={"params": {"w": np.ones(300_000)}})
-        error = commit.exception()
+def test_a_write_error_names_the_item_and_the_leaf_and_leaves_nothing(tmp_path: Path) -> None:
+    """A file may not grow beyond a megabyte: the storage refuses array data in the middle."""
+    items = {"params": {"w": np.ones(300_000)}}
+    with plain(tmp_path) as mgr:
+        arena = mgr._service._engine.arena
+        mgr.save(2, items=items).result()
+        unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, unlimited[1]))
+        try:
+            error = mgr.save(3, items=items).exception()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
         assert isinstance(error, errors.StorageError)
         assert (error.step, error.item, error.leaf) == (3, "params", "w")
-    assert sorted(os.listdir(tmp_path)) == ["metadata"]
+        assert error.errno == errno.EFBIG
+        assert sorted(os.listdir(tmp_path)) == ["2", "metadata"]
+        assert arena.used == 0
+        mgr.save(3, items=items).result()
+        assert mgr.all_steps() == [2, 3]
 
 
 def test_items_are_a_list_of_names(tmp_path: Path) -> None:

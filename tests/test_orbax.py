@@ -60,6 +60,8 @@ DTYPES = [
 UNNAMED_DTYPES = ["float8_e4m3", "uint2", "uint4"]
 WIDE_DTYPES = {"int64", "uint64", "float64", "complex128"}
 STEPS = [3, 12]
+# Little enough that a megabyte has several chunks, and an item several data files.
+STAGING = ckpt.Staging(budget_bytes=1 << 20)
 METRICS = {3: {"loss": 1.5}, 12: {"loss": 0.25, "accuracy": 0.5}}
 
 
@@ -72,14 +74,20 @@ def make_state() -> dict[str, Any]:
         "params": {
             "kernel": sharded(np.arange(128.0, dtype=np.float32).reshape(8, 16), "data", "model"),
             "bias": sharded(np.arange(16).astype(ml_dtypes.bfloat16), ("data", "model")),
-            # Neither packed nor in one granule: several chunks, several lanes, one merge.
+            # Not packed, and larger than a granule: several chunks, several data files.
             "table": sharded(np.arange(2**20, dtype=np.float32).reshape(1024, 1024), "data"),
+            # Shards of prime length: a chunk that lies in two of them, and a ragged one.
+            "odd": sharded(np.arange(2 * 1009 * 200, dtype=np.int32).reshape(2018, 200), "data"),
+            "odder": sharded(
+                (np.arange(2 * 4 * 300_007) % 251).astype(np.uint8).reshape(2, -1), "data", "model"
+            ),
         },
         "count": sharded(np.arange(5, dtype=np.int32)),
         "scale": jnp.float32(0.5),
         "moments": Moments(jnp.ones((2, 3)), np.arange(6, dtype=np.int16)),
         "layers": [jnp.zeros(3), (np.full(2, 7), jnp.arange(4))],
         "host": np.arange(12, dtype=np.int64).reshape(3, 4),
+        "ragged": np.arange(200_003, dtype=np.float32),
         "epoch": 7,
         "rate": 0.125,
         "nothing": None,
@@ -141,7 +149,7 @@ def state() -> dict[str, Any]:
 def run(tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]) -> Path:
     """The root of a manager with two steps."""
     root = tmp_path_factory.mktemp("orbax") / "run"
-    with ckpt.sync.CheckpointManager(root) as mgr:
+    with ckpt.sync.CheckpointManager(root, staging=STAGING) as mgr:
         for step in STEPS:
             mgr.save(step, state, metrics=METRICS[step], metadata={"git": "abc", "step": step})
     return root
@@ -151,7 +159,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]) -> Path
 def final(tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]) -> Path:
     """A one-shot checkpoint."""
     path = tmp_path_factory.mktemp("orbax") / "final"
-    ckpt.sync.save(path, state, metadata={"git": "abc"})
+    ckpt.sync.save(path, state, metadata={"git": "abc"}, staging=STAGING)
     return path
 
 
@@ -164,12 +172,29 @@ def manifest(path: Path) -> dict[str, Any]:
     return json.loads((path / "ckpt.json").read_bytes())
 
 
-def test_the_state_exercises_lanes_and_packed_leaves(checkpoint: Path) -> None:
-    leaves = {leaf["name"]: leaf for leaf in manifest(checkpoint)["items"]["state"]["leaves"]}
+def test_the_state_exercises_what_a_writer_can_do(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Several data files, packed leaves, chunks that cross shards and chunks that are ragged."""
+    item = manifest(checkpoint)["items"]["state"]
+    leaves = {leaf["name"]: leaf for leaf in item["leaves"] if "dtype" in leaf}
     assert leaves["params.kernel"]["packed"]
     assert not leaves["params.table"].get("packed", False)
-    assert len(leaves["params.table"]["digests"]) > 1
-    assert (checkpoint / "state" / "lane_0_1").is_dir()
+    assert len(set(leaves["params.table"]["files"])) > 2
+    data_files = {path.name for path in (checkpoint / "state" / "d").iterdir()}
+    # And one file for the index over them.
+    assert len({Path(path).name for path in item["data_files"]} ^ data_files) == 1
+    crossing, ragged = set(), set()
+    for name in (name for name, leaf in leaves.items() if not leaf.get("packed", False)):
+        array = state["params"].get(name.removeprefix("params."), state.get(name))
+        shard = array.shape
+        if isinstance(array, jax.Array):
+            shard = array.sharding.shard_shape(array.shape)
+        for chunk, length, part in zip(leaves[name]["chunks"], array.shape, shard, strict=True):
+            if length % chunk:
+                ragged.add(name)
+            if part < length and part % chunk:
+                crossing.add(name)
+    assert crossing == {"params.odd", "params.odder"}
+    assert ragged == {"params.odd", "params.odder", "ragged"}
 
 
 # Orbax, API v1.
@@ -206,6 +231,8 @@ target = {
         "kernel": jax.ShapeDtypeStruct((8, 16), "float32", sharding=device),
         "bias": jax.ShapeDtypeStruct((16,), "bfloat16", sharding=device),
         "table": jax.ShapeDtypeStruct((1024, 1024), "float32", sharding=device),
+        "odd": jax.ShapeDtypeStruct((2018, 200), "int32", sharding=device),
+        "odder": jax.ShapeDtypeStruct((2, 4 * 300007), "uint8", sharding=device),
     },
 }
 with ocp.Context(pytree_options=ocp.options.PyTreeOptions(
@@ -485,6 +512,9 @@ def test_tensorstore_reads_every_array(checkpoint: Path, state: dict[str, Any]) 
         "params.kernel": state["params"]["kernel"],
         "params.bias": state["params"]["bias"],
         "params.table": state["params"]["table"],
+        "params.odd": state["params"]["odd"],
+        "params.odder": state["params"]["odder"],
+        "ragged": state["ragged"],
         "count": state["count"],
         "scale": state["scale"],
         "moments.mean": state["moments"].mean,

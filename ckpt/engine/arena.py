@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,10 @@ __all__ = ["Arena", "Block"]
 
 # Blocks start on page boundaries: whole pages are warmed, and direct I/O stays possible.
 _ALIGNMENT = mmap.PAGESIZE
+# A piece must not hold up the end of a program for long: cold memory comes at 0.4 GB/s and more.
+_WARMING_BYTES = 16 << 20
+# MADV_POPULATE_WRITE of Linux 5.14, which Python has no name for.
+_POPULATE_WRITE = 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,11 @@ class Arena:
         self._free: list[tuple[int, int]] = [(0, self.capacity)]
         self._waiting: deque[tuple[int, anyio.Event]] = deque()
         self.high_water = 0
+        # Called when memory is about to be touched that was not before.
+        self.on_growth: Callable[[], None] = _do_nothing
+        # Bytes asked for since the arena was last empty, and the most that this ever was.
+        self._asked = 0
+        self._demand = 0
 
     @property
     def used(self) -> int:
@@ -63,6 +73,8 @@ class Arena:
         length = _round_up(max(nbytes, 1))
         if length > self.capacity:
             raise ValueError(f"a block of {nbytes} bytes in an arena of {self.capacity}")
+        self._asked = length + (self._asked if self.used or self._waiting else 0)
+        self._demand = max(self._demand, self._asked)
         if self._waiting or not self._fits(length):
             ticket = (length, anyio.Event())
             self._waiting.append(ticket)
@@ -90,6 +102,28 @@ class Arena:
         self._free = merged
         self._wake()
 
+    async def warm(self, go_on: Callable[[], bool]) -> None:
+        """Touch as much of the region as a save has wanted at once, so that the next finds it warm.
+
+        A first save copies so slowly into cold memory that its first blocks are free again before
+        its last are asked for; the next one is faster, and would touch cold memory once more.
+
+        Args:
+            go_on: Asked before every piece of a few milliseconds.
+        """
+        target = min(self._demand, self.capacity)
+        while self._region is not None and self.high_water < target and go_on():
+            start = self.high_water
+            length = min(target - start, _WARMING_BYTES)
+            self._grow(start + length)
+            if not await anyio.to_thread.run_sync(_populate, self._region, start, length):
+                return
+
+    def _grow(self, end: int) -> None:
+        if end > self.high_water:
+            self.high_water = end
+            self.on_growth()
+
     def _wake(self) -> None:
         if self._waiting and self._fits(self._waiting[0][0]):
             self._waiting[0][1].set()
@@ -103,10 +137,23 @@ class Arena:
         place = next(i for i, (_, room) in enumerate(self._free) if room >= length)
         offset, room = self._free[place]
         self._free[place : place + 1] = [(offset + length, room - length)] if room > length else []
-        self.high_water = max(self.high_water, offset + length)
+        self._grow(offset + length)
         memory = np.frombuffer(self._region, np.uint8, count=nbytes, offset=offset)
         self._wake()
         return Block(offset, nbytes, memory)
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _populate(region: mmap.mmap, start: int, length: int) -> bool:
+    """Fault pages in without changing them; return whether the system can."""
+    try:
+        region.madvise(_POPULATE_WRITE, start, length)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _round_up(nbytes: int) -> int:

@@ -3,7 +3,8 @@
 Every stored chunk that a target needs is read once, its digest is checked, and its bytes go to each
 region of each target that wants them. A chunk that is one run of memory in the only region that
 wants it is read straight into place; others pass through the arena. On CPU devices a finished
-buffer becomes the jax array itself, without another copy.
+buffer becomes the jax array itself, without another copy. Packed leaves lie side by side, so runs
+of them are read at once.
 """
 
 from __future__ import annotations
@@ -15,38 +16,40 @@ from functools import partial
 from typing import Any, TypeVar
 
 import anyio
-import jax
 import numpy as np
-import tensorstore as ts
 
 from ckpt.engine.arena import Arena
-from ckpt.engine.lanes import array_digest
-from ckpt.engine.tensors import as_stored, open_array, read_context, settle, translated
-from ckpt.errors import CheckpointError, CorruptCheckpointError
+from ckpt.engine.buffers import Buffers
+from ckpt.engine.placing import place_regions, place_whole
+from ckpt.engine.sources import ChunkSource, DataFiles, ItemDatabase, StoredChunk
+from ckpt.errors import CorruptCheckpointError, located
 from ckpt.events import Recorder
-from ckpt.layout.chunks import chunk_key, stored_dtype
 from ckpt.layout.leaves import parse_dtype
 from ckpt.layout.match import ArrayTarget
-from ckpt.layout.plan import GRANULE_BYTES
+from ckpt.layout.plan import CHUNK_ALIGNMENT, GRANULE_BYTES, aligned
 from ckpt.layout.shards import (
     Region,
     addressable_regions,
     chunk_grid,
     chunk_region,
     chunks_touching,
+    position_in_grid,
     whole,
 )
 from ckpt.manifest import ItemEntry, LeafEntry, digest
+from ckpt.storage.base import Storage
 
 __all__ = ["EngineItemReader"]
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
+Wanted = tuple[int, LeafEntry, ArrayTarget]
 
 # Granules in flight: enough to keep two cores and a disk queue busy.
 _CONCURRENT_GRANULES = 4
-# jax takes over a host buffer without a copy only if it is aligned to a cache line.
-_ALIGNMENT = 64
+# Packed leaves that are not wanted are read over if there is not more than this between two that
+# are: a device does not read less at a time.
+_MOST_SKIPPED = 64 << 10
 
 
 @dataclass(slots=True)
@@ -71,21 +74,39 @@ class _LeafRead:
 @dataclass(frozen=True, slots=True)
 class _ChunkRead:
     leaf: _LeafRead
-    place: tuple[int, ...]
-    region: Region
+    stored: StoredChunk
     nbytes: int
+
+
+@dataclass(slots=True)
+class _Run:
+    """Packed leaves that lie side by side in one data file, each with its first byte there."""
+
+    file: int
+    start: int
+    end: int
+    leaves: list[tuple[Wanted, int]]
 
 
 class EngineItemReader:
     """The engine's `ItemReader` for one item."""
 
-    def __init__(self, url: str, item: str, arena: Arena, recorder: Recorder) -> None:
-        """Read the item called `item` whose database is at `url`."""
-        self._url = url
+    def __init__(
+        self,
+        storage: Storage,
+        entry: str,
+        item: str,
+        arena: Arena,
+        buffers: Buffers,
+        recorder: Recorder,
+    ) -> None:
+        """Read the item called `item` of an entry."""
+        self._storage = storage
+        self._entry = entry
         self._item = item
         self._arena = arena
+        self._buffers = buffers
         self._recorder = recorder
-        self._context = read_context()
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Run a slow pure function off the engine's loop."""
@@ -103,91 +124,86 @@ class EngineItemReader:
             if target is not None
         ]
         results: list[Any] = [None] * len(entry.leaves)
-        if not wanted:
-            return results
-        database = await self.in_thread(self._open)
+        files = DataFiles(self._read_block, entry, self._buffers)
+        database = ItemDatabase(self._storage.database_url(self._entry, self._item), self._item)
+        slots = anyio.Semaphore(_CONCURRENT_GRANULES)
+        limit = min(GRANULE_BYTES, self._arena.capacity // _CONCURRENT_GRANULES)
+        empty, packed, large = _sorted_out(wanted)
         async with anyio.create_task_group() as tasks:
-            packed = [each for each in wanted if each[1].packed or 0 in each[1].shape]
-            if packed:
-                tasks.start_soon(self._read_packed, database, packed, results)
-            large = [each for each in wanted if not (each[1].packed or 0 in each[1].shape)]
-            slots = anyio.Semaphore(_CONCURRENT_GRANULES)
-            for granule in self._granules(large):
+            for leaves, function in ((empty, _read_empty), (packed[1], database.read_values)):
+                if leaves:
+                    tasks.start_soon(self._read_whole, function, leaves, results)
+            for run in _runs(packed[0], limit):
                 await slots.acquire()
-                tasks.start_soon(self._read_granule, database, granule, results, slots)
+                tasks.start_soon(self._read_run, files, run, results, slots)
+            for source, leaves in ((files, large[0]), (database, large[1])):
+                for granule in _granules(leaves, limit, self._buffers):
+                    await slots.acquire()
+                    tasks.start_soon(self._read_granule, source, granule, results, slots)
         return results
 
-    def _open(self) -> ts.KvStore:
-        with translated(f"open the database of item {self._item!r}", reading=True):
-            spec = {"driver": "ocdbt", "base": self._url}
-            return ts.KvStore.open(spec, context=self._context).result()
+    async def _read_block(self, path: str, offset: int, target: memoryview) -> None:
+        await self._storage.read_block(self._entry, f"{self._item}/{path}", offset, target)
 
-    async def _read_packed(
+    async def _read_whole(
         self,
-        database: ts.KvStore,
-        wanted: Sequence[tuple[int, LeafEntry, ArrayTarget]],
+        function: Callable[[Sequence[LeafEntry]], Any],
+        wanted: Sequence[Wanted],
         results: list[Any],
     ) -> None:
-        stored = [leaf for _, leaf, _ in wanted if leaf.digests]
-        nbytes = sum(math.prod(leaf.shape) * parse_dtype(leaf.dtype).itemsize for leaf in stored)
-        with self._recorder.phase("read", nbytes):
-            futures = await self.in_thread(_start_packed, database, stored)
-            for future in futures:
-                await settle(future)
-            arrays = await self.in_thread(_check_packed, stored, futures)
-        with self._recorder.phase("place", nbytes):
-            hosts = [
-                arrays.pop(leaf.name) if leaf.digests else _empty(leaf) for _, leaf, _ in wanted
-            ]
-            targets = [target for _, _, target in wanted]
-            placed = await self.in_thread(_place_whole, hosts, targets)
+        """Place leaves that `function` returns whole."""
+        with self._recorder.phase("read"):
+            arrays = await function([leaf for _, leaf, _ in wanted])
+            await self.in_thread(_check_whole, wanted, arrays)
+        await self._place_whole(wanted, arrays, results)
+
+    async def _read_run(
+        self, files: DataFiles, run: _Run, results: list[Any], slots: anyio.Semaphore
+    ) -> None:
+        nbytes = run.end - run.start
+        try:
+            memory = self._buffers.empty((nbytes,), np.dtype(np.uint8))
+            with self._recorder.phase("read", nbytes), located(leaf=run.leaves[0][0][1].name):
+                await files.read_run(run.file, run.start, memory)
+                arrays = await self.in_thread(_cut, run, memory)
+            await self._place_whole([wanted for wanted, _ in run.leaves], arrays, results)
+        finally:
+            slots.release()
+
+    async def _place_whole(
+        self, wanted: Sequence[Wanted], arrays: Sequence[Array], results: list[Any]
+    ) -> None:
+        targets = [target for _, _, target in wanted]
+        with self._recorder.phase("place"):
+            placed = await self.in_thread(place_whole, arrays, targets)
         for (number, _, _), value in zip(wanted, placed, strict=True):
             results[number] = value
 
-    def _granules(
-        self, wanted: Sequence[tuple[int, LeafEntry, ArrayTarget]]
-    ) -> Iterator[list[_ChunkRead]]:
-        """Yield batches of chunk reads; buffers are made only when their batch is due."""
-        limit = min(GRANULE_BYTES, self._arena.capacity // _CONCURRENT_GRANULES)
-        batch: list[_ChunkRead] = []
-        total = 0
-        for number, leaf, target in wanted:
-            for chunk in _leaf_chunks(number, leaf, target):
-                if batch and total + chunk.nbytes > limit:
-                    yield batch
-                    batch, total = [], 0
-                batch.append(chunk)
-                total += chunk.nbytes
-        if batch:
-            yield batch
-
     async def _read_granule(
         self,
-        database: ts.KvStore,
+        source: ChunkSource,
         granule: list[_ChunkRead],
         results: list[Any],
         slots: anyio.Semaphore,
     ) -> None:
         nbytes = sum(chunk.nbytes for chunk in granule)
         indirect = [chunk for chunk in granule if _direct_view(chunk) is None]
-        scratch_bytes = sum(_aligned(chunk.nbytes) for chunk in indirect)
+        scratch_bytes = sum(aligned(chunk.nbytes, CHUNK_ALIGNMENT) for chunk in indirect)
         block = None
         try:
-            if 0 < scratch_bytes <= self._arena.capacity:
+            if not scratch_bytes:
+                memory = np.empty(0, np.uint8)
+            elif scratch_bytes <= self._arena.capacity:
                 block = await self._arena.allocate(scratch_bytes)
                 memory = block.memory
             else:
                 # A chunk written with a larger budget than this reader's still has to be whole
                 # in memory to be checked.
-                memory = np.empty(scratch_bytes, np.uint8)
+                memory = self._buffers.empty((scratch_bytes,), np.dtype(np.uint8))
             with self._recorder.phase("read", nbytes):
                 buffers = _chunk_buffers(granule, memory)
-                futures = await self.in_thread(
-                    _start_granule, database, self._context, granule, buffers
-                )
-                for future in futures:
-                    await settle(future)
-                await self.in_thread(_finish_granule, granule, buffers, futures)
+                await source.read([chunk.stored for chunk in granule], buffers)
+                await self.in_thread(_finish_granule, granule, buffers)
             finished = []
             for chunk in granule:
                 chunk.leaf.left -= 1
@@ -195,7 +211,7 @@ class EngineItemReader:
                     finished.append(chunk.leaf)
             if finished:
                 with self._recorder.phase("place", nbytes):
-                    placed = await self.in_thread(_place_regions, finished)
+                    placed = await self.in_thread(_place_leaves, finished)
                 for leaf, value in zip(finished, placed, strict=True):
                     results[leaf.number] = value
         finally:
@@ -204,51 +220,119 @@ class EngineItemReader:
             slots.release()
 
 
-def _leaf_chunks(number: int, leaf: LeafEntry, target: ArrayTarget) -> Iterator[_ChunkRead]:
+def _sorted_out(
+    wanted: Sequence[Wanted],
+) -> tuple[list[Wanted], tuple[list[Wanted], list[Wanted]], tuple[list[Wanted], list[Wanted]]]:
+    """Return leaves without elements, packed leaves and others, the latter by whether located."""
+    empty: list[Wanted] = []
+    packed: tuple[list[Wanted], list[Wanted]] = ([], [])
+    large: tuple[list[Wanted], list[Wanted]] = ([], [])
+    for each in wanted:
+        leaf = each[1]
+        if not leaf.digests:
+            empty.append(each)
+        else:
+            (packed if leaf.packed else large)[not leaf.offsets].append(each)
+    return empty, packed, large
+
+
+async def _read_empty(leaves: Sequence[LeafEntry]) -> list[Array]:
+    return [np.empty(leaf.shape, parse_dtype(leaf.dtype)) for leaf in leaves]
+
+
+def _runs(wanted: Sequence[Wanted], limit: int) -> Iterator[_Run]:
+    """Yield located packed leaves as runs of at most about `limit` bytes."""
+    places = [(leaf.files[0] if leaf.files else 0, leaf.offsets[0]) for _, leaf, _ in wanted]
+    run: _Run | None = None
+    for number in sorted(range(len(wanted)), key=places.__getitem__):
+        each, (file, start) = wanted[number], places[number]
+        end = start + _nbytes(each[1])
+        near = run is not None and run.file == file and start - run.end <= _MOST_SKIPPED
+        if run is not None and near and end - run.start <= limit:
+            run.end = max(run.end, end)
+            run.leaves.append((each, start))
+            continue
+        if run is not None:
+            yield run
+        run = _Run(file, start, end, [(each, start)])
+    if run is not None:
+        yield run
+
+
+def _nbytes(leaf: LeafEntry) -> int:
+    return math.prod(leaf.shape) * parse_dtype(leaf.dtype).itemsize
+
+
+def _cut(run: _Run, memory: Array) -> list[Array]:
+    """Return the leaves of a run, checked.
+
+    Each in memory of its own: jax takes over what it is given, and a single scalar that lives on
+    would keep the whole run alive.
+    """
+    raw = memory.data
+    arrays = []
+    for (_, leaf, _), place in run.leaves:
+        start = place - run.start
+        array: Array = np.ndarray(leaf.shape, parse_dtype(leaf.dtype), memory, start)
+        _compare(leaf, 0, digest(raw[start : start + array.nbytes]))
+        arrays.append(array.copy())
+    return arrays
+
+
+def _check_whole(wanted: Sequence[Wanted], arrays: Sequence[Array]) -> None:
+    for (_, leaf, _), array in zip(wanted, arrays, strict=True):
+        if leaf.digests:
+            _check(leaf, 0, array)
+
+
+def _granules(wanted: Sequence[Wanted], limit: int, memory: Buffers) -> Iterator[list[_ChunkRead]]:
+    """Yield batches of chunk reads; buffers are made only when their batch is due."""
+    batch: list[_ChunkRead] = []
+    total = 0
+    for number, leaf, target in wanted:
+        for chunk in _leaf_chunks(number, leaf, target, memory):
+            if batch and total + chunk.nbytes > limit:
+                yield batch
+                batch, total = [], 0
+            batch.append(chunk)
+            total += chunk.nbytes
+    if batch:
+        yield batch
+
+
+def _leaf_chunks(
+    number: int, leaf: LeafEntry, target: ArrayTarget, memory: Buffers
+) -> Iterator[_ChunkRead]:
     shape = tuple(leaf.shape)
     dtype = parse_dtype(leaf.dtype)
     if target.kind == "jax" and target.sharding is not None:
         regions = [region for region, _ in addressable_regions(target.sharding, shape)]
     else:
         regions = [whole(shape)]
-    buffers = [(region, _aligned_empty(region.shape, dtype)) for region in regions]
+    buffers = [(region, memory.empty(region.shape, dtype)) for region in regions]
     places = sorted({place for region in regions for place in chunks_touching(region, leaf.chunks)})
     read = _LeafRead(number, leaf, target, buffers, len(places))
+    grid = chunk_grid(shape, leaf.chunks)
     for place in places:
         region = chunk_region(place, leaf.chunks, shape)
-        yield _ChunkRead(read, place, region, region.size * dtype.itemsize)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    nbytes = math.prod(shape) * dtype.itemsize
-    try:
-        raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    except (MemoryError, ValueError) as error:
-        raise CheckpointError(
-            f"there is no memory for an array of shape {list(shape)[:8]} and {nbytes} bytes. Skip "
-            "it with ... in like=, or shard it over more devices"
-        ) from error
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
+        stored = StoredChunk(leaf, position_in_grid(place, grid), region)
+        yield _ChunkRead(read, stored, region.size * dtype.itemsize)
 
 
 def _direct_view(chunk: _ChunkRead) -> Array | None:
     """Return the place of the chunk in the one buffer that wants all of it, or None."""
+    covered = chunk.stored.region
     touching = [
         (region, buffer)
         for region, buffer in chunk.leaf.regions
-        if region.intersect(chunk.region) is not None
+        if region.intersect(covered) is not None
     ]
     if len(touching) != 1:
         return None
     region, buffer = touching[0]
-    if region.intersect(chunk.region) != chunk.region:
+    if region.intersect(covered) != covered:
         return None
-    inside = chunk.region.within(region)
+    inside = covered.within(region)
     return buffer[inside.slices] if inside.is_contiguous_in(region.shape) else None
 
 
@@ -259,51 +343,29 @@ def _chunk_buffers(granule: Sequence[_ChunkRead], memory: Array) -> list[Array]:
         view = _direct_view(chunk)
         if view is None:
             dtype = parse_dtype(chunk.leaf.entry.dtype)
-            view = memory[end : end + chunk.nbytes].view(dtype).reshape(chunk.region.shape)
-            end += _aligned(chunk.nbytes)
+            view = memory[end : end + chunk.nbytes].view(dtype).reshape(chunk.stored.region.shape)
+            end += aligned(chunk.nbytes, CHUNK_ALIGNMENT)
         buffers.append(view)
     return buffers
 
 
-def _start_granule(
-    database: ts.KvStore,
-    context: ts.Context,
-    granule: Sequence[_ChunkRead],
-    buffers: Sequence[Array],
-) -> list[Any]:
-    opened: dict[int, ts.TensorStore] = {}
-    futures = []
-    for chunk, buffer in zip(granule, buffers, strict=True):
-        entry, number = chunk.leaf.entry, chunk.leaf.number
-        with translated("open an array", reading=True, leaf=entry.name):
-            if number not in opened:
-                dtype = stored_dtype(entry.dtype or "")
-                opened[number] = open_array(
-                    database, context, entry.name, entry.shape, entry.chunks, dtype
-                )
-            source = opened[number][chunk.region.slices]
-            futures.append(ts.array(as_stored(buffer)).write(source))
-    return futures
-
-
-def _finish_granule(
-    granule: Sequence[_ChunkRead], buffers: Sequence[Array], futures: Sequence[Any]
-) -> None:
+def _finish_granule(granule: Sequence[_ChunkRead], buffers: Sequence[Array]) -> None:
     """Check every chunk and bring it to the regions it was not read straight into."""
-    for chunk, buffer, future in zip(granule, buffers, futures, strict=True):
-        entry = chunk.leaf.entry
-        with translated("read an array", reading=True, leaf=entry.name):
-            future.result()
-        number = int(np.ravel_multi_index(chunk.place, chunk_grid(entry.shape, entry.chunks)))
-        _check(entry, number, array_digest(buffer))
+    for chunk, buffer in zip(granule, buffers, strict=True):
+        _check(chunk.leaf.entry, chunk.stored.number, buffer)
         if _direct_view(chunk) is None:
+            covered = chunk.stored.region
             for region, target in chunk.leaf.regions:
-                part = region.intersect(chunk.region)
+                part = region.intersect(covered)
                 if part is not None:
-                    target[part.within(region).slices] = buffer[part.within(chunk.region).slices]
+                    target[part.within(region).slices] = buffer[part.within(covered).slices]
 
 
-def _check(entry: LeafEntry, number: int, found: str) -> None:
+def _check(entry: LeafEntry, number: int, array: Array) -> None:
+    _compare(entry, number, digest(array.reshape(-1).view(np.uint8).data))
+
+
+def _compare(entry: LeafEntry, number: int, found: str) -> None:
     if found != entry.digests[number]:
         raise CorruptCheckpointError(
             f"chunk {number} of {len(entry.digests)} is not what was saved: its digest is {found}, "
@@ -313,86 +375,5 @@ def _check(entry: LeafEntry, number: int, found: str) -> None:
         )
 
 
-def _start_packed(database: ts.KvStore, stored: Sequence[LeafEntry]) -> list[Any]:
-    batch = ts.Batch()
-    futures = []
-    for leaf in stored:
-        key = f"{leaf.name}/{chunk_key((0,) * len(leaf.shape))}"
-        futures.append(database.read(key, batch=batch))
-    batch.submit()
-    return futures
-
-
-def _check_packed(stored: Sequence[LeafEntry], futures: Sequence[Any]) -> dict[str, Array]:
-    arrays = {}
-    for leaf, future in zip(stored, futures, strict=True):
-        with translated("read an array", reading=True, leaf=leaf.name):
-            data = future.result().value
-        _check(leaf, 0, digest(data))
-        dtype = parse_dtype(leaf.dtype)
-        if len(data) != math.prod(leaf.shape) * dtype.itemsize:
-            raise CorruptCheckpointError(
-                f"{len(data)} bytes are stored for shape {leaf.shape[:8]}", leaf=leaf.name
-            )
-        arrays[leaf.name] = np.frombuffer(data, dtype).reshape(leaf.shape)
-    return arrays
-
-
-def _empty(leaf: LeafEntry) -> Array:
-    return np.empty(leaf.shape, parse_dtype(leaf.dtype))
-
-
-def _place_whole(hosts: Sequence[Array], targets: Sequence[ArrayTarget]) -> list[Any]:
-    """Return whole arrays as their targets want them, jax arrays in as few calls as can be."""
-    placed: list[Any] = [None] * len(hosts)
-    bound: list[int] = []
-    free: list[int] = []
-    cast = [
-        host if host.dtype == target.dtype else host.astype(target.dtype)
-        for host, target in zip(hosts, targets, strict=True)
-    ]
-    for number, (host, target) in enumerate(zip(cast, targets, strict=True)):
-        if target.kind == "numpy":
-            placed[number] = host if host.flags.writeable else host.copy()
-        elif target.kind == "numpy_scalar":
-            placed[number] = host[()]
-        elif target.sharding is None:
-            free.append(number)
-        else:
-            bound.append(number)
-    shardings = [targets[number].sharding for number in bound]
-    for number, array in zip(
-        bound, jax.device_put([cast[number] for number in bound], shardings), strict=True
-    ):
-        placed[number] = array
-    for number, array in zip(free, jax.device_put([cast[n] for n in free]), strict=True):
-        placed[number] = array
-    return placed
-
-
-def _place_regions(leaves: Sequence[_LeafRead]) -> list[Any]:
-    return [_place_leaf(leaf) for leaf in leaves]
-
-
-def _place_leaf(leaf: _LeafRead) -> Any:
-    target, shape = leaf.target, tuple(leaf.entry.shape)
-    buffers = {
-        region: buffer if buffer.dtype == target.dtype else buffer.astype(target.dtype)
-        for region, buffer in leaf.regions
-    }
-    if target.kind != "jax" or target.sharding is None:
-        return _place_whole([buffers[whole(shape)]], [target])[0]
-    devices = list(target.sharding.addressable_devices_indices_map(shape))
-    memory_kind = target.sharding.memory_kind
-    hosts: list[Array] = []
-    places = []
-    for region, positions in addressable_regions(target.sharding, shape):
-        for position in positions:
-            hosts.append(buffers[region])
-            places.append(
-                jax.sharding.SingleDeviceSharding(devices[position], memory_kind=memory_kind)
-            )
-    arrays = jax.device_put(hosts, places)
-    return jax.make_array_from_single_device_arrays(
-        shape, target.sharding, arrays, dtype=target.dtype
-    )
+def _place_leaves(leaves: Sequence[_LeafRead]) -> list[Any]:
+    return [place_regions(tuple(leaf.entry.shape), leaf.target, leaf.regions) for leaf in leaves]

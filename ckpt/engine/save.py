@@ -1,11 +1,12 @@
-"""The save flow: plan, stage, write, merge, record, publish. Reads top to bottom."""
+"""The save flow: plan, stage, write, record, publish. Reads top to bottom."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +14,13 @@ import anyio
 
 from ckpt.commit import CommitHooks
 from ckpt.engine.arena import Arena
-from ckpt.engine.tensors import write_context
-from ckpt.engine.writer import LANES, EngineItemWriter, PlanCache, SaveSession
+from ckpt.engine.buffers import Buffers
+from ckpt.engine.plans import PlanCache
+from ckpt.engine.writer import EngineItemWriter, SaveSession
 from ckpt.errors import located
 from ckpt.events import Observer, Recorder
 from ckpt.handlers.base import Handler, handler_for
-from ckpt.layout.orbax_view import item_view, step_view
+from ckpt.layout.orbax_view import step_view, text_view
 from ckpt.manifest import (
     FILE_NAME,
     FORMAT_VERSION,
@@ -59,15 +61,38 @@ class SaveRequest:
     overwrite: bool
 
 
+def _versions() -> dict[str, str]:
+    """Return the versions of the libraries that shape the format."""
+    versions = {"python": platform.python_version()}
+    for name in ("ckpt-jax", "jax", "numpy", "tensorstore"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "unknown"
+    return versions
+
+
 @dataclass(slots=True)
 class SaveEngine:
-    """What lasts from save to save: the arena and the plans."""
+    """What lasts from save to save.
+
+    Attributes:
+        staging: How arrays are staged.
+        handlers: The handlers, in the order in which they are asked.
+        observers: Take the timed phases.
+        arena: The staging memory.
+        buffers: Makes the memory of restored arrays.
+        plans: Plans of earlier saves.
+        versions: Versions of the libraries that write.
+    """
 
     staging: Staging
     handlers: Sequence[Handler]
     observers: tuple[Observer, ...]
     arena: Arena
+    buffers: Buffers
     plans: PlanCache = field(default_factory=PlanCache)
+    versions: dict[str, str] = field(default_factory=_versions)
 
 
 async def save_step(
@@ -75,7 +100,10 @@ async def save_step(
     storage: Storage,
     request: SaveRequest,
     hooks: CommitHooks,
+    *,
+    on_safe: Callable[[], None],
     on_staged: Callable[[], None],
+    may_write: Callable[[], Awaitable[object]],
 ) -> Manifest:
     """Save one step and publish it; on any failure or cancellation leave nothing behind.
 
@@ -84,7 +112,9 @@ async def save_step(
         storage: Where to.
         request: What.
         hooks: The commit to move along.
-        on_staged: Called once the caller may change or donate everything it passed.
+        on_safe: Called once the caller may change or donate everything it passed.
+        on_staged: Called once no more staging memory is needed.
+        may_write: Awaited before anything but the empty attempt is written.
 
     Returns:
         The manifest of the published step.
@@ -104,14 +134,15 @@ async def save_step(
                     storage,
                     engine.staging,
                     engine.arena,
-                    write_context(LANES),
                     hooks,
                     recorder,
                     engine.plans,
                     tasks,
+                    created_ns,
+                    on_staged,
                 )
-                tasks.start_soon(_begin, session, request)
-                manifest = await _run(session, engine, request, on_staged, created_ns)
+                tasks.start_soon(_begin, session, request, may_write)
+                manifest = await _run(session, engine, request, on_safe)
         return manifest
     finally:
         # The task group has ended, and with it every use of the staged memory.
@@ -121,10 +152,13 @@ async def save_step(
                 await storage.discard(session.attempt)
 
 
-async def _begin(session: SaveSession, request: SaveRequest) -> None:
-    """Open the attempt while the tree is planned."""
+async def _begin(
+    session: SaveSession, request: SaveRequest, may_write: Callable[[], Awaitable[object]]
+) -> None:
+    """Open the attempt while the tree is planned, and the way to it when it is our turn."""
     await session.storage.prepare()
     session.attempt = await session.storage.begin(request.entry)
+    await may_write()
     session.attempt_ready.set()
 
 
@@ -132,11 +166,12 @@ async def _run(
     session: SaveSession,
     engine: SaveEngine,
     request: SaveRequest,
-    on_staged: Callable[[], None],
-    created_ns: int,
+    on_safe: Callable[[], None],
 ) -> Manifest:
     hooks = session.hooks
     hooks.stage("staging")
+    blocked = contextlib.ExitStack()
+    blocked.enter_context(session.recorder.phase("blocked"))
     pending = {}
     for name, item in request.items.items():
         with located(item=name):
@@ -145,37 +180,41 @@ async def _run(
     del item
     request.items.clear()
     hooks.stage("writing")
-    on_staged()
+    session.end_staging()
+    blocked.close()
+    on_safe()
     entries = {name: await commit for name, commit in pending.items()}
     # Past this point a cancelled save may still be published; before it, never.
     await anyio.lowlevel.checkpoint()
     hooks.stage("publishing")
-    return await _publish(session, request, entries, created_ns)
+    with session.recorder.phase("record"):
+        manifest = await _record(session, engine, request, entries)
+    # From here to the end nothing may come between the store and our knowing what it did.
+    with session.recorder.phase("publish"), anyio.CancelScope(shield=True):
+        await session.storage.publish(await session.opened(), overwrite=request.overwrite)
+        session.attempt = None
+    return manifest
 
 
-async def _publish(
+async def _record(
     session: SaveSession,
+    engine: SaveEngine,
     request: SaveRequest,
     entries: Mapping[str, ItemEntry],
-    created_ns: int,
 ) -> Manifest:
-    """Write the small files, the manifest last, and publish the attempt."""
+    """Write what is left of the Orbax view, then the manifest; all of it is durable on return."""
     attempt = await session.opened()
-    storage = session.storage
     committed_ns = time.time_ns()
-    with session.recorder.phase("publish"):
-        files = step_view(
-            request.entry, entries, request.metrics, request.metadata, created_ns, committed_ns
-        )
-        for name, entry in entries.items():
-            view = await anyio.to_thread.run_sync(item_view, entry)
-            files.update({f"{name}/{path}": data for path, data in view.items()})
-        # Each is made durable by itself; together they share the journal's commits.
-        async with anyio.create_task_group() as writers:
-            for path, data in files.items():
-                writers.start_soon(storage.write, attempt, path, data)
+    files = step_view(
+        request.entry, entries, request.metrics, request.metadata, session.created_ns, committed_ns
+    )
+    for name, entry in entries.items():
+        texts = await anyio.to_thread.run_sync(text_view, entry)
+        files.update({f"{name}/{path}": data for path, data in texts.items()})
+    async with anyio.create_task_group() as writers:
         for path, data in files.items():
-            session.files[path] = FileEntry(size=len(data), digest=digest(data))
+            known = session.files[path] = FileEntry(size=len(data), digest=digest(data))
+            writers.start_soon(session.write, path, data, known)
         manifest = Manifest(
             format="ckpt",
             version=FORMAT_VERSION,
@@ -185,27 +224,12 @@ async def _publish(
             items=dict(entries),
             metrics=None if request.metrics is None else dict(request.metrics),
             metadata=request.metadata,
-            created_ns=created_ns,
+            created_ns=session.created_ns,
             committed_ns=committed_ns,
-            writer=_versions(),
+            writer=engine.versions,
             process_count=1,
             files=session.files,
         )
-        data = await anyio.to_thread.run_sync(encode, manifest)
-        await storage.write(attempt, FILE_NAME, data)
-        # From here to the end nothing may come between the store and our knowing what it did.
-        with anyio.CancelScope(shield=True):
-            await storage.publish(attempt, overwrite=request.overwrite)
-            session.attempt = None
+        encoded = await anyio.to_thread.run_sync(encode, manifest)
+    await session.storage.write(attempt, FILE_NAME, encoded)
     return manifest
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of the libraries that shape the format."""
-    versions = {"python": platform.python_version()}
-    for name in ("ckpt-jax", "jax", "numpy", "tensorstore"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "unknown"
-    return versions

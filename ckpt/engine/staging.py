@@ -1,24 +1,47 @@
 """Device memory to host memory the library owns, one granule at a time.
 
-Everything here runs in worker threads. Host views are taken through `addressable_shards`, never
-through a global array, whose host copy jax would keep alive on the array.
+Everything here runs in worker threads. Host copies are taken shard by shard, never of an array that
+lies on several devices, whose host copy jax would keep alive on the array.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ckpt.errors import CheckpointError
-from ckpt.layout.leaves import DTYPES
-from ckpt.layout.plan import Chunk, Granule, LeafPlan
+from ckpt.layout.leaves import ARRAY_KINDS, DTYPES, scalar_array
+from ckpt.layout.plan import Granule, LeafPlan, Part
+from ckpt.manifest import digest
+from ckpt.settings import StagingMode
 
-__all__ = ["copy_granule", "view_granule", "wait_until_computed"]
+__all__ = [
+    "Source",
+    "copies_on_host",
+    "copy_granule",
+    "granule_digests",
+    "snapshot",
+    "sources_of",
+    "to_page_locked",
+    "wait_until_computed",
+]
 
 Array = np.ndarray[Any, Any]
+# What a chunk is copied from: a leaf, or what a snapshot holds in its place.
+Source = Any
+
+logger = logging.getLogger("ckpt")
+
+_PINNED = "pinned_host"
+_HOST_KINDS = (_PINNED, "unpinned_host")
+_PADDING = np.zeros(4096, np.uint8)
+# Narrower than a byte: jax has several elements in one, and unpacks them for the host.
+_UNPACKED = frozenset({"float4_e2m1fn", "int2", "int4", "uint2", "uint4"})
 
 
 def wait_until_computed(leaves: Sequence[Any]) -> None:
@@ -27,63 +50,281 @@ def wait_until_computed(leaves: Sequence[Any]) -> None:
     Raises:
         CheckpointError: The computation of one of them failed.
     """
-    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     try:
-        for array in arrays:
-            array.block_until_ready()
+        for leaf in leaves:
+            if isinstance(leaf, jax.Array):
+                leaf.block_until_ready()
     except Exception as error:
         raise CheckpointError(f"computing the state to save failed: {error}") from error
 
 
+def snapshot(
+    granules: Iterable[Granule], leaves: Sequence[Any], mode: StagingMode
+) -> dict[int, list[Source]]:
+    """Hold what granules can be copied from later, whatever the caller does to its arrays.
+
+    Args:
+        granules: The granules of an item.
+        leaves: Its leaves.
+        mode: `view` holds views of the buffers of CPU arrays; `device` copies arrays within device
+            memory.
+
+    Returns:
+        By the number of the granule its sources, as `sources_of` gives them. Granules that must be
+        copied to the host before the caller goes on are left out: all of them in the mode `copy`,
+        and those of packed leaves and of numpy arrays.
+    """
+    held: dict[tuple[int, int], Source] = {}
+    found: dict[int, list[Source]] = {}
+    for number, granule in enumerate(granules):
+        can_wait = all(_can_wait(leaves[chunk.leaf], mode) for chunk in granule.chunks)
+        if granule.packed or not can_wait:
+            continue
+        sources = []
+        for chunk in granule.chunks:
+            for part in chunk.parts:
+                place = (chunk.leaf, part.shard)
+                if place not in held:
+                    held[place] = _hold(_shard(leaves[chunk.leaf], part), mode)
+                sources.append(held[place])
+        if not any(source is None for source in sources):
+            found[number] = sources
+    return found
+
+
+def sources_of(granule: Granule, leaves: Sequence[Any]) -> list[Source]:
+    """Return what a granule is copied from: a leaf for every part, or every packed leaf once."""
+    return [leaves[chunk.leaf] for chunk in granule.chunks for _ in range(max(len(chunk.parts), 1))]
+
+
+def _hold(shard: jax.Array, mode: StagingMode) -> Source | None:
+    """Return a view or a copy of a shard that outlives the caller's array, or None if it cannot."""
+    if mode == "view":
+        wait_until_computed([shard])
+        return np.asarray(_unkept(shard))
+    try:
+        return jnp.copy(shard)
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise CheckpointError(f"copying the state to save failed: {error}") from error
+        # No room for a second copy on the device; the host takes it, as in the mode `copy`.
+        logger.debug("the device has no room for a copy of %s%s", shard.dtype, shard.shape)
+        return None
+
+
+def _can_wait(leaf: Any, mode: StagingMode) -> bool:
+    if not isinstance(leaf, jax.Array):
+        return False
+    return mode == "device" or (mode == "view" and _on_cpu(leaf))
+
+
+def copies_on_host(granule: Granule, plans: Sequence[LeafPlan]) -> int:
+    """Return how often the bytes are in host memory while they are copied into a block.
+
+    Arrays of accelerators pass through page-locked memory on their way.
+    """
+    shardings = {id(s): s for s in (plans[chunk.leaf].spec.sharding for chunk in granule.chunks)}
+    on_host = all(sharding is None or _is_host(sharding) for sharding in shardings.values())
+    return 1 if on_host else 2
+
+
 def copy_granule(
-    granule: Granule, plans: Sequence[LeafPlan], leaves: Sequence[Any], memory: Array
-) -> list[Array]:
-    """Copy the chunks of `granule` into `memory` and return them, C-contiguous.
+    granule: Granule, plans: Sequence[LeafPlan], sources: Sequence[Source], memory: Array
+) -> None:
+    """Copy the chunks of `granule` into `memory`, each at its offset and zeros between them.
 
     Args:
         granule: What to copy.
         plans: The plans of all leaves of the item.
-        leaves: The leaves.
+        sources: What it is copied from; see `sources_of` and `snapshot`.
         memory: `[granule.nbytes] uint8`, owned by the library.
     """
-    return [
-        _copy_chunk(chunk, plans[chunk.leaf], leaves[chunk.leaf], memory)
-        for chunk in granule.chunks
+    if granule.packed:
+        pieces = _with_padding(granule, _packed_bytes(granule, plans, sources))
+        np.concatenate(list(pieces), out=memory)
+        return
+    end = 0
+    parts = _on_host(granule, sources)
+    for chunk in granule.chunks:
+        memory[end : chunk.offset] = 0
+        end = chunk.offset + chunk.stored_nbytes
+        plan = plans[chunk.leaf]
+        target = memory[chunk.offset : end].view(DTYPES[plan.spec.dtype or ""]).reshape(plan.chunk)
+        if chunk.nbytes < chunk.stored_nbytes:
+            target.view(np.uint8)[...] = 0
+        inside = target[tuple(slice(n) for n in chunk.region.shape)]
+        for part in chunk.parts:
+            _copy_bits(inside[part.target.slices], next(parts))
+    memory[end:] = 0
+
+
+def granule_digests(granule: Granule, plans: Sequence[LeafPlan], memory: Array) -> list[str]:
+    """Return the digest of the logical bytes of every chunk of a granule in `memory`."""
+    raw = memory.data
+    found = []
+    for chunk in granule.chunks:
+        end = chunk.offset + chunk.stored_nbytes
+        if chunk.nbytes == chunk.stored_nbytes:
+            found.append(digest(raw[chunk.offset : end]))
+        else:
+            stored = memory[chunk.offset : end].view(DTYPES[plans[chunk.leaf].spec.dtype or ""])
+            inside = stored.reshape(plans[chunk.leaf].chunk)[
+                tuple(slice(n) for n in chunk.region.shape)
+            ]
+            found.append(digest(np.ascontiguousarray(inside).reshape(-1).view(np.uint8).data))
+    return found
+
+
+def _on_host(granule: Granule, sources: Sequence[Source]) -> Iterator[Array]:
+    """Yield every part as a host array; the transfers of all are under way at once."""
+    parts = [part for chunk in granule.chunks for part in chunk.parts]
+    started = [
+        _begin_transfer(_shard(source, part), part)
+        for source, part in zip(sources, parts, strict=True)
     ]
+    started.reverse()
+    while started:
+        # Dropped one by one: page-locked memory is given back as soon as it has been copied.
+        yield np.asarray(started.pop())
 
 
-def view_granule(granule: Granule, leaves: Sequence[Any]) -> list[Array]:
-    """Return the chunks of `granule` as views of the leaves' own buffers.
+def _begin_transfer(shard: Any, part: Part) -> Any:
+    """Return a part of `shard` on its way to the host, or there already."""
+    if not isinstance(shard, jax.Array) or _on_cpu(shard):
+        return np.asarray(_unkept(shard))[part.source.slices]
+    if shard.sharding.memory_kind in _HOST_KINDS:
+        # On the host already; a slice of it would be computed on the device.
+        return np.asarray(_apart(shard))[part.source.slices]
+    if shard.shape != part.source.shape:
+        # Sliced on the device: what a part takes on the host is the part, not its shard.
+        shard = jax.lax.dynamic_slice(shard, part.source.offset, part.source.shape)
+    return to_page_locked(shard)
 
-    The views keep the buffers alive: their content does not change, whatever happens to the arrays.
+
+def to_page_locked(array: jax.Array) -> jax.Array:
+    """Return `array` on its way to page-locked host memory, where its device has such.
+
+    Devices copy there by themselves and at the full speed of the bus; to other memory they go
+    through a small buffer.
     """
-    return [_shard_view(leaves[chunk.leaf], chunk)[chunk.source.slices] for chunk in granule.chunks]
+    (device,) = array.devices()
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if _PINNED not in kinds:
+        array = _apart(array)
+        array.copy_to_host_async()
+        return array
+    place = jax.sharding.SingleDeviceSharding(device, memory_kind=_PINNED)
+    moved: jax.Array = jax.device_put(array, place)
+    return moved
 
 
-def _copy_chunk(chunk: Chunk, plan: LeafPlan, leaf: Any, memory: Array) -> Array:
-    dtype = DTYPES[plan.spec.dtype or ""]
-    target = memory[chunk.offset : chunk.offset + chunk.nbytes].view(dtype)
-    target = target.reshape(chunk.region.shape)
-    sharding = plan.spec.sharding
-    if chunk.shard is None and sharding is not None and not sharding.is_fully_replicated:
-        for shard in leaf.addressable_shards:
-            if shard.replica_id == 0:
-                _copy_bits(target[shard.index], np.asarray(shard.data))
-    else:
-        _copy_bits(target, _shard_view(leaf, chunk)[chunk.source.slices])
-    return target
+def _shard(source: Source, part: Part) -> Any:
+    """Return the shard of an array that holds a part; what is no jax array is taken whole."""
+    if isinstance(source, jax.Array) and not _is_single(source):
+        return source.addressable_shards[part.shard].data
+    return source
 
 
-def _shard_view(leaf: Any, chunk: Chunk) -> Array:
-    if isinstance(leaf, jax.Array):
-        return np.asarray(leaf.addressable_shards[chunk.shard or 0].data)
-    return np.asarray(leaf)
+def _is_single(array: jax.Array) -> bool:
+    return len(array.devices()) == 1
+
+
+def _packed_bytes(
+    granule: Granule, plans: Sequence[LeafPlan], leaves: Sequence[Any]
+) -> Iterator[Array]:
+    """Yield the bytes of every packed leaf, gathered from its shards; `[nbytes] uint8` each."""
+    specs = [plans[chunk.leaf].spec for chunk in granule.chunks]
+    # Looked at once for each sharding: thousands of leaves share a few.
+    shardings = {id(spec.sharding): spec.sharding for spec in specs if spec.sharding is not None}
+    viewable = {n for n, s in shardings.items() if _is_host(s) and len(s.device_set) == 1}
+    # The transfers of all others are under way before the first is waited for.
+    shards = {
+        number: _begin_gather(leaf)
+        for number, (spec, leaf) in enumerate(zip(specs, leaves, strict=True))
+        if spec.sharding is not None and id(spec.sharding) not in viewable
+    }
+    for number, (spec, leaf) in enumerate(zip(specs, leaves, strict=True)):
+        if number in shards:
+            array = _gathered(spec.shape, shards.pop(number))
+        elif spec.kind in ARRAY_KINDS:
+            # Of an array on one CPU device this is a view, which jax does not keep.
+            array = np.ascontiguousarray(_unkept(leaf) if spec.dtype in _UNPACKED else leaf)
+        else:
+            scalar = scalar_array(spec.kind, leaf)
+            assert scalar is not None
+            array = scalar
+        # Any byte but 0 is true in memory; stored is what TensorStore stores, 0 or 1.
+        flat = array.reshape(-1).view(np.uint8)
+        yield (flat != 0).view(np.uint8) if spec.dtype == "bool" else flat
+
+
+def _begin_gather(leaf: jax.Array) -> list[tuple[tuple[slice, ...], jax.Array]]:
+    """Start moving every distinct shard to the host; return them with their places."""
+    shards = [(s.index, s.data) for s in leaf.addressable_shards if not s.replica_id]
+    if _on_cpu(leaf):
+        return [(index, _unkept(shard)) for index, shard in shards]
+    shards = [(index, _apart(shard)) for index, shard in shards]
+    for _, shard in shards:
+        shard.copy_to_host_async()
+    return shards
+
+
+def _gathered(
+    shape: tuple[int, ...], shards: Sequence[tuple[tuple[slice, ...], jax.Array]]
+) -> Array:
+    """Return the whole array in C order."""
+    if len(shards) == 1 and shards[0][1].shape == shape:
+        return np.ascontiguousarray(shards[0][1])
+    whole = np.empty(shape, shards[0][1].dtype)
+    for index, shard in shards:
+        whole[index] = np.asarray(shard)
+    return whole
+
+
+def _unkept(array: Any) -> Any:
+    """Return an array in host memory that numpy can look at without a trace on the caller's one.
+
+    Of most dtypes numpy sees the buffer itself; what had to be unpacked jax would keep.
+    """
+    if isinstance(array, jax.Array) and array.dtype.name in _UNPACKED:
+        return _apart(array)
+    return array
+
+
+def _apart(array: jax.Array) -> jax.Array:
+    """Return another array object over the same buffer.
+
+    jax keeps the host copy of an accelerator's array on the object that was asked for it, and the
+    only shard of an array is that array itself: the caller's would hold the copy while it lives.
+    """
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
+
+
+def _with_padding(granule: Granule, arrays: Iterator[Array]) -> Iterator[Array]:
+    """Yield `arrays` and the zeros between and after them."""
+    end = 0
+    for chunk, array in zip(granule.chunks, arrays, strict=True):
+        if chunk.offset > end:
+            yield _PADDING[: chunk.offset - end]
+        yield array
+        end = chunk.offset + chunk.nbytes
+    if granule.nbytes > end:
+        yield _PADDING[: granule.nbytes - end]
+
+
+def _on_cpu(array: jax.Array) -> bool:
+    return _is_host(array.sharding)
+
+
+def _is_host(sharding: jax.sharding.Sharding) -> bool:
+    """Tell whether the devices of a sharding compute in host memory."""
+    device: jax.Device = next(iter(sharding.device_set))
+    return str(device.platform) == "cpu"
 
 
 def _copy_bits(target: Array, source: Array) -> None:
     """Copy without looking at the values: numpy copies foreign dtypes slowly, under the GIL."""
     if target.dtype == np.bool_:
-        # Any byte but 0 is true in memory; stored is what TensorStore stores, 0 or 1.
         np.not_equal(source.view(np.uint8), 0, out=target)
         return
     bits = f"u{target.dtype.itemsize}" if target.dtype.itemsize <= 8 else target.dtype

@@ -1,8 +1,7 @@
 """The seam to TensorStore: contexts, opening, waiting, and its errors.
 
-Three facts shape this file. A write whose future is dropped may silently not happen, so every
-future is kept until it is done. Cancelling an awaited future does not stop the input or output, so
-waits are shielded and cancellation is looked at between them. TensorStore reports every failure as
+Two facts shape this file. Cancelling an awaited future does not stop the input or output, so waits
+are shielded and cancellation is looked at between them. TensorStore reports every failure as
 `ValueError` with a status code in its text, so they are translated here and nowhere else.
 """
 
@@ -25,20 +24,11 @@ from ckpt.waiting import waker
 __all__ = [
     "as_stored",
     "open_array",
-    "open_database",
     "read_context",
     "settle",
     "translated",
-    "write_context",
 ]
 
-# Orbax's own settings, so that both write databases of the same shape: values up to 1 KiB (every
-# `zarr.json`) are kept in the tree nodes, which carry a checksum.
-_DATABASE = {
-    "max_inline_value_bytes": 1024,
-    "max_decoded_node_bytes": 100_000_000,
-    "manifest_kind": "single",
-}
 _STATUS = re.compile(r"^([A-Z_]{5,}): ")
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _NAMED_ERRORS = {"RESOURCE_EXHAUSTED": errno.ENOSPC, "PERMISSION_DENIED": errno.EACCES}
@@ -55,13 +45,6 @@ _REFUSALS = {
 }
 
 
-def write_context(lanes: int) -> ts.Context:
-    """Return a context without caches: nothing keeps a reference to staged memory."""
-    return ts.Context(
-        {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": 2 * lanes + 2}}
-    )
-
-
 def read_context() -> ts.Context:
     """Return a context that maps files: 2 to 5 times as fast as reading them, when cached."""
     return ts.Context(
@@ -73,12 +56,6 @@ def read_context() -> ts.Context:
     )
 
 
-def open_database(url: str, context: ts.Context) -> ts.KvStore:
-    """Open (make) the OCDBT database at the directory `url`. Blocks briefly."""
-    spec = {"driver": "ocdbt", "base": url, "config": _DATABASE}
-    return ts.KvStore.open(spec, context=context).result()
-
-
 def open_array(
     database: ts.KvStore,
     context: ts.Context,
@@ -86,7 +63,6 @@ def open_array(
     shape: Sequence[int],
     chunk: Sequence[int],
     dtype: str,
-    transaction: ts.Transaction | None = None,
 ) -> ts.TensorStore:
     """Open the array stored under `name` without reading its metadata, which is known."""
     spec = {
@@ -100,7 +76,6 @@ def open_array(
         open=True,
         assume_metadata=True,
         context=context,
-        transaction=transaction,
     ).result()
 
 
@@ -122,12 +97,13 @@ async def settle(future: Any) -> None:
 
 
 @contextlib.contextmanager
-def translated(what: str, *, reading: bool, leaf: str | None = None) -> Iterator[None]:
+def translated(what: str, *, leaf: str | None = None) -> Iterator[None]:
     """Turn TensorStore's errors in the body into this library's.
+
+    A committed step is being read, where missing bytes are damage.
 
     Args:
         what: What was tried, for the message.
-        reading: Whether a committed step was being read, where missing bytes are damage.
         leaf: The leaf concerned.
     """
     try:
@@ -139,7 +115,7 @@ def translated(what: str, *, reading: bool, leaf: str | None = None) -> Iterator
         reason = text.split(" [")[0].strip()
         code = _OS_ERROR.search(text)
         number = int(code[1]) if code else _NAMED_ERRORS.get(status)
-        if reading and status not in _REFUSALS and number in (None, errno.ENOENT):
+        if status not in _REFUSALS and number in (None, errno.ENOENT):
             raise CorruptCheckpointError(
                 f"cannot {what}: {reason}. The step was damaged after it was committed; restore "
                 "another one",

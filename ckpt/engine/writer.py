@@ -2,13 +2,14 @@
 
 Stagers and lanes are tasks of the save's task group. A stager takes the next granule (biggest
 first), waits for room in the arena, and copies; a free lane takes the next staged granule and
-writes it. So copies from the device overlap writes to the store, and the arena's capacity bounds
-the memory of both.
+writes it as one data file. So copies from the device overlap writes to the store, and the arena's
+capacity bounds the memory of both.
 """
 
 from __future__ import annotations
 
-import math
+import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,51 +18,39 @@ from typing import Any, TypeVar
 import anyio
 import jax
 import numpy as np
-import tensorstore as ts
 from anyio.abc import TaskGroup
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpt.commit import CommitHooks
 from ckpt.engine.arena import Arena, Block
-from ckpt.engine.lanes import ChunkDigests, Lane, merge_lanes, unstaged_values
-from ckpt.engine.staging import copy_granule, view_granule, wait_until_computed
-from ckpt.errors import InvalidArgumentError, located
+from ckpt.engine.plans import ItemPlan, PlanCache, new_data_file
+from ckpt.engine.staging import (
+    Source,
+    copies_on_host,
+    copy_granule,
+    granule_digests,
+    snapshot,
+    sources_of,
+    wait_until_computed,
+)
+from ckpt.errors import located
 from ckpt.events import Recorder
 from ckpt.handlers.base import Deferred
-from ckpt.layout.leaves import LeafSpec
-from ckpt.layout.plan import Granule, SavePlan, plan_save
+from ckpt.layout.plan import Granule, LeafPlan
 from ckpt.layout.records import LeafRecords, record_leaves
-from ckpt.manifest import FileEntry
+from ckpt.layout.structure import Structure
+from ckpt.manifest import FileEntry, digest
 from ckpt.settings import Staging
 from ckpt.storage.base import Attempt, Storage
 
-__all__ = ["EngineItemWriter", "PlanCache", "SaveSession"]
+__all__ = ["EngineItemWriter", "SaveSession"]
 
 T = TypeVar("T")
-Array = np.ndarray[Any, Any]
+Array = np.ndarray[Any, np.dtype[np.uint8]]
 
-# Measured on 2 cores: 4 lanes write 1.2 times as fast as one, 8 no faster than 4. Two copying
-# threads saturate the memory of a small machine.
+# Measured on 2 cores: direct writes of two lanes keep a disk of 2 GB/s busy, and four do where each
+# write takes longer. Two copying threads saturate the memory of a small machine.
 LANES = 4
 STAGERS = 2
-
-
-@dataclass(slots=True)
-class PlanCache:
-    """The last plan of every item: a tree of the same structure is planned once."""
-
-    plans: dict[str, tuple[tuple[str, ...], list[LeafSpec], SavePlan]] = field(default_factory=dict)
-
-    def plan(
-        self, item: str, names: Sequence[str], specs: Sequence[LeafSpec], budget: int
-    ) -> SavePlan:
-        """Return the plan of leaves `specs` under `names`, made anew only if they changed."""
-        known = self.plans.get(item)
-        if known is not None and known[0] == tuple(names) and known[1] == list(specs):
-            return known[2]
-        plan = plan_save(names, specs, budget)
-        self.plans[item] = (tuple(names), list(specs), plan)
-        return plan
 
 
 @dataclass(slots=True)
@@ -72,27 +61,41 @@ class SaveSession:
         storage: Where the step goes.
         staging: How arrays are staged.
         arena: The staging memory of the engine.
-        context: TensorStore context of the save.
         hooks: The commit to move along.
         recorder: Takes the timed phases.
         plans: Plans of earlier saves.
-        tasks: Task group of the save.
-        attempt: The attempt, once `attempt_ready` is set.
-        files: Size and digest of every file written so far.
+        tasks: Task group of the save; what it runs is durable when it has ended.
+        created_ns: Unix time in nanoseconds at which the save began.
+        on_staged: Called once no more staging memory is needed.
+        attempt: The attempt; it may be written to once `attempt_ready` is set.
+        files: Size and digest of every file of the step.
     """
 
     storage: Storage
     staging: Staging
     arena: Arena
-    context: ts.Context
     hooks: CommitHooks
     recorder: Recorder
     plans: PlanCache
     tasks: TaskGroup
+    created_ns: int
+    on_staged: Callable[[], None]
     attempt_ready: anyio.Event = field(default_factory=anyio.Event)
     attempt: Attempt | None = None
     files: dict[str, FileEntry] = field(default_factory=dict)
     blocks: list[Block] = field(default_factory=list)
+    # What still stages: the handlers' calls, as one, and what goes on behind the caller's back.
+    _stagings: int = 1
+
+    def begin_staging(self) -> None:
+        """Say that something goes on staging after the handlers' calls have returned."""
+        self._stagings += 1
+
+    def end_staging(self) -> None:
+        """Say that it has ended, or that the handlers' calls have."""
+        self._stagings -= 1
+        if not self._stagings:
+            self.on_staged()
 
     async def opened(self) -> Attempt:
         """Return the attempt, waiting until it is there."""
@@ -106,11 +109,11 @@ class SaveSession:
         self.blocks.append(block)
         return block
 
-    async def record_files(self, path: str) -> None:
-        """Note size and digest of the files below `path` that are new."""
+    async def write(self, path: str, data: bytes, entry: FileEntry | None = None) -> None:
+        """Write a small file of the step and note size and digest; durable on return."""
         attempt = await self.opened()
-        found = await self.storage.digests(attempt, path, set(self.files))
-        self.files.update(found)
+        self.files[path] = entry or FileEntry(size=len(data), digest=digest(data))
+        await self.storage.write(attempt, path, data)
 
     def free(self, block: Block) -> None:
         """Give staging memory back."""
@@ -125,22 +128,36 @@ class SaveSession:
 
 @dataclass(slots=True, eq=False)
 class _Staged:
-    granule: Granule
-    arrays: list[Array]
-    block: Block | None
+    number: int
+    block: Block
 
 
 @dataclass(slots=True)
 class _ItemWrite:
-    """The write of one item's leaves, while it is under way."""
+    """The write of one item, while it is under way.
 
-    plan: SavePlan
-    leaves: Sequence[Any]
-    lanes: list[Lane]
-    values: list[tuple[str, bytes]]
-    digests: ChunkDigests = field(default_factory=dict)
+    Attributes:
+        plan: The plan.
+        files: Path of every granule's data file, relative to the item.
+        digests: Digest of every chunk, by granule; complete when `hashed` is set.
+        left: Granules whose digests are still to come.
+        staged: Granules that wait for a lane, as many as `ready` counts.
+        turns: Handed out to lanes, one for every granule.
+        safe: Set when the caller waits for no stager any more.
+        running: Tasks that still write; `durable` is set when there are none.
+    """
+
+    plan: ItemPlan
+    files: list[str]
+    digests: list[list[str]]
+    left: int
+    turns: Iterator[int]
+    staged: deque[_Staged] = field(default_factory=deque)
+    ready: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(0))
     running: int = 0
-    done: anyio.Event = field(default_factory=anyio.Event)
+    safe: anyio.Event = field(default_factory=anyio.Event)
+    hashed: anyio.Event = field(default_factory=anyio.Event)
+    durable: anyio.Event = field(default_factory=anyio.Event)
 
 
 class EngineItemWriter:
@@ -155,136 +172,183 @@ class EngineItemWriter:
         """Run a slow pure function off the engine's loop."""
         return await anyio.to_thread.run_sync(partial(function, *args))
 
-    async def stage(
-        self, names: Sequence[str], specs: Sequence[LeafSpec], leaves: Sequence[Any]
-    ) -> Awaitable[LeafRecords]:
+    async def stage(self, structure: Structure) -> Awaitable[LeafRecords]:
         """Stage leaves; see `ItemWriter.stage`."""
         session = self._session
+        leaves = structure.leaves
         with session.recorder.phase("plan"):
             budget = session.arena.capacity
-            plan = await self.in_thread(session.plans.plan, self._item, names, specs, budget)
-        session.hooks.advance(total=plan.nbytes)
-        await self.in_thread(wait_until_computed, leaves)
-
-        values = await self.in_thread(unstaged_values, plan.leaves, leaves)
-        write = await self._start_lanes(plan, leaves, values)
-        # Staging never waits for a lane, only for room in the arena.
-        send, receive = anyio.create_memory_object_stream[_Staged](math.inf)
-        with receive:
-            for lane in write.lanes:
-                session.tasks.start_soon(self._run_lane, write, lane, receive.clone())
-        with send:
-            granules = iter(plan.granules)
-            async with anyio.create_task_group() as stagers:
-                for _ in range(min(STAGERS, len(plan.granules))):
-                    stagers.start_soon(self._run_stager, write, granules, send)
+            plan = await self.in_thread(session.plans.plan, self._item, structure, budget)
+        session.hooks.advance(total=sum(granule.nbytes for granule in plan.save.granules))
+        granules = plan.save.granules
+        count = len(granules)
+        blank: list[list[str]] = [[] for _ in granules]
+        write = _ItemWrite(plan, plan.new_data_files(), blank, count, iter(range(count)))
+        if not granules:
+            write.hashed.set()
+        self._start(write, self._write_index, write)
+        for lane in range(min(LANES, count)):
+            self._start(write, self._run_lane, write, lane)
+        with session.recorder.phase("snapshot"):
+            held = await self.in_thread(snapshot, granules, leaves, session.staging.mode)
+        at_once = {
+            number: sources_of(granule, leaves)
+            for number, granule in enumerate(granules)
+            if number not in held
+        }
+        # What is held is staged behind the caller's back.
+        if held:
+            session.begin_staging()
+            self._start(write, self._stage_held, write, held)
+        await self._stage_all(write, at_once)
+        write.safe.set()
         # What outlives this call must not keep the caller's arrays alive.
-        kept = [leaf if not _is_array(leaf) else None for leaf in leaves]
-        write.leaves = kept
+        kept = [None if _is_array(leaf) else leaf for leaf in leaves]
         return Deferred(partial(self._finish, write, kept))
 
-    def _refuse_too_large(self, granule: Granule, plan: SavePlan) -> None:
-        """Raise if a granule could never be staged; the biggest comes first."""
-        capacity = self._session.arena.capacity
-        if granule.nbytes > capacity:
-            leaf = plan.leaves[granule.chunks[0].leaf]
-            raise InvalidArgumentError(
-                f"the staging budget of {capacity} bytes is too small for one chunk of "
-                f"{granule.nbytes} bytes: shards of {leaf.spec.dtype}{list(leaf.spec.shape)} "
-                "cannot be cut into smaller equal parts. Give "
-                f"Staging(budget_bytes={4 * granule.nbytes}) or more",
-                leaf=leaf.name,
-            )
+    def _start(
+        self, write: _ItemWrite, work: Callable[..., Awaitable[None]], *arguments: Any
+    ) -> None:
+        """Run `work` in the save's task group; the item is durable when all of it has ended."""
 
-    async def _start_lanes(
-        self, plan: SavePlan, leaves: Sequence[Any], values: list[tuple[str, bytes]]
-    ) -> _ItemWrite:
-        # Scalars are written by the first lane, also where there is no array.
-        count = max(min(LANES, len(plan.granules)), 1)
-        attempt = await self._session.opened()
-        lanes = []
-        for number in range(count):
-            path = self._item if count == 1 else f"{self._item}/lane_0_{number}"
-            url = await self._session.storage.database(attempt, path)
-            lanes.append(Lane(number, path, url, self._session.context))
-        return _ItemWrite(plan, leaves, lanes, values, running=count)
+        async def run() -> None:
+            with located(item=self._item):
+                await work(*arguments)
+            write.running -= 1
+            if not write.running:
+                write.durable.set()
+
+        write.running += 1
+        self._session.tasks.start_soon(run)
+
+    async def _write_index(self, write: _ItemWrite) -> None:
+        """Write what does not depend on values: the database's index and the Orbax view."""
+        session, plan = self._session, write.plan
+        async with anyio.create_task_group() as writers:
+            for path, (data, entry) in plan.view.items():
+                writers.start_soon(session.write, f"{self._item}/{path}", data, entry)
+            if plan.index is not None:
+                tree_file, name = new_data_file(), uuid.uuid4().bytes
+                database = await self.in_thread(
+                    plan.index.encode, write.files, tree_file, name, session.created_ns
+                )
+                writers.start_soon(session.write, f"{self._item}/{tree_file}", database.tree)
+                writers.start_soon(session.write, f"{self._item}/manifest.ocdbt", database.manifest)
+
+    async def _stage_held(self, write: _ItemWrite, sources: dict[int, list[Source]]) -> None:
+        await self._stage_all(write, sources)
+        self._session.end_staging()
+
+    async def _stage_all(self, write: _ItemWrite, sources: dict[int, list[Source]]) -> None:
+        """Stage granules in the order of the plan, several at a time.
+
+        Args:
+            write: The item.
+            sources: By the number of each granule what its chunks are copied from; emptied, so
+                that what has been staged is not kept alive.
+        """
+        async with anyio.create_task_group() as stagers:
+            numbers = iter(sorted(sources))
+            for _ in range(min(STAGERS, len(sources))):
+                stagers.start_soon(self._run_stager, write, numbers, sources)
 
     async def _run_stager(
         self,
         write: _ItemWrite,
-        granules: Iterator[Granule],
-        send: MemoryObjectSendStream[_Staged],
+        numbers: Iterator[int],
+        sources: dict[int, list[Source]],
     ) -> None:
-        session = self._session
-        for granule in granules:
-            if self._by_view(granule, write):
-                arrays = await self.in_thread(view_granule, granule, write.leaves)
-                staged = _Staged(granule, arrays, None)
-            else:
-                self._refuse_too_large(granule, write.plan)
-                # TensorStore copies the values of packed leaves; the block pays for that copy too.
-                copies = 2 if granule.packed else 1
-                block = await session.allocate(copies * granule.nbytes)
-                with session.recorder.phase("stage", granule.nbytes):
-                    arrays = await self.in_thread(
-                        copy_granule, granule, write.plan.leaves, write.leaves, block.memory
-                    )
-                staged = _Staged(granule, arrays, block)
-            session.hooks.advance(staged=sum(chunk.nbytes for chunk in granule.chunks))
-            await send.send(staged)
+        session, plan = self._session, write.plan.save
+        for number in numbers:
+            granule = plan.granules[number]
+            block = await session.allocate(copies_on_host(granule, plan.leaves) * granule.nbytes)
+            with session.recorder.phase("stage", granule.nbytes, granule=number):
+                await self.in_thread(_stage, granule, plan.leaves, sources.pop(number), block)
+            session.hooks.advance(staged=granule.nbytes)
+            # Staging never waits for a lane, only for room in the arena.
+            write.staged.append(_Staged(number, block))
+            write.ready.release()
 
-    def _by_view(self, granule: Granule, write: _ItemWrite) -> bool:
-        """Whether the granule's chunks can stay where they are until they are written."""
-        if self._session.staging.copies or granule.packed:
-            return False
-        # Bools are always copied: any byte but 0 is true in memory, and 0 or 1 is stored.
-        return all(
-            isinstance(leaf, jax.Array) and leaf.dtype != np.bool_ and _on_cpu(leaf)
-            for leaf in (write.leaves[chunk.leaf] for chunk in granule.chunks)
-        )
-
-    async def _run_lane(
-        self, write: _ItemWrite, lane: Lane, receive: MemoryObjectReceiveStream[_Staged]
-    ) -> None:
+    async def _run_lane(self, write: _ItemWrite, lane: int) -> None:
         session = self._session
-        with receive, located(item=self._item):
-            if lane.number == 0 and (write.values or not write.plan.granules):
-                await lane.write_values(write.values)
-            async for staged in receive:
-                granule = staged.granule
-                with session.recorder.phase("write", granule.nbytes, lane.number):
-                    digests = await lane.write(granule, write.plan.leaves, staged.arrays)
-                write.digests.update(digests)
-                block, staged.block = staged.block, None
-                staged.arrays.clear()
-                if block is not None:
-                    session.free(block)
-                session.hooks.advance(written=sum(chunk.nbytes for chunk in granule.chunks))
-                # Data files never change once written, and are still in the page cache now.
-                await session.record_files(f"{lane.path}/d")
-        write.running -= 1
-        if not write.running:
-            write.done.set()
+        await session.opened()
+        for _ in write.turns:
+            await write.ready.acquire()
+            staged = write.staged.popleft()
+            await self._write_granule(write, lane, staged.number, staged.block)
+            session.free(staged.block)
+
+    async def _write_granule(self, write: _ItemWrite, lane: int, number: int, block: Block) -> None:
+        session, plan = self._session, write.plan.save
+        attempt = await session.opened()
+        granule = plan.granules[number]
+        memory = block.memory[: granule.nbytes]
+        path = f"{self._item}/{write.files[number]}"
+        leaf = plan.leaves[granule.chunks[0].leaf].name
+        written = anyio.Event()
+
+        async def take_digests() -> None:
+            # Not beside the stagers, whom the caller waits for: writing needs no core, this does.
+            await _first_of(write.safe, written)
+            with session.recorder.phase("digest", granule.nbytes, lane, number):
+                found, entry = await self.in_thread(_digests, granule, plan.leaves, memory)
+            session.files[path] = entry
+            write.digests[number] = found
+            write.left -= 1
+            if not write.left:
+                write.hashed.set()
+
+        phase = session.recorder.phase("write", granule.nbytes, lane, number)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(take_digests)
+            with located(leaf=leaf), phase:
+                await session.storage.write_block(attempt, path, memory.data)
+            written.set()
+        session.hooks.advance(written=granule.nbytes)
 
     async def _finish(self, write: _ItemWrite, leaves: Sequence[Any]) -> LeafRecords:
-        await write.done.wait()
+        # The entries are made while the last granules are still being written.
+        await write.hashed.wait()
         with located(item=self._item):
-            return await self._record(write, leaves)
+            records = await self.in_thread(
+                record_leaves, write.plan.save, leaves, write.digests, write.files
+            )
+        await write.durable.wait()
+        return records
 
-    async def _record(self, write: _ItemWrite, leaves: Sequence[Any]) -> LeafRecords:
-        session = self._session
-        attempt = await session.opened()
-        if len(write.lanes) > 1:
-            url = await session.storage.database(attempt, self._item)
-            with session.recorder.phase("merge"):
-                await merge_lanes(url, session.context, write.lanes)
-        await session.record_files(self._item)
-        return await self.in_thread(record_leaves, write.plan, leaves, write.digests)
+
+async def _first_of(*events: anyio.Event) -> None:
+    """Wait until one of `events` is set."""
+    if any(event.is_set() for event in events):
+        return
+
+    async def wait(event: anyio.Event) -> None:
+        await event.wait()
+        tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        for event in events:
+            tasks.start_soon(wait, event)
+
+
+def _stage(
+    granule: Granule, plans: Sequence[LeafPlan], sources: Sequence[Source], block: Block
+) -> None:
+    wait_until_computed(sources)
+    copy_granule(granule, plans, sources, block.memory[: granule.nbytes])
+
+
+def _digests(
+    granule: Granule, plans: Sequence[LeafPlan], memory: Array
+) -> tuple[list[str], FileEntry]:
+    """Return the digests of the chunks of a granule, and the entry of its file."""
+    found = granule_digests(granule, plans, memory)
+    first = granule.chunks[0]
+    is_whole = first.nbytes == granule.nbytes
+    return found, FileEntry(
+        size=granule.nbytes, digest=found[0] if is_whole else digest(memory.data)
+    )
 
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
-
-
-def _on_cpu(leaf: jax.Array) -> bool:
-    return all(device.platform == "cpu" for device in leaf.devices())

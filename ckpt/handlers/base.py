@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from ckpt.errors import InvalidArgumentError, UnsupportedFormatError
-from ckpt.layout.leaves import LeafSpec
 from ckpt.layout.match import ArrayTarget
 from ckpt.layout.records import LeafRecords
+from ckpt.layout.structure import Structure
 from ckpt.manifest import ItemEntry
 
 __all__ = ["Deferred", "Handler", "ItemReader", "ItemWriter", "handler_for", "handler_named"]
@@ -34,12 +34,13 @@ class Deferred(Generic[T]):
 class ItemWriter(Protocol):
     """What the engine offers a handler while it saves one item."""
 
-    async def stage(
-        self, names: Sequence[str], specs: Sequence[LeafSpec], leaves: Sequence[Any]
-    ) -> Awaitable[LeafRecords]:
+    async def stage(self, structure: Structure) -> Awaitable[LeafRecords]:
         """Stage leaves; return once they are safe from whatever the caller does.
 
         Awaiting the result gives their manifest entries once they are durable.
+
+        Raises:
+            UnsupportedLeafError: A leaf cannot be stored; names its path.
         """
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:

@@ -8,12 +8,11 @@ from typing import Any
 
 import jax
 
-from ckpt.errors import CheckpointError
 from ckpt.handlers.base import Deferred, ItemReader, ItemWriter
-from ckpt.layout.leaves import ARRAY_KINDS, LeafSpec, classify, decode_scalar
+from ckpt.layout.leaves import ARRAY_KINDS, decode_scalar
 from ckpt.layout.match import match_target, targets_as_saved
 from ckpt.layout.records import check_leaves
-from ckpt.layout.structure import Structure, describe, rebuild
+from ckpt.layout.structure import describe, rebuild
 from ckpt.manifest import ItemEntry
 
 __all__ = ["PyTreeHandler"]
@@ -36,10 +35,11 @@ class PyTreeHandler:
         Raises:
             UnsupportedLeafError: A leaf or key cannot be stored; names its path.
         """
-        structure, specs = await writer.in_thread(_describe_and_classify, item)
-        records = await writer.stage(structure.names, specs, structure.leaves)
+        structure = await writer.in_thread(describe, item)
+        records = await writer.stage(structure)
         # Only the nodes: what waits for the commit must not keep the caller's arrays alive.
         nodes = list(structure.nodes)
+        del structure, item
 
         async def commit() -> ItemEntry:
             done = await records
@@ -48,6 +48,7 @@ class PyTreeHandler:
                 nodes=nodes,
                 leaves=done.leaves,
                 shardings=done.shardings,
+                data_files=done.data_files,
                 nbytes=done.nbytes,
             )
 
@@ -84,22 +85,6 @@ class PyTreeHandler:
         leaves = _with_scalars(entry, await reader.read(entry, match.targets))
         placed = [... if number is None else leaves[number] for number in match.stored]
         return jax.tree.unflatten(jax.tree.structure(like), placed)
-
-
-def _describe_and_classify(item: Any) -> tuple[Structure, list[LeafSpec]]:
-    structure = describe(item)
-    specs, problems = [], []
-    for name, leaf in zip(structure.names, structure.leaves, strict=True):
-        try:
-            specs.append(classify(leaf, name))
-        except CheckpointError as error:
-            problems.append(error)
-    if problems:
-        first = problems[0]
-        for other in problems[1:20]:
-            first.add_note(f"also: {other}")
-        raise first
-    return structure, specs
 
 
 def _with_scalars(entry: ItemEntry, arrays: Sequence[Any]) -> list[Any]:

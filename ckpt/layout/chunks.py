@@ -63,10 +63,10 @@ def choose_chunk(
 ) -> tuple[int, ...]:
     """Return the chunk shape for an array whose shards have the shape `shard`.
 
-    No chunk crosses a shard, so that a shard's owner writes whole chunks alone. Leading axes are
-    split first: such chunks are one run of memory within a shard. An axis that is not sharded may
-    be split unevenly; a sharded one only by a divisor, and where no divisor comes near (a prime
-    length) it is not split, so that a chunk can then be larger than `target_bytes`.
+    Leading axes are split first: such chunks are one run of memory within a shard. Where a length
+    has a divisor that comes near, it is split evenly, so that no chunk crosses a shard and none is
+    padded. Where it has none (a prime length), chunks cross shards or are padded at the edge of the
+    array: every chunk is at most `target_bytes`.
 
     Args:
         shape: Global shape.
@@ -83,13 +83,13 @@ def choose_chunk(
         if nbytes <= target_bytes:
             break
         row = nbytes // length
-        step = _part(length, max(target_bytes // row, 1), even=shape[axis] != shard[axis])
+        step = _part(length, max(target_bytes // row, 1))
         nbytes = row * step
         chunk[axis] = step
     return tuple(chunk)
 
 
-def _part(length: int, longest: int, *, even: bool) -> int:
+def _part(length: int, longest: int) -> int:
     """Return how long the parts are when `length` is cut into parts of at most `longest`."""
     pieces = -(-length // longest)
     # An even cut with a few more pieces is better than a ragged one: no chunk is padded.
@@ -97,7 +97,4 @@ def _part(length: int, longest: int, *, even: bool) -> int:
     count = next(divisors, None)
     if count is not None:
         return length // count
-    if not even:
-        return -(-length // pieces)
-    larger = (n for n in range(pieces - 1, 0, -1) if length % n == 0)
-    return length // next(larger)
+    return -(-length // pieces)

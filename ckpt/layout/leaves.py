@@ -17,6 +17,7 @@ from ckpt.manifest import LeafEntry
 __all__ = [
     "ARRAY_KINDS",
     "SCALAR_KINDS",
+    "Classifier",
     "LeafSpec",
     "classify",
     "decode_scalar",
@@ -67,6 +68,11 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 
+# A train state has fewer different leaves than this; a program that saves ever new ones must not
+# fill the memory.
+_MOST_KNOWN = 100_000
+
+
 @dataclass(frozen=True, slots=True)
 class LeafSpec:
     """What a leaf is, without its values.
@@ -75,7 +81,8 @@ class LeafSpec:
 
     Attributes:
         kind: As in the manifest.
-        dtype: Name of the logical dtype, or None for a Python scalar.
+        dtype: Name of the logical dtype; of a Python scalar that of the array under which other
+            readers find it, or None where there is no such array.
         shape: Global shape.
         sharding: Where a `jax.Array` lies; None for everything else.
         committed: Whether a `jax.Array` is bound to its place; jax moves others freely.
@@ -91,7 +98,7 @@ class LeafSpec:
 
     @property
     def nbytes(self) -> int:
-        """Logical bytes of the whole array; 0 for a Python scalar."""
+        """Logical bytes of the whole array; 0 where there is none."""
         if self.dtype is None:
             return 0
         return int(np.prod(self.shape, dtype=object)) * DTYPES[self.dtype].itemsize
@@ -137,12 +144,47 @@ def classify(leaf: Any, name: str) -> LeafSpec:
             raise UnsupportedLeafError(
                 "a string with lone surrogates cannot be stored; save it as bytes", leaf=name
             )
-        return LeafSpec(type(leaf).__name__)
+        array = scalar_array(type(leaf).__name__, leaf)
+        return LeafSpec(type(leaf).__name__, None if array is None else array.dtype.name)
     raise UnsupportedLeafError(
         f"a leaf of type {type(leaf).__module__}.{type(leaf).__qualname__} cannot be stored; "
         "leaves are jax or numpy arrays, numpy scalars, bool, int, float, complex, str or bytes",
         leaf=name,
     )
+
+
+class Classifier:
+    """Classifies leaves, and knows again what it has seen.
+
+    What a jax array is follows from its type, its abstract value and its sharding, and the arrays
+    of one train state share few of them: step after step, the very same objects. Looking one up
+    costs 0.5 us, classifying it 7 us. Equal leaves get the same spec object, so that comparing the
+    specs of two saves is comparing identities.
+    """
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        # By identity, since hashing a sharding is slow; the objects are kept, so that no identity
+        # is given to another one meanwhile.
+        self._known: dict[tuple[int, int, bool, type], tuple[Any, Any, LeafSpec]] = {}
+        self._specs: dict[LeafSpec, LeafSpec] = {}
+
+    def classify(self, leaf: Any, name: str) -> LeafSpec:
+        """Return what `leaf` is; see `classify`."""
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+            return classify(leaf, name)
+        if leaf.is_deleted():
+            return classify(leaf, name)
+        aval, sharding = leaf.aval, leaf.sharding
+        key = (id(aval), id(sharding), leaf.committed, type(leaf))
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+                self._specs.clear()
+            spec = classify(leaf, name)
+            known = self._known[key] = (aval, sharding, self._specs.setdefault(spec, spec))
+        return known[2]
 
 
 def _classify_jax(leaf: jax.Array, name: str) -> LeafSpec:

@@ -78,7 +78,10 @@ def step_view(
 
 
 def item_view(item: ItemEntry) -> dict[str, bytes]:
-    """Return the files of one item, by path relative to its directory."""
+    """Return the files of one item that do not depend on its values, by path relative to it.
+
+    Digests, places and values of the leaves are not looked at.
+    """
     tree = {}
     for path, leaf in _paths(item):
         keys = [{"key": key, "key_type": kind} for key, kind in path]
@@ -92,17 +95,19 @@ def item_view(item: ItemEntry) -> dict[str, bytes]:
         "custom_metadata": None,
     }
     arrays = [leaf for leaf in item.leaves if leaf.kind == "jax"]
-    files = {
+    return {
         "_METADATA": _json(metadata),
         "_sharding": _json(dict(_shardings(item, arrays))),
         "array_metadatas/process_0": _json(
             {"array_metadatas": [{"array_metadata": _array_metadata(leaf)} for leaf in arrays]}
         ),
     }
-    strings = {leaf.name: _text(leaf) for leaf in item.leaves if _value_type(leaf) == "string"}
-    if strings:
-        files["_strings.json"] = _json(strings)
-    return files
+
+
+def text_view(item: ItemEntry) -> dict[str, bytes]:
+    """Return the file that holds an item's values without an array; nothing if there are none."""
+    texts = {leaf.name: _text(leaf) for leaf in item.leaves if _value_type(leaf) == "string"}
+    return {"_strings.json": _json(texts)} if texts else {}
 
 
 def _json(document: Any) -> bytes:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from ckpt.errors import CorruptCheckpointError
 from ckpt.layout.leaves import (
@@ -28,28 +28,54 @@ __all__ = ["LeafRecords", "check_leaves", "record_leaves"]
 # numpy's own limit of dimensions; zarr and jax have none lower.
 _MAX_RANK = 64
 _MAX_LENGTH = 1 << 48
+_MAX_OFFSET = 1 << 62
+# Names come from a file: none may lead out of the step.
+_DATA_FILE = re.compile(r"^d/[0-9a-f]{32}\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class LeafRecords:
-    """The manifest entries of an item's leaves and of the shardings they refer to."""
+    """What the manifest says of an item's leaves.
+
+    Attributes:
+        leaves: Their entries.
+        shardings: The shardings that the entries refer to.
+        data_files: The files that hold their chunks, relative to the item.
+        nbytes: Logical bytes of all arrays.
+    """
 
     leaves: list[LeafEntry]
     shardings: list[ShardingEntry]
+    data_files: list[str]
     nbytes: int
 
 
 def record_leaves(
-    plan: SavePlan, leaves: Sequence[Any], digests: Mapping[tuple[int, tuple[int, ...]], str]
+    plan: SavePlan,
+    leaves: Sequence[Any],
+    digests: Sequence[Sequence[str]],
+    data_files: Sequence[str],
 ) -> LeafRecords:
     """Return the entries of leaves that were written by `plan`.
 
     Args:
         plan: The plan.
         leaves: Python scalars at their places; arrays are not looked at.
-        digests: Digest of every chunk by leaf number and place.
+        digests: Digest of every chunk, by granule and in the order of its chunks. Of an item
+            without granules this may be empty.
+        data_files: Path of every granule's file, relative to the item.
     """
+    digests_of = [[""] * math.prod(leaf.grid) for leaf in plan.leaves]
+    offsets_of = [[0] * len(found) for found in digests_of]
+    files_of = [[0] * len(found) for found in digests_of]
+    for file, (granule, found) in enumerate(zip(plan.granules, digests, strict=True)):
+        for chunk, each in zip(granule.chunks, found, strict=True):
+            digests_of[chunk.leaf][chunk.number] = each
+            offsets_of[chunk.leaf][chunk.number] = chunk.offset
+            files_of[chunk.leaf][chunk.number] = file
     numbers: dict[jax.sharding.Sharding, int] = {}
+    # Hashing a sharding is slow, and thousands of leaves share a few.
+    known: dict[int, int] = {}
     entries = []
     for number, leaf in enumerate(plan.leaves):
         spec = leaf.spec
@@ -57,9 +83,10 @@ def record_leaves(
             value = encode_scalar(spec.kind, leaves[number])
             entries.append(LeafEntry(name=leaf.name, kind=spec.kind, value=value))
             continue
-        sharding = None
-        if spec.sharding is not None:
+        sharding = known.get(id(spec.sharding))
+        if sharding is None and spec.sharding is not None:
             sharding = numbers.setdefault(spec.sharding, len(numbers))
+            known[id(spec.sharding)] = sharding
         entries.append(
             LeafEntry(
                 name=leaf.name,
@@ -67,14 +94,17 @@ def record_leaves(
                 dtype=spec.dtype,
                 shape=list(spec.shape),
                 chunks=list(leaf.chunk),
-                digests=[digests[number, place] for place in np.ndindex(*leaf.grid)],
+                digests=digests_of[number],
+                offsets=offsets_of[number],
+                files=files_of[number] if any(files_of[number]) else [],
                 packed=leaf.packed,
                 sharding=sharding,
                 committed=spec.committed,
                 weak_type=spec.weak_type,
             )
         )
-    return LeafRecords(entries, [describe_sharding(s) for s in numbers], plan.nbytes)
+    shardings = [describe_sharding(sharding) for sharding in numbers]
+    return LeafRecords(entries, shardings, list(data_files), plan.nbytes)
 
 
 def check_leaves(item: ItemEntry) -> None:
@@ -83,35 +113,67 @@ def check_leaves(item: ItemEntry) -> None:
     Raises:
         CorruptCheckpointError: An entry contradicts itself.
     """
+    wrong = next((path for path in item.data_files if not _DATA_FILE.match(path)), None)
+    if wrong is not None:
+        raise CorruptCheckpointError(f"{wrong!r:.120} cannot be the name of a data file")
     seen: set[str] = set()
+    # Thousands of leaves share a few shapes.
+    possible: set[tuple[object, ...]] = set()
     for entry in item.leaves:
         if entry.name in seen:
             raise CorruptCheckpointError("two leaves are stored under one name", leaf=entry.name)
         seen.add(entry.name)
         if entry.kind in SCALAR_KINDS:
             decode_scalar(entry)
-        elif entry.kind in ARRAY_KINDS:
-            _check_array(entry, len(item.shardings))
-        else:
+            continue
+        if entry.kind not in ARRAY_KINDS:
             raise CorruptCheckpointError(
                 f"a leaf of the unknown kind {entry.kind!r:.60}", leaf=entry.name
             )
+        count = len(entry.digests)
+        form = (entry.dtype, *entry.shape, None, *entry.chunks, count, entry.packed)
+        if form not in possible:
+            if not _is_possible(entry, parse_dtype(entry.dtype).itemsize):
+                raise _contradiction(entry)
+            possible.add(form)
+        if not _is_placed(entry, len(item.shardings), len(item.data_files)):
+            raise _contradiction(entry)
 
 
-def _check_array(entry: LeafEntry, sharding_count: int) -> None:
-    parse_dtype(entry.dtype)
+def _is_possible(entry: LeafEntry, itemsize: int) -> bool:
+    """Tell whether shape, chunks and number of digests fit each other, and an array can be so."""
     shape, chunk = entry.shape, entry.chunks
-    possible = (
+    count = len(entry.digests)
+    return (
         len(shape) == len(chunk) <= _MAX_RANK
         and all(0 <= n <= _MAX_LENGTH for n in shape)
-        and all(1 <= n <= _MAX_LENGTH for n in chunk)
-        and math.prod(chunk_grid(shape, chunk)) == len(entry.digests)
-        and (not entry.packed or len(entry.digests) <= 1)
-        and (entry.sharding is None or 0 <= entry.sharding < sharding_count)
+        and all(1 <= c <= max(n, 1) for c, n in zip(chunk, shape, strict=True))
+        and math.prod(max(n, 1) for n in shape) * itemsize <= _MAX_OFFSET
+        and math.prod(chunk_grid(shape, chunk)) == count
+        and (not entry.packed or count <= 1)
     )
-    if not possible:
-        raise CorruptCheckpointError(
-            f"shape {shape[:8]}, chunks {chunk[:8]}, {len(entry.digests)} digests and sharding "
-            f"{entry.sharding} do not fit each other",
-            leaf=entry.name,
-        )
+
+
+def _is_placed(entry: LeafEntry, shardings: int, files: int) -> bool:
+    """Tell whether what an entry refers to is there, and every chunk has one place or none."""
+    offsets, numbers = entry.offsets, entry.files
+    count = len(entry.digests)
+    if entry.sharding is not None and not 0 <= entry.sharding < shardings:
+        return False
+    if not offsets:
+        return not numbers
+    return (
+        len(offsets) == count
+        and min(offsets) >= 0
+        and max(offsets) <= _MAX_OFFSET
+        and files > 0
+        and (not numbers or (len(numbers) == count and 0 <= min(numbers) <= max(numbers) < files))
+    )
+
+
+def _contradiction(entry: LeafEntry) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"shape {entry.shape[:8]}, chunks {entry.chunks[:8]}, {len(entry.digests)} digests, "
+        f"{len(entry.offsets)} offsets and sharding {entry.sharding} do not fit each other",
+        leaf=entry.name,
+    )

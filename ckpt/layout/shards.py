@@ -9,7 +9,15 @@ from dataclasses import dataclass
 
 import jax
 
-__all__ = ["Region", "addressable_regions", "chunk_grid", "chunk_region", "chunks_touching"]
+__all__ = [
+    "Region",
+    "addressable_regions",
+    "chunk_grid",
+    "chunk_region",
+    "chunks_touching",
+    "position_in_grid",
+    "whole",
+]
 
 Shape = tuple[int, ...]
 
@@ -103,6 +111,14 @@ def chunk_region(place: Sequence[int], chunk: Sequence[int], shape: Sequence[int
     offset = tuple(p * c for p, c in zip(place, chunk, strict=True))
     inside = tuple(min(c, n - o) for c, n, o in zip(chunk, shape, offset, strict=True))
     return Region(offset, inside)
+
+
+def position_in_grid(place: Sequence[int], grid: Sequence[int]) -> int:
+    """Return the number of the chunk at grid `place`, counted in C order."""
+    number = 0
+    for index, length in zip(place, grid, strict=True):
+        number = number * length + index
+    return number
 
 
 def chunks_touching(region: Region, chunk: Sequence[int]) -> Iterator[Shape]:

@@ -1,4 +1,4 @@
-"""What every store must be able to do with steps, attempts and small files.
+"""What every store must be able to do with steps, attempts and their files.
 
 A store holds *entries*: directories named after steps (or one-shot checkpoints). An entry is
 committed if and only if its manifest validates. An *attempt* is one try at writing an entry, under
@@ -8,8 +8,6 @@ a fresh random name nobody else uses; publishing makes it an entry in one atomic
 from __future__ import annotations
 
 from typing import Protocol
-
-from ckpt.manifest import FileEntry
 
 __all__ = ["Attempt", "Storage"]
 
@@ -57,14 +55,23 @@ class Storage(Protocol):
     async def write(self, attempt: Attempt, path: str, data: bytes) -> None:
         """Write a new small file of the attempt; durable on return."""
 
-    async def database(self, attempt: Attempt, path: str) -> str:
-        """Make the directory `path` within the attempt; return its TensorStore kvstore URL."""
+    async def write_block(self, attempt: Attempt, path: str, data: memoryview) -> None:
+        """Write a new data file of the attempt; durable on return.
+
+        `data` is read until this returns, also when it raises or is cancelled.
+        """
+
+    async def read_block(self, entry: str, path: str, offset: int, target: memoryview) -> None:
+        """Fill `target` with the bytes of an entry's data file from `offset` on.
+
+        `target` is written until this returns, also when it raises or is cancelled.
+
+        Raises:
+            CorruptCheckpointError: The file is not there, is shorter, or is not a regular one.
+        """
 
     def database_url(self, entry: str, path: str) -> str:
         """Return the TensorStore kvstore URL of the directory `path` of an entry."""
-
-    async def digests(self, attempt: Attempt, path: str, known: set[str]) -> dict[str, FileEntry]:
-        """Return size and digest of every file below `path` that is not in `known`."""
 
     async def publish(self, attempt: Attempt, *, overwrite: bool) -> None:
         """Make the attempt its entry, atomically and durably; everything in it is whole by then.

@@ -27,9 +27,10 @@ import aiofiles.os
 import anyio
 
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StepExistsError, StorageError
-from ckpt.manifest import FILE_NAME, FileEntry
+from ckpt.manifest import FILE_NAME
 from ckpt.storage import posix
 from ckpt.storage.base import Attempt
+from ckpt.storage.blocks import read_block, write_block
 
 __all__ = ["LocalStorage"]
 
@@ -128,29 +129,33 @@ class LocalStorage:
                 await file.flush()
                 await self._run(os.fsync, file.fileno())
 
-    async def database(self, attempt: Attempt, path: str) -> str:
-        """Make the directory `path` within the attempt and return its URL."""
+    async def write_block(self, attempt: Attempt, path: str, data: memoryview) -> None:
+        """Write a new data file of the attempt, past the page cache if that works."""
         target = _local(attempt).path / path
-        with _translated("make the directory", target):
-            await self._run(partial(os.makedirs, target, exist_ok=True))
-        return _url(target)
+
+        def write() -> None:
+            os.makedirs(target.parent, exist_ok=True)
+            write_block(target, data)
+
+        with _translated("write", target):
+            await anyio.to_thread.run_sync(write)
+
+    async def read_block(self, entry: str, path: str, offset: int, target: memoryview) -> None:
+        """Fill `target` from a data file of an entry; see `Storage.read_block`."""
+        source = self._root / entry / path
+        with _translated("read", source):
+            try:
+                await anyio.to_thread.run_sync(read_block, source, offset, target)
+            except (FileNotFoundError, NotADirectoryError, EOFError, ValueError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                raise CorruptCheckpointError(
+                    f"{source}: {reason}. The step was damaged after it was committed; restore "
+                    "another one"
+                ) from error
 
     def database_url(self, entry: str, path: str) -> str:
         """Return the URL of the directory `path` of an entry."""
         return _url(self._root / entry / path)
-
-    async def digests(self, attempt: Attempt, path: str, known: set[str]) -> dict[str, FileEntry]:
-        """Return size and digest of every file below `path` that is not in `known`."""
-        top = _local(attempt).path
-
-        def measure() -> dict[str, FileEntry]:
-            names = {str(file.relative_to(top)): file for file in posix.walk_files(top / path)}
-            return {
-                name: posix.file_entry(file) for name, file in names.items() if name not in known
-            }
-
-        with _translated("read back", top / path):
-            return await self._run(measure)
 
     async def publish(self, attempt: Attempt, *, overwrite: bool) -> None:
         """Rename the attempt to its entry, durably; with `overwrite` swap it with the old one."""
@@ -166,7 +171,7 @@ class LocalStorage:
     def _publish(self, attempt: _LocalAttempt, target: Path, overwrite: bool) -> bool:
         posix.fsync_directories(attempt.path)
         # Whoever removed or replaced the attempt under its name made what is there not ours:
-        # TensorStore creates missing directories, so the name alone proves nothing.
+        # a write makes missing directories, so the name alone proves nothing.
         kept, named = os.fstat(attempt.lock), os.stat(attempt.path)
         if (kept.st_dev, kept.st_ino) != (named.st_dev, named.st_ino):
             raise FileNotFoundError(errno.ENOENT, "the attempt was removed", str(attempt.path))

@@ -11,27 +11,22 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-from ckpt.manifest import FileEntry, digest
 
 __all__ = [
     "exchange",
-    "file_entry",
     "fsync_directories",
     "fsync_path",
     "lock_directory",
     "make_locked_directory",
+    "open_regular",
     "read_regular",
     "remove_tree",
     "rename_new",
-    "walk_files",
 ]
 
 _AT_FDCWD = -100
@@ -152,19 +147,18 @@ def _renameat2(source: Path, target: Path, flags: int) -> int:
     return ctypes.get_errno() if result else 0
 
 
-def read_regular(path: Path, limit: int) -> bytes | None:
-    """Return the content of a regular file, or None where it or its directory is not there.
+def open_regular(path: Path) -> tuple[int, int]:
+    """Open a regular file for reading; return its descriptor and its size.
 
     Symbolic links in the last place are not followed and nothing but a regular file is opened, so
     that a FIFO or device put there cannot make the reader hang.
 
     Raises:
-        ValueError: It is not a regular file, or larger than `limit`.
+        FileNotFoundError, NotADirectoryError: It is not there.
+        ValueError: It is not a regular file.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise ValueError("it is a symbolic link") from error
@@ -175,34 +169,29 @@ def read_regular(path: Path, limit: int) -> bytes | None:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is not a regular file")
-        if status.st_size > limit:
-            raise ValueError(f"it has {status.st_size} bytes, more than the {limit} allowed")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, status.st_size
+
+
+def read_regular(path: Path, limit: int) -> bytes | None:
+    """Return the content of a regular file, or None where it or its directory is not there.
+
+    Raises:
+        ValueError: It is not a regular file, or larger than `limit`.
+    """
+    try:
+        fd, size = open_regular(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        if size > limit:
+            raise ValueError(f"it has {size} bytes, more than the {limit} allowed")
         with open(fd, "rb", closefd=False) as file:
             return file.read(limit + 1)
     finally:
         os.close(fd)
-
-
-def walk_files(top: Path) -> Iterator[Path]:
-    """Yield every file below `top`, in no particular order; none if there is no `top`."""
-    for directory, _, names in os.walk(top, onerror=_raise_unless_missing):
-        for name in names:
-            yield Path(directory, name)
-
-
-def file_entry(path: Path) -> FileEntry:
-    """Return size and digest of a file that was just written.
-
-    The pages are still in the cache, and mapping them populated hashes them where they are: at
-    16 GB/s on one core, against 8 GB/s through reads.
-    """
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if not size:
-            return FileEntry(size=0, digest=digest(b""))
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        with mmap.mmap(file.fileno(), size, flags=flags, prot=mmap.PROT_READ) as view:
-            return FileEntry(size=size, digest=digest(view))
 
 
 def remove_tree(path: Path) -> None:
@@ -221,8 +210,3 @@ def remove_tree(path: Path) -> None:
 def _raise(error: OSError) -> None:
     # os.walk would pass over a directory it cannot read, and with it over its files.
     raise error
-
-
-def _raise_unless_missing(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):
-        raise error

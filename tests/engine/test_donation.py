@@ -22,6 +22,7 @@ STAGINGS = {
     "auto": ckpt.Staging(),
     "copy": ckpt.Staging(mode="copy"),
     "view": ckpt.Staging(mode="view"),
+    "device": ckpt.Staging(mode="device"),
     "small-budget": ckpt.Staging(budget_bytes=1 << 20),
 }
 
@@ -118,11 +119,11 @@ def test_saving_leaves_no_host_copy_on_the_arrays(tmp_path: Path) -> None:
 
 def test_a_save_under_way_does_not_keep_the_caller_s_arrays_alive(tmp_path: Path) -> None:
     """A state that is dropped instead of donated gives its memory back at once."""
-    merged, checked = threading.Event(), threading.Event()
+    recorded, checked = threading.Event(), threading.Event()
 
     def hold(event: ckpt.Event) -> None:
-        if event.phase == "merge":
-            merged.set()
+        if event.phase == "record":
+            recorded.set()
             assert checked.wait(60)
 
     staging = ckpt.Staging(budget_bytes=4 << 20)
@@ -131,7 +132,7 @@ def test_a_save_under_way_does_not_keep_the_caller_s_arrays_alive(tmp_path: Path
         alive = [weakref.ref(leaf) for leaf in state.values()]
         commit = mgr.save(0, state)
         del state
-        assert merged.wait(60)
+        assert recorded.wait(60)
         gc.collect()
         assert [ref() for ref in alive] == [None] * len(alive)
         assert not commit.done()

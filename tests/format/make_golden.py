@@ -1,19 +1,25 @@
-"""Write the golden checkpoints of the current format version, on purpose.
+"""Write the golden checkpoints of the present writer, on purpose.
 
     python tests/format/make_golden.py
 
-Every byte of what it writes is committed below `golden/v<version>/`, and `test_golden.py` checks
-that it stays readable. Checkpoints of a released version are never written again: they stand for
-what is on the disks of users. A new format version gets a directory of its own.
+Every byte of what it writes is committed below `golden/v1-data-files/`, and `test_golden.py` checks
+that it stays readable, as it does for every earlier set. Those are never written again, and this
+script refuses to: they stand for what is on the disks of users.
+
+`v1` was written when array data went into TensorStore's own databases, one for each lane; nothing
+else reads those any more. A new format version, or another way of writing an old one, gets a set of
+its own.
 """
 
 from __future__ import annotations
 
 import shutil
+import sys
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +28,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import ckpt
-from ckpt.manifest import FORMAT_VERSION
+from ckpt.layout import plan
 
 GOLDEN = Path(__file__).parent / "golden"
+# Sets by name; the last is what this script writes.
+SETS = ("v1", "v1-data-files")
 STEP = 5
 METRICS = {"loss": 0.125, "steps per second": 3, "diverged": float("inf")}
 METADATA = {"git": "0f5e", "tags": ["golden", None, True], "rate": 1e-4}
@@ -109,7 +117,7 @@ def final_state() -> dict[str, Any]:
             "committed scalar": placed("int32", ()),
             "weakly typed": jnp.asarray(2.5),
             "without elements": jnp.zeros((0, 3)),
-            # Larger than what is packed: a chunk for every shard, in a lane of their own.
+            # Larger than what is packed: a chunk for every shard.
             "large": placed("float32", (8, 8200), ("data", "model")),
         },
         "host": {name: pattern(name, 2, 3) for name in DTYPES}
@@ -171,22 +179,42 @@ def step_items() -> dict[str, Any]:
     }
 
 
+def sharded_state() -> dict[str, Any]:
+    """Return arrays that cannot be cut into equal chunks: shards and sides of prime length."""
+    return {
+        "crossing rows": placed("float32", (8 * 37, 13), ("data", "model")),
+        "crossing columns": placed("int16", (4, 2 * 1201), "data", "model"),
+        "crossing and replicated": placed("bfloat16", (2 * 1201,), "model"),
+        "truth values": placed("bool", (8 * 1409,), ("data", "model")),
+        "less than bytes": placed("int4", (4 * 1409,), "data"),
+        "ragged columns": pattern("uint8", 3, 1201),
+        "not ragged": placed("int32", (64, 64), "data"),
+        "packed": placed("int8", (8, 2), "data"),
+    }
+
+
 def write(directory: Path) -> None:
-    # The smallest budget makes several granules of little data, and so several lanes.
+    # The smallest budget makes several granules of little data, and so several data files.
     staging = ckpt.Staging(budget_bytes=1 << 20)
     ckpt.sync.save(directory / "final", final_state(), metadata=METADATA, staging=staging)
     with ckpt.sync.CheckpointManager(directory / "run") as mgr:
         mgr.save(STEP, items=step_items(), metrics=METRICS, metadata=METADATA)
+    # Any chunks and granules are valid; tiny ones keep what is committed small.
+    limits = {"PACKED_BYTES": 64, "CHUNK_BYTES": 1024, "GRANULE_BYTES": 8192}
+    with mock.patch.multiple(plan, **limits):
+        ckpt.sync.save(directory / "shards", sharded_state())
 
 
-def main() -> None:
+def main(name: str = SETS[-1]) -> None:
+    if name != SETS[-1]:
+        raise SystemExit(f"{name} stays as it is; only {SETS[-1]} is written")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    directory = GOLDEN / f"v{FORMAT_VERSION}"
+    directory = GOLDEN / name
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     write(directory)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

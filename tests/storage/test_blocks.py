@@ -1,0 +1,597 @@
+"""Data files: what is written is what is read, past the page cache where that works."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import resource
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import ckpt
+import ckpt.sync
+from ckpt.errors import CorruptCheckpointError, StorageError
+from ckpt.storage import blocks
+from ckpt.storage.blocks import read_block, write_block
+from ckpt.storage.local import LocalStorage
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = [
+    *(0, 1, 63, 64, 4095, 4096, 4097),
+    *(MIB - 4096, MIB - 1, MIB, MIB + 1, MIB + 512, MIB + 4095, MIB + 4096, MIB + 4097),
+    *(2 * MIB, 3 * MIB + 8192),
+]
+# Where memory starts within a page: direct I/O wants a sector, jax a cache line.
+SHIFTS = [0, 64, 512, 1]
+RANDOM = np.random.default_rng(0).bytes(8 * MIB)
+
+
+def memory(nbytes: int, shift: int = 0) -> memoryview:
+    """Return memory that begins `shift` bytes after a page boundary."""
+    region = mmap.mmap(-1, nbytes + shift + 1)
+    return memoryview(region)[shift : shift + nbytes]
+
+
+def filled(nbytes: int, shift: int = 0) -> memoryview:
+    block = memory(nbytes, shift)
+    block[:] = RANDOM[:nbytes]
+    return block
+
+
+@pytest.fixture(params=["disk", "tmpfs", "without direct I/O"])
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """A directory on a disk, in memory, and where O_DIRECT is refused as old file systems do."""
+    if request.param == "tmpfs":
+        if not os.access("/dev/shm", os.W_OK):
+            pytest.skip("there is no /dev/shm")
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+            yield Path(directory)
+        return
+    if request.param == "without direct I/O":
+        refuse_direct(monkeypatch)
+    yield tmp_path
+
+
+def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refusing(path: Any, flags: int, *rest: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
+        return real(path, flags, *rest)
+
+    monkeypatch.setattr(blocks.os, "open", refusing)
+
+
+def evict(path: Path) -> None:
+    """Drop a file from the page cache; a file system in memory has nothing to drop."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def warm(path: Path) -> None:
+    path.read_bytes()
+
+
+# -- what is written is what is read --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_what_is_written_is_in_the_file(place: Path, nbytes: int, shift: int) -> None:
+    write_block(place / "x", filled(nbytes, shift))
+    assert (place / "x").read_bytes() == RANDOM[:nbytes]
+    assert stat.S_IMODE((place / "x").stat().st_mode) & 0o111 == 0
+
+
+@pytest.mark.parametrize("before", [evict, warm])
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_what_is_in_the_file_is_read(
+    place: Path, nbytes: int, shift: int, before: Callable[[Path], None]
+) -> None:
+    path = place / "x"
+    path.write_bytes(RANDOM[: nbytes + 4096 + 77])
+    for offset in (0, 64, 77, 4096):
+        before(path)
+        target = memory(nbytes, shift)
+        read_block(path, offset, target)
+        assert target == RANDOM[offset : offset + nbytes], offset
+
+
+def test_a_block_of_several_calls(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_MOST_BYTES", 64 * KIB)
+    for nbytes in (5 * MIB, 5 * MIB + 4096, 5 * MIB + 1):
+        path = place / str(nbytes)
+        write_block(path, filled(nbytes))
+        assert path.read_bytes() == RANDOM[:nbytes]
+        for before in (evict, warm):
+            before(path)
+            target = memory(nbytes)
+            read_block(path, 0, target)
+            assert target == RANDOM[:nbytes]
+
+
+def test_a_file_that_is_partly_in_the_cache(place: Path) -> None:
+    path = place / "x"
+    write_block(path, filled(4 * MIB))
+    for first, count in ((0, MIB), (3 * MIB, MIB), (MIB + 4096, 8192)):
+        evict(path)
+        with open(path, "rb", buffering=0) as file:
+            file.seek(first)
+            file.read(count)
+        target = memory(4 * MIB)
+        read_block(path, 0, target)
+        assert target == RANDOM[: 4 * MIB]
+
+
+def test_what_was_changed_and_not_synced_is_read(place: Path) -> None:
+    path = place / "x"
+    write_block(path, filled(2 * MIB))
+    evict(path)
+    with open(path, "r+b", buffering=0) as file:
+        file.seek(MIB + 5)
+        file.write(b"changed")
+        target = memory(2 * MIB)
+        read_block(path, 0, target)
+    assert target == RANDOM[: MIB + 5] + b"changed" + RANDOM[MIB + 12 : 2 * MIB]
+
+
+# -- calls that do less than they were asked ------------------------------------------------------
+
+
+# The first is a multiple of what direct I/O needs, the second of what some devices need, the
+# third of nothing.
+@pytest.mark.parametrize("least", [3 * 4096, 3 * 512, 1000])
+@pytest.mark.parametrize("nbytes", [50_000, MIB, 3 * MIB])
+def test_short_writes_are_continued(
+    place: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, least: int
+) -> None:
+    """The calls write less, as the kernel may: what they say they wrote is what they wrote."""
+    real, calls = os.pwrite, 0
+
+    def short(fd: int, data: memoryview, offset: int) -> int:
+        nonlocal calls
+        calls += 1
+        return real(fd, data[:least] if calls % 2 else data[: 40 * 4096], offset)
+
+    monkeypatch.setattr(blocks.os, "pwrite", short)
+    write_block(place / "x", filled(nbytes))
+    assert calls > 1
+    assert (place / "x").read_bytes() == RANDOM[:nbytes]
+
+
+@pytest.mark.parametrize("least", [3 * 4096, 3 * 512, 1000])
+@pytest.mark.parametrize("nbytes", [50_000, MIB, 3 * MIB])
+def test_short_reads_are_continued(
+    place: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, least: int
+) -> None:
+    path = place / "x"
+    write_block(path, filled(nbytes))
+    evict(path)
+    real, calls = os.preadv, 0
+
+    def short(fd: int, parts: list[Any], offset: int, *flags: int) -> int:
+        nonlocal calls
+        if flags:
+            return real(fd, parts, offset, *flags)
+        calls += 1
+        [target] = parts
+        return real(fd, [target[:least] if calls % 2 else target[: 40 * 4096]], offset)
+
+    monkeypatch.setattr(blocks.os, "preadv", short)
+    target = memory(nbytes)
+    read_block(path, 0, target)
+    assert calls > 1
+    assert target == RANDOM[:nbytes]
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
+@pytest.mark.parametrize("call", ["pwrite", "preadv"])
+def test_direct_calls_that_are_refused_midway_go_on_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    """But a device that fails is not asked again."""
+    if not supports_direct(tmp_path):
+        pytest.skip("the file system of the temporary directory has no direct I/O")
+    monkeypatch.setattr(blocks, "_MOST_BYTES", 256 * KIB)
+    path = tmp_path / "x"
+    if call == "preadv":
+        path.write_bytes(RANDOM[: 2 * MIB])
+        evict(path)
+    direct, refused = [], []
+    real_open, real = os.open, getattr(os, call)
+
+    def opening(name: Any, flags: int, *rest: Any) -> int:
+        fd = real_open(name, flags, *rest)
+        if flags & os.O_DIRECT:
+            direct.append(fd)
+        return fd
+
+    def refusing(fd: int, data: Any, offset: int, *flags: int) -> int:
+        if direct and fd == direct[0] and offset >= 512 * KIB:
+            refused.append(offset)
+            raise OSError(code, "from the device")
+        return real(fd, data, offset, *flags)
+
+    monkeypatch.setattr(blocks.os, "open", opening)
+    monkeypatch.setattr(blocks.os, call, refusing)
+    expected = pytest.raises(OSError, match="from the device")
+    with expected if code == errno.EIO else contextlib.nullcontext():
+        if call == "pwrite":
+            write_block(path, filled(2 * MIB))
+            assert path.read_bytes() == RANDOM[: 2 * MIB]
+        else:
+            target = memory(2 * MIB)
+            read_block(path, 0, target)
+            assert target == RANDOM[: 2 * MIB]
+    assert refused == [512 * KIB]
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [0, 100, 2 * MIB])
+def test_no_file_is_replaced(place: Path, nbytes: int) -> None:
+    for name, make in {
+        "file": lambda path: path.write_bytes(b"kept"),
+        "link": lambda path: path.symlink_to("nowhere"),
+        "directory": lambda path: path.mkdir(),
+    }.items():
+        make(place / name)
+        with pytest.raises(FileExistsError):
+            write_block(place / name, filled(nbytes))
+    assert (place / "file").read_bytes() == b"kept"
+    assert not (place / "nowhere").exists()
+
+
+@pytest.mark.parametrize("nbytes", [100, 2 * MIB])
+@pytest.mark.parametrize("before", [evict, warm])
+def test_a_file_that_is_too_short_is_told(
+    place: Path, nbytes: int, before: Callable[[Path], None]
+) -> None:
+    path = place / "x"
+    path.write_bytes(RANDOM[:nbytes])
+    before(path)
+    for offset, wanted in ((0, nbytes + 1), (1, nbytes), (nbytes, 1), (nbytes + 4096, 100)):
+        with pytest.raises(EOFError, match=f"has {nbytes} bytes, {offset + wanted} are needed"):
+            read_block(path, offset, memory(wanted))
+    with pytest.raises(EOFError):
+        read_block(path, 1 << 40, memory(2 * MIB))
+    read_block(path, nbytes, memory(0))
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("left", [0, 4096, MIB + 100])
+def test_a_file_cut_short_while_it_is_read_is_told(
+    place: Path, monkeypatch: pytest.MonkeyPatch, left: int, cached: bool
+) -> None:
+    path = place / "x"
+    path.write_bytes(RANDOM[: 2 * MIB])
+
+    def cut(fd: int, offset: int, nbytes: int) -> bool:
+        os.truncate(path, left)
+        return cached
+
+    monkeypatch.setattr(blocks, "_is_cached", cut)
+    with pytest.raises(EOFError, match="cut short"):
+        read_block(path, 0, memory(2 * MIB))
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+OTHERS: dict[str, Callable[[Path], Any]] = {
+    "it is not a regular file (FIFO)": os.mkfifo,
+    "it is not a regular file (directory)": os.mkdir,
+    "it is a symbolic link": lambda path: path.symlink_to(path.parent / "real"),
+    "it is a socket": make_socket,
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("nbytes", [10, 2 * MIB])
+def test_nothing_but_a_regular_file_is_read(nbytes: int, kind: str) -> None:
+    # The path of a socket is limited to about a hundred bytes.
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        (directory / "real").write_bytes(RANDOM[: 4 * MIB])
+        OTHERS[kind](directory / "x")
+        with pytest.raises(ValueError, match=kind.split(" (", maxsplit=1)[0]):
+            read_block(directory / "x", 0, memory(nbytes))
+
+
+def test_a_missing_file_and_a_missing_directory_are_told(place: Path) -> None:
+    for path in (place / "none", place / "none" / "x"):
+        with pytest.raises(FileNotFoundError):
+            read_block(path, 0, memory(10))
+        if path.parent != place:
+            with pytest.raises(FileNotFoundError):
+                write_block(path, filled(10))
+
+
+@contextlib.contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, unlimited[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+
+
+# The limit is met when space is reserved, at a direct write, and at one through the cache.
+@pytest.mark.parametrize("reserve", [True, False])
+@pytest.mark.parametrize("nbytes", [5000, 2 * MIB, 2 * MIB + 1])
+def test_a_disk_that_takes_no_more_is_an_error(
+    place: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, reserve: bool
+) -> None:
+    if not reserve:
+        monkeypatch.setattr(blocks, "_reserve", lambda fd, nbytes: None)
+    for limit in (4096, nbytes - 1, nbytes // 2 // 4096 * 4096 + 512):
+        with largest_file(limit), pytest.raises(OSError, match="too large") as caught:
+            write_block(place / str(limit), filled(nbytes))
+        assert caught.value.errno == errno.EFBIG
+    with largest_file(nbytes):
+        write_block(place / "fits", filled(nbytes))
+
+
+def test_no_descriptor_is_left_open(place: Path) -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    for nbytes in (100, 2 * MIB):
+        path = place / str(nbytes)
+        write_block(path, filled(nbytes))
+        evict(path)
+        read_block(path, 0, memory(nbytes))
+        for offset, wanted in ((0, nbytes + 1), (1, nbytes)):
+            with pytest.raises(EOFError):
+                read_block(path, offset, memory(wanted))
+        with pytest.raises(FileExistsError):
+            write_block(path, filled(nbytes))
+        with largest_file(50), pytest.raises(OSError, match="too large"):
+            write_block(place / f"{nbytes} more", filled(nbytes))
+        with pytest.raises(ValueError, match="regular"):
+            read_block(place, 0, memory(nbytes))
+    assert count() == before
+
+
+# -- the page cache -------------------------------------------------------------------------------
+
+
+def cached_bytes(path: Path) -> int:
+    """Return how much of a file can be read without asking the device; afterwards none can.
+
+    By the kernel's count of what this thread has had read from devices. (A read that must not wait
+    would tell as well, but sets off the reading ahead of what the next look would find.)
+    """
+
+    def from_devices() -> int:
+        lines = Path("/proc/thread-self/io").read_text().splitlines()
+        return int(dict(line.split(": ") for line in lines)["read_bytes"])
+
+    before = from_devices()
+    size = len(path.read_bytes())
+    found = size - (from_devices() - before)
+    evict(path)
+    return found
+
+
+def supports_direct(directory: Path) -> bool:
+    path = directory / "trial"
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+        try:
+            return os.pwrite(fd, memory(4096), 0) == 4096
+        finally:
+            os.close(fd)
+    except OSError:
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def uncached(tmp_path: Path) -> Path:
+    """A directory of a file system that has direct I/O, and tells what is in its cache."""
+    if not supports_direct(tmp_path):
+        pytest.skip("the file system of the temporary directory has no direct I/O")
+    path = tmp_path / "probe"
+    path.write_bytes(bytes(MIB))
+    try:
+        known = (cached_bytes(path), cached_bytes(path)) == (MIB, 0)
+    except OSError:
+        known = False
+    if not known:
+        pytest.skip("the file system does not tell what is in the page cache")
+    return tmp_path
+
+
+@pytest.mark.parametrize("nbytes", [2 * MIB, 4 * MIB + 4096])
+def test_a_block_leaves_nothing_in_the_page_cache(uncached: Path, nbytes: int) -> None:
+    path = uncached / "x"
+    write_block(path, filled(nbytes))
+    assert cached_bytes(path) == 0
+    # Not after several reads either: none may take a trace of the one before for a cached file.
+    for _ in range(3):
+        read_block(path, 0, memory(nbytes))
+    read_block(path, 4096, memory(nbytes - 4096))
+    assert cached_bytes(path) == 0
+    # Through the cache it would be there.
+    warm(path)
+    assert cached_bytes(path) == nbytes
+
+
+def test_what_is_mostly_in_the_page_cache_is_read_from_there(
+    uncached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = uncached / "x"
+    write_block(path, filled(4 * MIB))
+    refuse_direct(monkeypatch)
+    monkeypatch.setattr(blocks, "_WITHOUT_DIRECT", set[int]())
+    for offset, cached, tries_direct in (
+        (0, 0, True),
+        (0, 64 * KIB, True),
+        (0, 3 * MIB, False),
+        (0, 4 * MIB, False),
+        (MIB, MIB, True),
+        # Only the part that is read counts, not what lies before it.
+        (3 * MIB, 3 * MIB, True),
+        (2 * MIB, 4 * MIB, False),
+    ):
+        evict(path)
+        with open(path, "rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            file.read(cached)
+        target = memory(4 * MIB - offset)
+        expected = pytest.raises(OSError, match="Invalid argument")
+        with expected if tries_direct else contextlib.nullcontext():
+            read_block(path, offset, target)
+            assert target == RANDOM[offset : 4 * MIB]
+
+
+def test_space_need_not_be_reserved_to_go_past_the_page_cache(
+    uncached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(blocks.os, "posix_fallocate", unsupported)
+    write_block(uncached / "x", filled(2 * MIB))
+    assert cached_bytes(uncached / "x") == 0
+    assert (uncached / "x").read_bytes() == RANDOM[: 2 * MIB]
+
+
+def large_files(step: Path) -> list[Path]:
+    return [path for path in step.rglob("d/*") if path.stat().st_size >= MIB]
+
+
+def test_a_saved_state_is_not_in_the_page_cache(uncached: Path) -> None:
+    """All of the way: blocks of the arena are aligned, and granules end on a sector."""
+    state = {f"p{n}": np.full(MIB + 17 * n, n, np.float32) for n in range(5)}
+    staging = ckpt.Staging(budget_bytes=32 * MIB)
+    ckpt.sync.save(uncached / "step", state, staging=staging)
+    files = large_files(uncached / "step")
+    assert sum(path.stat().st_size for path in files) >= 20 * MIB
+    assert [cached_bytes(path) for path in files] == [0] * len(files)
+
+
+def test_a_restored_state_is_not_in_the_page_cache(uncached: Path) -> None:
+    state = {f"p{n}": np.full(MIB, n, np.float32) for n in range(5)}
+    ckpt.sync.save(uncached / "step", state, staging=ckpt.Staging(budget_bytes=32 * MIB))
+    files = large_files(uncached / "step")
+    for path in files:
+        evict(path)
+    for _ in range(2):
+        found = ckpt.sync.load(uncached / "step")
+        assert all(np.array_equal(found[name], array) for name, array in state.items())
+    assert [cached_bytes(path) for path in files] == [0] * len(files)
+
+
+# -- as the storage tells it ----------------------------------------------------------------------
+
+
+def stored(root: Path, work: Callable[[LocalStorage], Any]) -> Any:
+    async def main() -> Any:
+        return await work(LocalStorage(root))
+
+    return anyio.run(main)
+
+
+def test_a_data_file_of_an_attempt(place: Path) -> None:
+    async def work(storage: LocalStorage) -> None:
+        await storage.prepare()
+        attempt = await storage.begin("7")
+        await storage.write_block(attempt, "state/d/x", filled(2 * MIB))
+        with pytest.raises(StorageError, match=r"cannot write .*state/d/x.*exists") as caught:
+            await storage.write_block(attempt, "state/d/x", filled(10))
+        assert caught.value.errno == errno.EEXIST
+        await storage.publish(attempt, overwrite=False)
+        target = memory(MIB)
+        await storage.read_block("7", "state/d/x", 4096, target)
+        assert target == RANDOM[4096 : MIB + 4096]
+
+    stored(place, work)
+
+
+def test_a_data_file_that_was_damaged_is_told_as_damage(tmp_path: Path) -> None:
+    entry = tmp_path / "7"
+    entry.mkdir()
+    (entry / "short").write_bytes(b"1234")
+    (entry / "directory").mkdir()
+    (entry / "link").symlink_to("short")
+    os.mkfifo(entry / "fifo")
+    reasons = {
+        "none": "No such file",
+        "none/none": "No such file",
+        "short/none": "Not a directory",
+        "short": "it has 4 bytes, 10 are needed",
+        "directory": "not a regular file",
+        "fifo": "not a regular file",
+        "link": "symbolic link",
+    }
+
+    async def work(storage: LocalStorage) -> None:
+        for path, reason in reasons.items():
+            with pytest.raises(CorruptCheckpointError, match=reason) as caught:
+                await storage.read_block("7", path, 0, memory(10))
+            assert str(caught.value).startswith(f"{entry}/{path}: ")
+            assert str(caught.value).count(str(entry)) == 1
+
+    stored(tmp_path, work)
+
+
+def test_a_data_file_that_may_not_be_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "x").write_bytes(bytes(10))
+
+    def denied(*arguments: Any) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    async def work(storage: LocalStorage) -> None:
+        monkeypatch.setattr(os, "open", denied)
+        with pytest.raises(StorageError, match=r"cannot read .*Permission denied") as caught:
+            await storage.read_block("7", "x", 0, memory(10))
+        monkeypatch.undo()
+        assert caught.value.errno == errno.EACCES
+
+    stored(tmp_path, work)
+
+
+@pytest.mark.parametrize("limit", [64 * KIB, MIB + 512])
+def test_a_save_that_meets_the_limit_of_file_sizes_leaves_nothing(
+    tmp_path: Path, limit: int
+) -> None:
+    state = {"w": np.ones(MIB, np.float32)}
+    with (
+        largest_file(limit),
+        pytest.raises(StorageError, match=r"leaf 'w'.*File too large") as caught,
+    ):
+        ckpt.sync.save(tmp_path / "step", state)
+    assert caught.value.errno == errno.EFBIG
+    assert os.listdir(tmp_path) == []
+    ckpt.sync.save(tmp_path / "step", state)
+    shutil.rmtree(tmp_path / "step")

@@ -1,0 +1,128 @@
+"""Manifests that lie: each is refused, with bounded memory, and nothing of it is believed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ckpt
+import ckpt.sync
+from ckpt import errors
+from ckpt.engine.arena import Arena
+from ckpt.engine.buffers import Buffers
+from ckpt.engine.sources import ItemDatabase, StoredChunk
+from ckpt.layout.shards import whole
+from ckpt.manifest import LeafEntry, decode, digest
+
+STATE = {
+    "a": np.ones((2, 2), np.float32),
+    "b": np.ones((600, 600), np.float32),
+    "j": jnp.ones((600, 600), jnp.float32),
+}
+
+
+def rewrite(step: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a manifest and give it the checksum of a whole one."""
+    path = step / "ckpt.json"
+    document = json.loads(path.read_bytes())
+    del document["checksum"]
+    change(document)
+    body = json.dumps(document, separators=(",", ":")).encode()[:-1]
+    path.write_bytes(body + b',"checksum":"xxh3_128:' + digest(body).encode() + b'"}\n')
+
+
+def leaf(number: int, **changes: Any) -> Callable[[dict[str, Any]], None]:
+    """Change members of one leaf; None takes a member away."""
+
+    def change(document: dict[str, Any]) -> None:
+        entry = document["items"]["state"]["leaves"][number]
+        for name, value in changes.items():
+            entry.pop(name, None)
+            if value is not None:
+                entry[name] = value
+
+    return change
+
+
+def files(*paths: str) -> Callable[[dict[str, Any]], None]:
+    def change(document: dict[str, Any]) -> None:
+        document["items"]["state"]["data_files"] = list(paths)
+
+    return change
+
+
+LIES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "chunks larger than the array": leaf(0, packed=None, chunks=[2**40, 2**40]),
+    "a chunk larger than the array": leaf(0, packed=None, chunks=[2, 2**36]),
+    "chunks larger than the array, not located": leaf(1, chunks=[2**47, 2**47], offsets=None),
+    "no elements, and huge": leaf(
+        0, packed=None, shape=[0, 2**48, 2**48], chunks=[1, 2**48, 2**48], digests=[], offsets=[]
+    ),
+    "a huge array": leaf(1, shape=[2**44], chunks=[2**44]),
+    "a huge array on a device": leaf(2, shape=[2**44], chunks=[2**44]),
+    "more bytes than a number holds": leaf(1, shape=[2**45, 2**18], chunks=[2**45, 2**18]),
+    "sixty-four dimensions": leaf(0, shape=[2**48] * 64, chunks=[2**48] * 64),
+    "a place beyond the file": leaf(1, offsets=[2**62]),
+    "a place before the file": leaf(1, offsets=[-1]),
+    "a place within the file, of other bytes": leaf(1, offsets=[64]),
+    "two places for one chunk": leaf(1, offsets=[0, 0]),
+    "a file that is not listed": leaf(1, files=[7]),
+    "a negative file": leaf(1, files=[-1]),
+    "files without places": leaf(1, offsets=None, files=[0]),
+    "no files": files(),
+    "a file that is not there": files("d/" + "0" * 32),
+    "a file outside the step": files("../../../etc/passwd"),
+    "an absolute path": files("/etc/passwd"),
+    "a path with a newline": files("d/" + "0" * 32 + "\n"),
+    "an unknown dtype": leaf(1, dtype="object"),
+    "another dtype": leaf(1, dtype="float64"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_manifest_that_lies_is_refused(tmp_path: Path, lie: str) -> None:
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        mgr.save(0, STATE).result()
+        rewrite(tmp_path / "0", LIES[lie])
+        with pytest.raises(errors.CheckpointError) as caught:
+            mgr.restore(0)
+        assert caught.value.step == 0
+        arena = mgr._service._engine.arena
+        assert arena.used == 0
+        # The manager goes on.
+        mgr.save(1, STATE).result()
+        mgr.restore(1)
+
+
+def test_no_read_goes_on_after_one_could_not_begin(tmp_path: Path) -> None:
+    """What was begun fills its memory, which is somebody else's once it is given back."""
+    step = tmp_path / "x"
+    array = np.ones((4096, 4096), np.float32)
+    ckpt.sync.save(step, {"a": array})
+    manifest = decode((step / "ckpt.json").read_bytes(), where="x")
+    [good] = manifest.items["state"].leaves
+    bad = LeafEntry(name="b", kind="numpy", dtype="float32", shape=[-1], chunks=[0])
+    region = whole((1024, 4096))
+    buffers = Buffers(Arena(1 << 30))
+
+    async def main() -> None:
+        database = ItemDatabase((step / "state").as_uri() + "/", "state")
+        for _ in range(5):
+            memory = buffers.empty(region.shape, np.dtype(np.float32))
+            other = buffers.empty(region.shape, np.dtype(np.float32))
+            chunk = StoredChunk(good, 0, region)
+            with pytest.raises((errors.CheckpointError, ValueError)):
+                await database.read([chunk, StoredChunk(bad, 0, whole((1,)))], [memory, memory])
+            memory[...] = 7
+            await database.read([chunk], [other])
+            assert (other == 1).all()
+            assert (memory == 7).all()
+
+    anyio.run(main)
