@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt import errors, policies, sync
+    from ckpt import errors, observers, policies, sync
     from ckpt.commit import Commit, Progress, StepInfo
     from ckpt.errors import CheckpointError
     from ckpt.events import Event
@@ -36,6 +36,7 @@ __all__ = [
     "errors",
     "load",
     "metadata",
+    "observers",
     "policies",
     "save",
     "sync",

@@ -1,0 +1,69 @@
+"""Arithmetic of intervals of time. Pure.
+
+An interval `(began, ended)` holds the instants from `began` up to, not including, `ended`; one that
+ends no later than it began holds none. Functions take intervals in any order, overlapping or not,
+and return them *merged*: ascending, none empty, none touching the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["Interval", "intersect", "measure", "merge", "pack"]
+
+Interval = tuple[int, int]
+
+
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the union of `intervals`."""
+    merged: list[Interval] = []
+    for began, ended in sorted(intervals):
+        if ended <= began:
+            continue
+        if merged and began <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], ended))
+        else:
+            merged.append((began, ended))
+    return merged
+
+
+def intersect(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interval]:
+    """Return what lies in the union of `left` and in that of `right`."""
+    ours, theirs = merge(left), merge(right)
+    common: list[Interval] = []
+    i = j = 0
+    while i < len(ours) and j < len(theirs):
+        began = max(ours[i][0], theirs[j][0])
+        ended = min(ours[i][1], theirs[j][1])
+        if began < ended:
+            common.append((began, ended))
+        # The one that ends first meets nothing further on the other side.
+        if ours[i][1] < theirs[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def measure(intervals: Iterable[Interval]) -> int:
+    """Return the length of the union of `intervals`."""
+    return sum(ended - began for began, ended in merge(intervals))
+
+
+def pack(intervals: Iterable[Interval]) -> list[int]:
+    """Return for each interval the first row, from 0, that is free when it begins.
+
+    Intervals are placed by their beginning, the longer of two first, so those within another come
+    to lie below it. One without length takes a place like any other.
+    """
+    numbered = list(enumerate(intervals))
+    numbered.sort(key=lambda each: (each[1][0], -each[1][1]))
+    rows = [0] * len(numbered)
+    free_from: list[int] = []
+    for number, (began, ended) in numbered:
+        row = next((i for i, free in enumerate(free_from) if free <= began), len(free_from))
+        if row == len(free_from):
+            free_from.append(began)
+        free_from[row] = max(began, ended)
+        rows[number] = row
+    return rows
