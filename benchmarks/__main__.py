@@ -1,4 +1,4 @@
-"""The command: `python -m benchmarks [--workload NAME ...] [--peer NAME ...] [--smoke]`."""
+"""The command: `python -m benchmarks [--workload NAME ...] [--peer NAME ...] [--smoke|--quick]`."""
 
 from __future__ import annotations
 
@@ -6,63 +6,91 @@ import argparse
 import os
 import sys
 import tempfile
+import traceback
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import machine, report, scenarios
+from benchmarks import charts, machine, picture, report, scenarios
 from benchmarks.peers import PEERS
+from benchmarks.processes import cpu_devices, in_new_process
 from benchmarks.results import Results
+from benchmarks.rounds import Setting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures checkpoint libraries side by side and writes JSON and Markdown."""
+    """Measures checkpoint libraries side by side and writes JSON, Markdown and charts."""
     chosen = _parse(arguments)
     # Restores go to host memory unless the caller's environment names another platform.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     peers = _available(chosen.peer)
     if not peers:
         raise SystemExit("no peer is installed: nothing to measure")
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=chosen.dir or default_dir()) as place:
-        facts = scenarios.in_new_process(machine.facts, Path(place))
+    publishes = not (chosen.out or chosen.workload or chosen.peer or chosen.smoke)
+    folder = report.RESULTS.parent if publishes else chosen.out
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-", dir=chosen.dir or default_dir()) as place,
+        cpu_devices(1),
+    ):
+        facts = in_new_process(machine.facts, Path(place))
         if facts["file_system"] == "tmpfs":
             sys.stderr.write("warning: tmpfs has no disk behind it; fsync costs nothing there\n")
-        done = scenarios.run_all(
-            chosen.workload,
-            peers=peers,
-            rounds=chosen.rounds,
-            smoke=chosen.smoke,
-            directory=Path(place),
+        done, failed = scenarios.run_all(
+            chosen.workload or list(scenarios.SCENARIOS),
+            Setting(tuple(peers), 1, chosen.smoke, Path(place)),
+            scenarios.Amount(chosen.smoke, chosen.quick, chosen.rounds),
         )
-    run = Results(chosen.smoke, datetime.now(UTC).date().isoformat(), facts, done)
-    tables = report.markdown(run)
-    sys.stdout.write(tables)
-    if chosen.out is not None:
-        chosen.out.mkdir(parents=True, exist_ok=True)
-        run.write(chosen.out / "results.json")
-        (chosen.out / "results.md").write_text(tables, encoding="utf-8")
+        run = Results(chosen.smoke, datetime.now(UTC).date().isoformat(), facts, done)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            # Of the record behind the page, a run that failed somewhere replaces nothing.
+            run.write(folder / ("incomplete.json" if publishes and failed else "results.json"))
+            if not _draw(folder, Path(place, picture.NAME), chosen.smoke):
+                failed.append(picture.NAME)
+    sys.stdout.write(report.markdown(run))
+    if publishes and not failed:
+        report.publish(run, report.PAGE)
+    elif chosen.out is not None:
+        charts.draw(run, chosen.out)
+        (chosen.out / "results.md").write_text(report.markdown(run), encoding="utf-8")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def _draw(folder: Path, directory: Path, smoke: bool) -> bool:
+    """Draws the picture of one save; tells whether that worked."""
+    try:
+        in_new_process(picture.draw, folder, directory, smoke)
+    except Exception:
+        traceback.print_exc()
+        return False
+    return True
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=main.__doc__)
     add = parser.add_argument
-    add("--workload", nargs="+", choices=scenarios.NAMES, help="default: all")
+    add("--workload", nargs="+", choices=list(scenarios.SCENARIOS), metavar="NAME",
+        help=f"of {', '.join(scenarios.SCENARIOS)}; default: all")  # fmt: skip
     add("--peer", nargs="+", choices=list(PEERS), help="default: all that are installed")
-    add("--rounds", type=int, help="rounds after the first one; default: 7, or 2 with --smoke")
-    add("--out", type=Path, help="folder for results.json and results.md; default: "
-        f"{report.RESULTS.parent}, or nothing is written with --smoke")  # fmt: skip
+    add("--rounds", type=int, help="rounds of every scenario after its first one; default: what "
+        "suits the scenario")  # fmt: skip
+    add("--out", type=Path, help="folder for results.json, results.md and charts; default: a "
+        f"run of everything goes to {report.PAGE} and {report.RESULTS.parent}, another one is "
+        "only shown")  # fmt: skip
     add("--dir", type=Path, help="write checkpoints inside a temporary folder here; default: "
         "the disk of the working directory")  # fmt: skip
-    add("--smoke", action="store_true", help="tiny sizes: shows that it runs, measures nothing")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="real sizes, few rounds: 15 minutes")
+    size.add_argument(
+        "--smoke", action="store_true", help="tiny sizes: shows that it runs, measures nothing"
+    )
     chosen = parser.parse_args(arguments)
-    chosen.workload = chosen.workload or list(scenarios.NAMES)
-    chosen.peer = chosen.peer or list(PEERS)
-    chosen.rounds = chosen.rounds or (2 if chosen.smoke else 7)
-    if chosen.out is None and not chosen.smoke:
-        chosen.out = report.RESULTS.parent
+    if chosen.rounds is not None and chosen.rounds < 1:
+        parser.error("--rounds: at least 1")
     return chosen
 
 
@@ -72,9 +100,9 @@ def default_dir() -> Path:
     return temporary if temporary.stat().st_dev == here.stat().st_dev else here
 
 
-def _available(names: Sequence[str]) -> list[str]:
+def _available(names: Sequence[str] | None) -> list[str]:
     available = []
-    for name in names:
+    for name in names or PEERS:
         missing = PEERS[name].missing()
         if missing is None:
             available.append(name)

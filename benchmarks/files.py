@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from benchmarks.trees import JaxTrees
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
@@ -31,7 +33,7 @@ class Saved:
         return None
 
 
-class SafetensorsPeer:
+class SafetensorsPeer(JaxTrees):
     """`safetensors.flax`: one file, then fsync of the file and its directory."""
 
     is_asynchronous = False
@@ -40,37 +42,37 @@ class SafetensorsPeer:
         self._safetensors = importlib.import_module("safetensors.flax")
         self._directory = directory
 
-    def _path(self, step: int) -> Path:
+    def place(self, step: int) -> Path:
         return self._directory / f"{step}.safetensors"
 
     def save(self, step: int, tree: PyTree) -> None:
         leaves, _ = jax.tree.flatten_with_path(tree)
         tensors = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-        self._safetensors.save_file(tensors, self._path(step))
-        _fsync(self._path(step))
-        _fsync(self._directory)
+        self._safetensors.save_file(tensors, self.place(step))
+        fsync(self.place(step))
+        fsync(self._directory)
 
     def save_async(self, step: int, tree: PyTree) -> Saved:
         self.save(step, tree)
         return Saved()
 
-    def restore(self, step: int, like: PyTree) -> PyTree:
-        tensors = self._safetensors.load_file(self._path(step))
+    def restore(self, step: int, target: PyTree) -> PyTree:
+        tensors = self._safetensors.load_file(self.place(step))
         return jax.tree.map_with_path(
             lambda path, leaf: jax.device_put(
                 tensors[jax.tree_util.keystr(path)], getattr(leaf, "sharding", None)
             ),
-            like,
+            target,
         )
 
     def delete(self, step: int) -> None:
-        self._path(step).unlink()
+        self.place(step).unlink()
 
     def close(self) -> None:
         return None
 
 
-class RawPeer:
+class RawPeer(JaxTrees):
     """All bytes in one file, no structure: what one stream of the disk gives.
 
     It reads into one buffer that it keeps, then copies to the devices, because memory touched
@@ -85,50 +87,64 @@ class RawPeer:
 
     def save(self, step: int, tree: PyTree) -> None:
         hosts = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-        with open(self._directory / str(step), "wb", buffering=0) as file:
-            _write_all(file.fileno(), [host.reshape(-1).view(np.uint8) for host in hosts])
-            os.fsync(file.fileno())
-        _fsync(self._directory)
+        write_all(self.place(step), [host.reshape(-1).view(np.uint8) for host in hosts])
+        fsync(self._directory)
 
     def save_async(self, step: int, tree: PyTree) -> Saved:
         self.save(step, tree)
         return Saved()
 
-    def restore(self, step: int, like: PyTree) -> PyTree:
-        path = self._directory / str(step)
+    def restore(self, step: int, target: PyTree) -> PyTree:
+        path = self.place(step)
         size = path.stat().st_size
         if self._buffer.size < size:
             self._buffer = np.empty(size, np.uint8)
-        _read_all(path, self._buffer.data[:size])
-        targets, structure = jax.tree.flatten(like)
-        views, offset = [], 0
-        for target in targets:
-            end = offset + target.size * target.dtype.itemsize
-            views.append(self._buffer[offset:end].view(target.dtype).reshape(target.shape))
-            offset = end
-        shardings = [target.sharding for target in targets]
-        placed = jax.device_put(views, shardings, may_alias=False)
+        read_all(path, self._buffer.data[:size])
+        leaves, structure = jax.tree.flatten(target)
+        views = split(self._buffer, leaves)
+        placed = jax.device_put(views, [leaf.sharding for leaf in leaves], may_alias=False)
         return jax.tree.unflatten(structure, jax.block_until_ready(placed))
 
+    def place(self, step: int) -> Path:
+        return self._directory / str(step)
+
     def delete(self, step: int) -> None:
-        (self._directory / str(step)).unlink()
+        self.place(step).unlink()
 
     def close(self) -> None:
         self._buffer = np.empty(0, np.uint8)
 
 
-def _write_all(descriptor: int, buffers: Iterable[np.ndarray]) -> None:
-    # Linux takes at most 1,024 buffers and about 2 GiB in one writev, and may write less.
-    rest = deque(buffer.data for buffer in buffers if buffer.nbytes)
-    while rest:
-        written = os.writev(descriptor, list(islice(rest, 1024)))
-        while rest and written >= len(rest[0]):
-            written -= len(rest.popleft())
-        if written:
-            rest[0] = rest[0][written:]
+def split(buffer: np.ndarray, leaves: Iterable[Any]) -> list[np.ndarray]:
+    """Returns views of `buffer`, one after another, in the shapes and dtypes of `leaves`."""
+    views, offset = [], 0
+    for leaf in leaves:
+        end = offset + leaf.size * leaf.dtype.itemsize
+        views.append(buffer[offset:end].view(leaf.dtype).reshape(leaf.shape))
+        offset = end
+    return views
 
 
-def _read_all(path: Path, buffer: memoryview) -> None:
+def write_all(path: Path, buffers: Iterable[np.ndarray]) -> None:
+    """Writes `uint8` buffers to a file, one after another, and fsyncs it."""
+    with open(path, "wb", buffering=0) as file:
+        # Linux takes at most 1,024 buffers and about 2 GiB in one writev, and may write less.
+        rest = deque(buffer.data for buffer in buffers if buffer.nbytes)
+        while rest:
+            written = os.writev(file.fileno(), list(islice(rest, 1024)))
+            while rest and written >= len(rest[0]):
+                written -= len(rest.popleft())
+            if written:
+                rest[0] = rest[0][written:]
+        os.fsync(file.fileno())
+
+
+def read_all(path: Path, buffer: memoryview) -> None:
+    """Fills `buffer` from a file.
+
+    Raises:
+        EOFError: The file is shorter.
+    """
     with open(path, "rb", buffering=0) as file:
         while buffer:
             read = file.readinto(buffer)
@@ -137,7 +153,8 @@ def _read_all(path: Path, buffer: memoryview) -> None:
             buffer = buffer[read:]
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Makes a file or a directory durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -19,6 +19,7 @@ _DISTRIBUTIONS = (
     "tensorstore",
     "orbax-checkpoint",
     "safetensors",
+    "torch",
     "uvloop",
 )
 

@@ -1,4 +1,4 @@
-"""Training lost per save: what an asynchronous save costs a donating train step.
+"""Training lost per save: what an asynchronous save costs a real, donating train loop.
 
 Blocked time alone flatters a peer that keeps views of the buffers: the runtime then copies them
 inside the next step. Lost time is the blocked time plus, for every step until the commit, the
@@ -8,124 +8,101 @@ is signed.
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections import defaultdict
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import workloads
-from benchmarks.measure import check_equal, collected, opened, report_turn, settle
 from benchmarks.results import Scenario
+from benchmarks.rounds import Log, Setting, in_turn, opened, settle
+from benchmarks.trainer import Trainer, typical
+from benchmarks.trees import check_equal, size_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from benchmarks.peers import Peer
+    from benchmarks.peers import Peer, Pending
 
 PyTree = Any
 
-NAME = "overlap"
-_SETTLING_STEPS = 3
+NAME = KIND = "overlap"
 _UNDISTURBED_STEPS = 15
 # A save that commits within a step may still have made the next ones slower.
 _LEAST_STEPS_AFTER_SAVE = 3
+# One save in this many seconds of training, for the figure in steps per second. A slower commit
+# makes it longer.
+_SAVE_EVERY_SECONDS = 2.0
+# How closely the end of a save is told; a closer look would itself slow the steps.
+_LOOK_SECONDS = 0.005
 
 
-def run(*, peers: Sequence[str], rounds: int, smoke: bool, directory: Path) -> Scenario:
-    """Returns what saves cost a train step; call it in a fresh process.
+def run(setting: Setting) -> Scenario:
+    """Returns what saves cost a train loop; call it in a fresh process.
 
-    Peers without an asynchronous save are left out. See `benchmarks.measure.run` for the
-    arguments.
+    Peers without an asynchronous save are left out.
     """
-    state = workloads.make(state_shapes(smoke))
-    samples: dict[str, dict[str, list[float]]] = {}
-    with opened(peers, directory) as every:
-        running = {name: peer for name, peer in every.items() if peer.is_asynchronous}
-        for turn in range(rounds + 1):
-            for name, peer in running.items():
-                state, seconds = _one_turn(peer, state, turn, check=turn == 0)
-                for measure, value in seconds.items():
-                    samples.setdefault(name, defaultdict(list))[measure].append(value)
-                report_turn(NAME, turn, rounds, name, seconds)
+    trainer = Trainer(setting.smoke)
+    log = Log(NAME, setting.rounds)
+    every = 0.2 if setting.smoke else _SAVE_EVERY_SECONDS
+    with opened(setting.asynchronous, setting.directory) as running:
+        for turn in range(setting.rounds + 1):
+            for name, peer in in_turn(running, turn):
+                log.add(turn, name, _one_turn(peer, trainer, turn, every, check=turn == 0))
     return Scenario(
         name=NAME,
-        kind="overlap",
+        kind=KIND,
         summary="params and both Adam moments under a donating train step",
-        leaves=len(jax.tree.leaves(state)),
-        size_bytes=workloads.size_bytes(state),
-        measures=collected(samples),
+        leaves=len(jax.tree.leaves(trainer.state)),
+        size_bytes=size_bytes(trainer.state),
+        measures=log.samples(),
+        facts={"save_every_seconds": every},
     )
 
 
-def state_shapes(smoke: bool) -> workloads.Shapes:
-    """Returns 384 MiB (smoke: 12 MiB): params, both moments, and a counter."""
-    count, rows = (4, 256) if smoke else (24, 1365)
-    params = {f"layer_{i:02d}": workloads.f32(rows, 1024) for i in range(count)}
-    return {"params": params, "mu": params, "nu": params, "step": workloads.int32()}
-
-
-@partial(jax.jit, donate_argnums=0)
-def train_step(state: PyTree) -> PyTree:
-    """Returns the next state; every buffer is read and written once, in place."""
-
-    def update(param: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
-        gradient = 0.1 * param
-        mu = 0.9 * mu + 0.1 * gradient
-        nu = 0.99 * nu + 0.01 * gradient * gradient
-        return param - 1e-3 * mu / (jnp.sqrt(jnp.abs(nu)) + 1e-8), mu, nu
-
-    updated = jax.tree.map(update, state["params"], state["mu"], state["nu"])
-    params, mu, nu = ({layer: values[i] for layer, values in updated.items()} for i in range(3))
-    return {"params": params, "mu": mu, "nu": nu, "step": state["step"] + 1}
-
-
-def _timed_step(state: PyTree) -> tuple[PyTree, float]:
-    start = time.perf_counter()
-    state = jax.block_until_ready(train_step(state))
-    return state, time.perf_counter() - start
-
-
-def _undisturbed(state: PyTree) -> tuple[PyTree, float]:
-    times = []
-    for _ in range(_SETTLING_STEPS + _UNDISTURBED_STEPS):
-        state, seconds = _timed_step(state)
-        times.append(seconds)
-    return state, statistics.median(times[_SETTLING_STEPS:])
-
-
 def _one_turn(
-    peer: Peer, state: PyTree, step: int, *, check: bool
-) -> tuple[PyTree, dict[str, float]]:
+    peer: Peer, trainer: Trainer, step: int, every: float, *, check: bool
+) -> dict[str, float]:
     settle()
-    state, undisturbed = _undisturbed(state)
-    expected = jax.block_until_ready(jax.tree.map(jnp.copy, state)) if check else None
+    calm = trainer.undisturbed(_UNDISTURBED_STEPS)
+    window = max(_LEAST_STEPS_AFTER_SAVE, round(every / typical(calm)))
+    expected = jax.tree.map(jnp.copy, trainer.state) if check else None
+    adopted = peer.adopt(jax.block_until_ready(trainer.state))
 
     start = time.perf_counter()
-    pending = peer.save_async(step, state)
+    pending = peer.save_async(step, adopted)
     blocked = time.perf_counter() - start
-    times: list[float] = []
-    committed = None
-    while committed is None or len(times) < _LEAST_STEPS_AFTER_SAVE:
-        state, seconds = _timed_step(state)
-        times.append(seconds)
-        if committed is None and pending.done():
-            committed = time.perf_counter() - start
+    del adopted  # a view of a buffer would make the next donation a copy
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        # In a thread, because a step is long: at its end the commit may be long over.
+        ended = executor.submit(_time_of_end, pending)
+        saving = trainer.until(lambda steps: ended.done() and steps >= _LEAST_STEPS_AFTER_SAVE)
+    committed = ended.result() - start
+    after = trainer.until(lambda steps: len(saving) + steps >= window)
+    wall = time.perf_counter() - start
     pending.wait()
+    # Undisturbed steps from before and after, because the machine drifts.
+    undisturbed = typical(calm + trainer.undisturbed(_UNDISTURBED_STEPS))
 
     if expected is not None:
-        check_equal(peer.restore(step, workloads.abstract(expected)), expected)
+        restored = peer.restore(step, peer.target(expected))
+        check_equal(peer.as_jax(restored, expected), expected)
     peer.delete(step)
-    slowdown = sum(seconds - undisturbed for seconds in times)
-    return state, {
+    slowdown = sum(seconds - undisturbed for seconds in saving)
+    return {
         "lost": blocked + slowdown,
         "blocked": blocked,
         "slowdown": slowdown,
-        "worst_step": max(times),
+        "worst_step": max(saving),
         "undisturbed_step": undisturbed,
         "committed": committed,
+        # The share of the save's duration in which training went on as if there were no save.
+        "overlap_ratio": 1 - (blocked + slowdown) / max(committed, blocked),
+        "saving_steps_per_second": (len(saving) + len(after)) / wall,
+        "calm_steps_per_second": 1 / undisturbed,
     }
+
+
+def _time_of_end(pending: Pending) -> float:
+    while not pending.done():
+        time.sleep(_LOOK_SECONDS)
+    return time.perf_counter()

@@ -1,4 +1,4 @@
-"""What every library under test can do, and the libraries themselves.
+"""What every library under test can do, and the list of them.
 
 To add one: write a class with the methods of `Peer` and a line in `PEERS`. Each peer runs at its
 defaults; a tuned variant is a peer of its own, with a name that says so.
@@ -6,15 +6,14 @@ defaults; a tuned variant is a peer of its own, with a name that says so.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import logging
-from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from benchmarks.files import RawPeer, SafetensorsPeer
+from benchmarks.managers import CkptPeer, OrbaxPeer
+from benchmarks.torch_dcp import DcpPeer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -36,9 +35,28 @@ class Pending(Protocol):
 
 
 class Peer(Protocol):
-    """A checkpoint library at work in one directory of its own."""
+    """A checkpoint library at work in one directory of its own.
 
-    is_asynchronous: bool
+    Trees are JAX arrays everywhere but in a peer of another framework, whose own kind of tree is
+    made by `adopt` and `target` and turned back by `as_jax`; those three are never timed.
+    """
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether `save_async` returns before the step is durable."""
+        ...
+
+    def adopt(self, tree: PyTree) -> PyTree:
+        """Returns what the peer saves, without a copy."""
+        ...
+
+    def target(self, tree: PyTree) -> PyTree:
+        """Returns what the peer restores into: shapes, dtypes and shardings of `tree`."""
+        ...
+
+    def as_jax(self, restored: PyTree, like: PyTree) -> PyTree:
+        """Returns a restored tree as JAX arrays in the structure of `like`."""
+        ...
 
     def save(self, step: int, tree: PyTree) -> None:
         """Returns when the step is as durable as the library ever promises."""
@@ -48,8 +66,12 @@ class Peer(Protocol):
         """Returns as soon as the caller may donate the buffers of `tree`."""
         ...
 
-    def restore(self, step: int, like: PyTree) -> PyTree:
-        """Returns the saved tree with the structure and the shardings of `like`."""
+    def restore(self, step: int, target: PyTree) -> PyTree:
+        """Returns the saved tree in the form of `target`."""
+        ...
+
+    def place(self, step: int) -> Path:
+        """Returns the file or the folder of the step."""
         ...
 
     def delete(self, step: int) -> None:
@@ -69,6 +91,8 @@ class PeerKind:
     module: str | None
     distribution: str | None
     promise: str
+    is_asynchronous: bool = False
+    takes_sharded: bool = True
 
     def missing(self) -> str | None:
         """Returns the name of the package that is not installed, or None."""
@@ -81,87 +105,6 @@ class PeerKind:
         return None if found else self.distribution
 
 
-class CkptPeer:
-    """`ckpt.sync.CheckpointManager`, the face that plain loops use."""
-
-    is_asynchronous = True
-
-    def __init__(self, directory: Path) -> None:
-        sync = importlib.import_module("ckpt.sync")
-        self._stack = ExitStack()
-        self._manager = self._stack.enter_context(sync.CheckpointManager(directory))
-
-    def save(self, step: int, tree: PyTree) -> None:
-        self.save_async(step, tree).wait()
-
-    def save_async(self, step: int, tree: PyTree) -> Pending:
-        commit = self._manager.save(step, tree)
-        if not commit:
-            raise RuntimeError(f"ckpt skipped the save of step {step}: {commit.skipped}")
-        return _CkptPending(commit)
-
-    def restore(self, step: int, like: PyTree) -> PyTree:
-        return self._manager.restore(step, like=like)
-
-    def delete(self, step: int) -> None:
-        self._manager.delete(step)
-
-    def close(self) -> None:
-        self._stack.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _CkptPending:
-    commit: Any
-
-    def done(self) -> bool:
-        return bool(self.commit.done())
-
-    def wait(self) -> None:
-        self.commit.result()
-
-
-class OrbaxPeer:
-    """Orbax's v0 `CheckpointManager` with `StandardSave` and `StandardRestore`, asynchronous."""
-
-    is_asynchronous = True
-
-    def __init__(self, directory: Path) -> None:
-        self._ocp = importlib.import_module("orbax.checkpoint")
-        # Orbax logs several lines per save through absl; a terminal would be part of the timing.
-        importlib.import_module("absl.logging").set_verbosity("error")
-        logging.getLogger("absl").setLevel(logging.ERROR)
-        self._manager = self._ocp.CheckpointManager(directory)
-
-    def save(self, step: int, tree: PyTree) -> None:
-        self.save_async(step, tree).wait()
-
-    def save_async(self, step: int, tree: PyTree) -> Pending:
-        if not self._manager.save(step, args=self._ocp.args.StandardSave(tree)):
-            raise RuntimeError(f"orbax skipped the save of step {step}")
-        return _OrbaxPending(self._manager)
-
-    def restore(self, step: int, like: PyTree) -> PyTree:
-        return self._manager.restore(step, args=self._ocp.args.StandardRestore(like))
-
-    def delete(self, step: int) -> None:
-        self._manager.delete(step)
-
-    def close(self) -> None:
-        self._manager.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _OrbaxPending:
-    manager: Any
-
-    def done(self) -> bool:
-        return not self.manager.is_saving_in_progress()
-
-    def wait(self) -> None:
-        self.manager.wait_until_finished()
-
-
 PEERS: Mapping[str, PeerKind] = MappingProxyType(
     {
         "ckpt": PeerKind(
@@ -169,12 +112,22 @@ PEERS: Mapping[str, PeerKind] = MappingProxyType(
             "ckpt.sync",
             "ckpt-jax",
             "every file and directory fsynced before it is acknowledged",
+            is_asynchronous=True,
         ),
         "orbax": PeerKind(
             OrbaxPeer,
             "orbax.checkpoint",
             "orbax-checkpoint",
             "array data fsynced; metadata files and the final rename are not",
+            is_asynchronous=True,
+        ),
+        "dcp": PeerKind(
+            DcpPeer,
+            "torch",
+            "torch",
+            "files fsynced; the directory is not",
+            is_asynchronous=True,
+            takes_sharded=False,
         ),
         "safetensors": PeerKind(
             SafetensorsPeer,

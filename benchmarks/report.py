@@ -1,8 +1,7 @@
 """Turns recorded runs into Markdown, and keeps the tables of docs/performance.md current.
 
 `python -m benchmarks.report` rewrites what stands between the two markers of the page, from the
-recorded run alone; text around them is kept. A page that does not exist starts from
-`performance.template.md`.
+recorded run alone, and draws its charts; the text around the markers is kept.
 """
 
 from __future__ import annotations
@@ -12,27 +11,31 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import results
+from benchmarks import charts, results, tables, targets
+from benchmarks.figures import table
 from benchmarks.peers import PEERS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from benchmarks.results import Results, Sample, Scenario
+    from benchmarks.results import Results, Scenario
 
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
-BASELINE = "orbax"
-RESULTS = Path("benchmarks/results/results.json")
 PAGE = Path("docs/performance.md")
-_TEMPLATE = Path(__file__).with_name("performance.template.md")
+RESULTS = Path("docs/performance/results.json")
 
 
-def markdown(run: Results) -> str:
-    """Returns the tables of a run, with the facts needed to read them."""
-    blocks = [_heading(run)]
+def markdown(run: Results, pictures: str = "") -> str:
+    """Returns the tables of a run, with the facts needed to read them.
+
+    Args:
+        run: The run.
+        pictures: Markdown that is shown after the targets.
+    """
+    blocks = [_heading(run), "### Targets", targets.markdown(run)]
+    blocks += [pictures] if pictures else []
     for scenario in run.scenarios:
-        table = _overlap_table if scenario.kind == "overlap" else _throughput_table
-        blocks += [f"### {scenario.name}: {_size(scenario)}, {scenario.summary}", table(scenario)]
+        blocks += [f"### {_title(scenario)}", tables.of(scenario)]
     blocks.append(_promises(run))
     return "\n\n".join(blocks) + "\n"
 
@@ -50,6 +53,29 @@ def update_page(page: str, tables: str) -> str:
     return f"{before}{START}\n\n{tables}\n{END}{after}"
 
 
+def publish(run: Results, page: Path) -> None:
+    """Draws the charts of a run and records it in a folder beside the page; rewrites its tables."""
+    folder = page.with_suffix("")
+    charts.draw(run, folder)
+    run.write(folder / RESULTS.name)
+    text = update_page(page.read_text(encoding="utf-8"), markdown(run, _pictures(folder)))
+    page.write_text(text, encoding="utf-8")
+    sys.stderr.write(f"wrote {page}\n")
+
+
+def _pictures(folder: Path) -> str:
+    """Returns the pictures that a folder beside the page has, and links to what else it has."""
+    blocks = [
+        f"![{caption}]({folder.name}/{name}.png)"
+        for name, caption in charts.CAPTIONS.items()
+        if (folder / f"{name}.png").exists()
+    ]
+    samples = f"Every sample: [{RESULTS.name}]({folder.name}/{RESULTS.name})."
+    if (folder / "overlap.html").exists():
+        samples += f" The save above, to look into: [overlap.html]({folder.name}/overlap.html)."
+    return "\n\n".join([*blocks, samples])
+
+
 def _heading(run: Results) -> str:
     machine = run.machine
     versions = ", ".join(
@@ -63,112 +89,32 @@ def _heading(run: Results) -> str:
     )
 
 
-def _size(scenario: Scenario) -> str:
-    return f"{scenario.size_bytes / 2**20:,.0f} MiB in {scenario.leaves:,} leaves"
-
-
-def _throughput_table(scenario: Scenario) -> str:
-    head = (
-        "peer", "save", "MB/s", "vs Orbax", "first save", "blocked", "vs Orbax",
-        "restore", "MB/s", "vs Orbax",
-    )  # fmt: skip
-    rows = []
-    for peer, measures in scenario.measures.items():
-        save, blocked, restore = measures["save"], measures["blocked"], measures["restore"]
-        rows.append(
-            (
-                peer,
-                _spread(save),
-                _rate(scenario, save),
-                _ratio(scenario, "save", save),
-                _time(save.first),
-                _spread(blocked),
-                _ratio(scenario, "blocked", blocked),
-                _spread(restore),
-                _rate(scenario, restore),
-                _ratio(scenario, "restore", restore),
-            )
-        )
-    return _table(head, rows)
-
-
-def _overlap_table(scenario: Scenario) -> str:
-    head = (
-        "peer", "lost per save", "vs Orbax", "first save", "blocked", "slowdown of steps",
-        "slowest step", "undisturbed step", "committed after",
-    )  # fmt: skip
-    rows = [
-        (
-            peer,
-            _spread(measures["lost"]),
-            _ratio(scenario, "lost", measures["lost"]),
-            _time(measures["lost"].first),
-            _spread(measures["blocked"]),
-            _spread(measures["slowdown"]),
-            _spread(measures["worst_step"]),
-            _spread(measures["undisturbed_step"]),
-            _spread(measures["committed"]),
-        )
-        for peer, measures in scenario.measures.items()
-    ]
-    return _table(head, rows)
+def _title(scenario: Scenario) -> str:
+    mib = scenario.size_bytes / 2**20
+    return f"{scenario.name}: {mib:,.0f} MiB in {scenario.leaves:,} leaves, {scenario.summary}"
 
 
 def _promises(run: Results) -> str:
     peers = dict.fromkeys(peer for scenario in run.scenarios for peer in scenario.measures)
     rows = [(peer, PEERS[peer].promise) for peer in peers if peer in PEERS]
-    return "What is on disk when a save is called done:\n\n" + _table(
+    return "What is on disk when a save is called done:\n\n" + table(
         ("peer", "promise"), rows, align="---"
     )
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, align: str = "---:") -> str:
-    lines = [head, ["---", *[align] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _digits(value: float) -> str:
-    """Returns a number with three digits, or with all of its whole ones."""
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def _time(seconds: float) -> str:
-    return f"{_digits(seconds)} s" if abs(seconds) >= 1 else f"{_digits(seconds * 1e3)} ms"
-
-
-def _spread(sample: Sample) -> str:
-    unit, factor = ("s", 1.0) if abs(sample.median) >= 1 else ("ms", 1e3)
-    median, low, high = (_digits(x * factor) for x in (sample.median, sample.low, sample.high))
-    return f"{median} {unit} ({low} to {high})"
-
-
-def _rate(scenario: Scenario, sample: Sample) -> str:
-    return f"{scenario.size_bytes / sample.median / 1e6:,.0f}"
-
-
-def _ratio(scenario: Scenario, measure: str, sample: Sample) -> str:
-    baseline = scenario.measures.get(BASELINE)
-    if baseline is None or sample.median <= 0:
-        return ""
-    ratio = baseline[measure].median / sample.median
-    return f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.2g}x"
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Rewrites the tables of the page from a recorded run."""
+    """Rewrites the tables and charts of the page from recorded runs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=main.__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
-    parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s")
+    add = parser.add_argument
+    add("--results", type=Path, nargs="+", default=[RESULTS], help="files of runs on one machine; "
+        "of a scenario in two of them, the later; default: %(default)s")  # fmt: skip
+    add("--page", type=Path, default=PAGE, help="default: %(default)s")
     chosen = parser.parse_args(arguments)
 
-    run = results.read(chosen.results)
+    run = results.merged([results.read(path) for path in chosen.results])
     if run.smoke:
-        parser.error(f"{chosen.results} is a smoke run: its figures are not for publication")
-    source = chosen.page if chosen.page.exists() else _TEMPLATE
-    page = update_page(source.read_text(encoding="utf-8"), markdown(run))
-    chosen.page.parent.mkdir(parents=True, exist_ok=True)
-    chosen.page.write_text(page, encoding="utf-8")
-    sys.stdout.write(f"wrote {chosen.page}\n")
+        parser.error("a smoke run: its figures are not for publication")
+    publish(run, chosen.page)
 
 
 if __name__ == "__main__":
