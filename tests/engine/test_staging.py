@@ -169,7 +169,7 @@ def test_chunks_of_any_shape(chunk: tuple[int, int], dtype: str, layout: str | N
         check([leaf], [host], 1 << 20)
 
 
-@pytest.mark.parametrize("chunk", [(3, 11), (5, 7), (9, 44), (56, 10), (100, 100), (30, 23)])
+@pytest.mark.parametrize("chunk", [(3, 11), (5, 7), (9, 44), (56, 10), (56, 44), (30, 23)])
 def test_chunks_of_any_shape_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: tuple[int, int]
 ) -> None:
@@ -374,9 +374,9 @@ def test_page_locked_memory_has_the_same_bytes(dtype: str) -> None:
         # What is there already stays where it is.
         again = to_page_locked(moved)
         assert again.sharding.memory_kind == "pinned_host"
-        assert np.asarray(again).tobytes() == host.tobytes()
-        assert host_copies([array, moved]) == []
+        assert host_copies([array, moved, again]) == []
         assert np.asarray(moved).tobytes() == host.tobytes()
+        assert np.asarray(again).tobytes() == host.tobytes()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
