@@ -183,6 +183,7 @@ async def _run(
     session.end_staging()
     blocked.close()
     on_safe()
+    session.returned.set()
     entries = {name: await commit for name, commit in pending.items()}
     # Past this point a cancelled save may still be published; before it, never.
     await anyio.lowlevel.checkpoint()

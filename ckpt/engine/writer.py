@@ -68,6 +68,7 @@ class SaveSession:
         created_ns: Unix time in nanoseconds at which the save began.
         on_staged: Called once no more staging memory is needed.
         attempt: The attempt; it may be written to once `attempt_ready` is set.
+        returned: Set when the caller of the save does not wait for it any more.
         files: Size and digest of every file of the step.
     """
 
@@ -82,6 +83,7 @@ class SaveSession:
     on_staged: Callable[[], None]
     attempt_ready: anyio.Event = field(default_factory=anyio.Event)
     attempt: Attempt | None = None
+    returned: anyio.Event = field(default_factory=anyio.Event)
     files: dict[str, FileEntry] = field(default_factory=dict)
     blocks: list[Block] = field(default_factory=list)
     # What still stages: the handlers' calls, as one, and what goes on behind the caller's back.
@@ -143,7 +145,6 @@ class _ItemWrite:
         left: Granules whose digests are still to come.
         staged: Granules that wait for a lane, as many as `ready` counts.
         turns: Handed out to lanes, one for every granule.
-        safe: Set when the caller waits for no stager any more.
         running: Tasks that still write; `durable` is set when there are none.
     """
 
@@ -155,7 +156,6 @@ class _ItemWrite:
     staged: deque[_Staged] = field(default_factory=deque)
     ready: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(0))
     running: int = 0
-    safe: anyio.Event = field(default_factory=anyio.Event)
     hashed: anyio.Event = field(default_factory=anyio.Event)
     durable: anyio.Event = field(default_factory=anyio.Event)
 
@@ -201,7 +201,6 @@ class EngineItemWriter:
             session.begin_staging()
             self._start(write, self._stage_held, write, held)
         await self._stage_all(write, at_once)
-        write.safe.set()
         # What outlives this call must not keep the caller's arrays alive.
         kept = [None if _is_array(leaf) else leaf for leaf in leaves]
         return Deferred(partial(self._finish, write, kept))
@@ -288,8 +287,8 @@ class EngineItemWriter:
         written = anyio.Event()
 
         async def take_digests() -> None:
-            # Not beside the stagers, whom the caller waits for: writing needs no core, this does.
-            await _first_of(write.safe, written)
+            # Not while the caller waits: writing needs no core, this does.
+            await _first_of(session.returned, written)
             with session.recorder.phase("digest", granule.nbytes, lane, number):
                 found, entry = await self.in_thread(_digests, granule, plan.leaves, memory)
             session.files[path] = entry
