@@ -10,50 +10,72 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt import errors, observers, policies, sync
+    from ckpt import errors, handlers, observers, policies, surgery, sync
     from ckpt.commit import Commit, Progress, StepInfo
     from ckpt.errors import CheckpointError
     from ckpt.events import Event
     from ckpt.handlers.base import Handler
-    from ckpt.layout.structure import Record
+    from ckpt.handlers.json import JsonHandler
+    from ckpt.handlers.pytree import PyTreeHandler
+    from ckpt.layout.adapt import Adapt, RestoreReport
+    from ckpt.layout.classes import Record
+    from ckpt.layout.formats import ArrayFormat, Blosc, Zstd
     from ckpt.manager import CheckpointManager
     from ckpt.oneshot import load, metadata, save
     from ckpt.settings import Staging
-    from ckpt.stepinfo import LeafInfo, StepMetadata
+    from ckpt.stepinfo import ItemInfo, LeafInfo, StepMetadata
 
 __all__ = [
+    "Adapt",
+    "ArrayFormat",
+    "Blosc",
     "CheckpointError",
     "CheckpointManager",
     "Commit",
     "Event",
     "Handler",
+    "ItemInfo",
+    "JsonHandler",
     "LeafInfo",
     "Progress",
+    "PyTreeHandler",
     "Record",
+    "RestoreReport",
     "Staging",
     "StepInfo",
     "StepMetadata",
+    "Zstd",
     "errors",
+    "handlers",
     "load",
     "metadata",
     "observers",
     "policies",
     "save",
+    "surgery",
     "sync",
 ]
 
 _HOMES = {
+    "Adapt": "ckpt.layout.adapt",
+    "ArrayFormat": "ckpt.layout.formats",
+    "Blosc": "ckpt.layout.formats",
     "CheckpointError": "ckpt.errors",
     "CheckpointManager": "ckpt.manager",
     "Commit": "ckpt.commit",
     "Event": "ckpt.events",
     "Handler": "ckpt.handlers.base",
+    "ItemInfo": "ckpt.stepinfo",
+    "JsonHandler": "ckpt.handlers.json",
     "LeafInfo": "ckpt.stepinfo",
     "Progress": "ckpt.commit",
-    "Record": "ckpt.layout.structure",
+    "PyTreeHandler": "ckpt.handlers.pytree",
+    "Record": "ckpt.layout.classes",
+    "RestoreReport": "ckpt.layout.adapt",
     "Staging": "ckpt.settings",
     "StepInfo": "ckpt.commit",
     "StepMetadata": "ckpt.stepinfo",
+    "Zstd": "ckpt.layout.formats",
     "load": "ckpt.oneshot",
     "metadata": "ckpt.oneshot",
     "save": "ckpt.oneshot",

@@ -9,6 +9,7 @@
     ├── StepExistsError (FileExistsError)       the step or path is taken, and stays as it is
     ├── CorruptCheckpointError                  stored bytes are missing, cut or changed
     ├── UnsupportedFormatError                  written by a newer library or a missing handler
+    ├── HandlerError                            a handler, or an object it keeps, raised an error
     ├── StorageError (OSError)                  the file system or store refused; has `errno`
     ├── ReadOnlyError                           a write was asked of a read-only manager
     ├── ClosedError (RuntimeError)              use after close
@@ -32,6 +33,7 @@ __all__ = [
     "CommitTimeoutError",
     "CorruptCheckpointError",
     "ForkedProcessError",
+    "HandlerError",
     "InvalidArgumentError",
     "NotACheckpointError",
     "ReadOnlyError",
@@ -100,7 +102,9 @@ class UnsupportedLeafError(CheckpointError, TypeError):
 
 
 class TargetMismatchError(CheckpointError, ValueError):
-    """The target `like=` does not fit what is stored; no array byte was read.
+    """The target `like=` does not fit what is stored.
+
+    No array byte was read, unless stored integers are too large for the dtype that is wanted.
 
     Attributes:
         problems: One line for every leaf that differs.
@@ -137,6 +141,10 @@ class CorruptCheckpointError(CheckpointError):
 
 class UnsupportedFormatError(CheckpointError):
     """The checkpoint needs a newer version of this library, or something not installed."""
+
+
+class HandlerError(CheckpointError):
+    """A handler, or the object it saves or loads, raised an error of its own: the `__cause__`."""
 
 
 class StorageError(CheckpointError, OSError):

@@ -24,9 +24,9 @@ class Event:
 
     Attributes:
         operation: `"save"` or `"restore"`.
-        phase: Of a save `plan`, `snapshot`, `stage`, `digest`, `write`, `record`, `publish` and
-            `preserve`, and `blocked` for as long as the caller of `save()` waits; of a restore
-            `read` and `place`.
+        phase: Of a save `plan`, `snapshot`, `stage`, `encode`, `digest`, `write`, `record`,
+            `publish` and `preserve`, and `blocked` for as long as the caller of `save()` waits; of
+            a restore `read` and `place`.
         step: The step, or None for a one-shot checkpoint.
         began_ns: Monotonic clock (`time.perf_counter_ns`) at the start.
         ended_ns: The same clock at the end.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,7 +15,9 @@ from ckpt.commit import Commit
 from ckpt.engine.exits import run_at_exit
 from ckpt.engine.loop import EngineLoop
 from ckpt.events import Observer
-from ckpt.handlers.base import Handler
+from ckpt.handlers.registry import HandlersLike
+from ckpt.layout.adapt import Adapt
+from ckpt.layout.formatting import Formats
 from ckpt.policies import PreservationPolicy, PreserveAll, SavePolicy
 from ckpt.requests import make_request
 from ckpt.service import RootService, make_engine
@@ -48,8 +50,9 @@ class CheckpointManager:
         *,
         save_policy: SavePolicy | None = None,
         preservation: PreservationPolicy | None = None,
-        handlers: Sequence[Handler] = (),
+        handlers: HandlersLike = (),
         staging: Staging | None = None,
+        formats: Formats | None = None,
         backlog: BacklogPolicy = "wait",
         read_only: bool = False,
         observers: Iterable[Observer] = (),
@@ -61,8 +64,14 @@ class CheckpointManager:
             save_policy: Decides which steps are saved; None saves every step asked for.
             preservation: Decides which steps are kept after a commit; None keeps all. The greatest
                 step and the one just saved are always kept.
-            handlers: Handlers of further kinds of items, asked before the built-in ones.
+            handlers: Handlers of further kinds of items, asked in order before the built-in ones;
+                or a mapping of item names to the handler of each.
             staging: How arrays get to host memory, and how much of it may be used.
+            formats: How arrays are stored: `{pattern of leaf paths: ArrayFormat}`, of which the
+                first that covers a leaf counts, or a function of leaf path and
+                `jax.ShapeDtypeStruct` that returns an `ArrayFormat` or None. It is asked once for
+                trees of the same structure. A pattern that decides about no array of a save is an
+                error. PRNG keys and Python scalars have no format.
             backlog: What a save does while another one is under way. `wait` takes its snapshot
                 beside it, so the call blocks for the copy only, and commits after it; while two
                 are under way already it waits for the first of them. `skip` saves nothing and
@@ -81,6 +90,7 @@ class CheckpointManager:
             preservation=preservation,
             handlers=handlers,
             staging=staging,
+            formats=formats,
             backlog=backlog,
             read_only=read_only,
             observers=observers,
@@ -160,6 +170,7 @@ class CheckpointManager:
             UnsupportedLeafError: A leaf cannot be stored, or was deleted; names its path.
             StepExistsError: The step exists and `overwrite` is False.
             StorageError: The store refused before the snapshot was complete.
+            HandlerError: An object with a state, or a handler of yours, raised; names the item.
 
         Cancellation: the save is stopped, everything of it is removed, then the cancellation goes
         on.
@@ -185,6 +196,7 @@ class CheckpointManager:
         like: Any = None,
         *,
         items: Mapping[str, Any] | Iterable[str] | None = None,
+        adapt: Adapt | Mapping[str, Adapt] | None = None,
     ) -> Any:
         """Load a committed step.
 
@@ -192,9 +204,13 @@ class CheckpointManager:
             step: The step; None is the latest.
             like: The target: a tree of the structure wanted back, whose leaves say what they come
                 back as: `jax.ShapeDtypeStruct` (with its sharding and dtype), jax or numpy arrays,
-                Python scalars or their types, or `...` to skip a leaf. None restores everything as
+                Python scalars or their types, functions, or `...` to skip a leaf or all below a
+                key. None restores everything as
                 it was saved. For a step of several items, a dict of item names to targets.
             items: Load these items only: their names, or a mapping of names to targets.
+            adapt: What may differ between the checkpoint and the target: leaves to select, rename,
+                cast, resize, stack or leave out. For several items a dict of item names may give
+                each its own. By default nothing may.
 
         Returns:
             The tree of a step that was saved without item names, else a dict by item name.
@@ -203,11 +219,12 @@ class CheckpointManager:
             StepNotFoundError: There is no such step, or none at all.
             TargetMismatchError: `like` does not fit; lists every leaf. No array was read.
             CorruptCheckpointError: What is stored is damaged; names the leaf.
+            HandlerError: An object with a state, or a handler of yours, raised; names the item.
 
         Cancellation: reading stops, and memory is given back before the cancellation goes on.
         """
         step = None if step is None else check_step(step)
-        return await self._loop.run(self._service.restore, step, like, items)
+        return await self._loop.run(self._service.restore, step, like, items, adapt)
 
     async def should_save(self, step: int) -> bool:
         """Tell whether the save policy wants `step`; `save` asks it itself."""
@@ -267,8 +284,9 @@ def make_service(
     *,
     save_policy: SavePolicy | None,
     preservation: PreservationPolicy | None,
-    handlers: Sequence[Handler],
+    handlers: HandlersLike,
     staging: Staging | None,
+    formats: Formats | None,
     backlog: BacklogPolicy,
     read_only: bool,
     observers: Iterable[Observer],
@@ -277,7 +295,7 @@ def make_service(
     service = RootService(
         EngineLoop(),
         open_root(root),
-        make_engine(staging or Staging(), handlers, observers),
+        make_engine(staging or Staging(), handlers, observers, formats),
         save_policy,
         preservation or PreserveAll(),
         backlog=check_backlog(backlog),

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
 
 __all__ = [
+    "COMPRESSION",
     "FILE_NAME",
     "FORMAT_VERSION",
     "MAX_BYTES",
@@ -40,7 +41,9 @@ __all__ = [
 
 FILE_NAME = "ckpt.json"
 FORMAT_VERSION = 1
-SUPPORTED_FEATURES: frozenset[str] = frozenset()
+# Chunks may be compressed.
+COMPRESSION = "compression"
+SUPPORTED_FEATURES: frozenset[str] = frozenset({COMPRESSION})
 # A manifest takes about 250 bytes a leaf, so this is room for a million leaves; a larger file is
 # refused before it is parsed.
 MAX_BYTES = 256 << 20
@@ -56,6 +59,7 @@ _HEX_DIGITS = 32
 # Bounded, so that no number in a file can make a message endless or a date impossible.
 Version = Annotated[int, Field(gt=-(10**40), lt=10**40)]
 Step = Annotated[int, Field(ge=0, lt=10**19)]
+Size = Annotated[int, Field(ge=0, le=1 << 62)]
 UnixTime = Annotated[int, Field(ge=0, le=1 << 62)]
 
 
@@ -72,14 +76,19 @@ class Node(_Model):
         keys: For mappings the keys in their own order, for namedtuples and custom nodes the field
             names. A string or integer key stands for itself; other keys are `{"type": value}`.
         children: A number `n >= 0` is leaf `n`, a number `-n` is node `n`.
-        class_name: `module:qualified name` for namedtuples and custom nodes. It is compared with
-            classes the process already has, never imported.
+        class_name: `module:qualified name` for namedtuples and custom nodes; the factory of a
+            `default_dict`. It is compared with classes the process already has, never imported.
+        static: What a custom node keeps beside its children: `{"fields": {name: value}}` of a
+            dataclass, else `{"aux": value}` as its class gives it to jax; values as dict keys.
+        unstored: Names of the fields, or `aux`, that could not be stored.
     """
 
     kind: str
     keys: list[JsonValue] = Field(default_factory=list)
     children: list[int] = Field(default_factory=list)
     class_name: str | None = None
+    static: JsonValue = None
+    unstored: list[str] = Field(default_factory=list)
 
 
 class ShardingEntry(_Model):
@@ -114,8 +123,9 @@ class LeafEntry(_Model):
     Attributes:
         name: The stored name (escaped leaf path); array data lies under `<name>/` in the item's
             database.
-        kind: `jax`, `numpy`, `numpy_scalar`, or a Python scalar: `int`, `float`, `complex`,
-            `bool`, `str`, `bytes`.
+        kind: `jax`, `key` (a typed PRNG key, stored as its key data), `numpy`, `numpy_scalar`; a
+            value that stands in `value`: `int`, `float`, `complex`, `bool`, `str`, `bytes`,
+            `numpy_str`, `numpy_bytes`; or `callable`, of which only the name is stored.
         dtype: Logical dtype of an array leaf, e.g. `bfloat16`.
         shape: Global shape of an array leaf.
         chunks: Shape of one stored chunk; chunks tile the array from the origin.
@@ -125,10 +135,15 @@ class LeafEntry(_Model):
             where only the database tells where the chunks lie.
         files: Index into the item's `data_files` of every chunk's file; empty where all are in
             the first.
+        codec: What every chunk is encoded with, `zstd` or `blosc`; None for nothing.
+        lengths: Bytes of every encoded chunk, in the order of `digests`; empty without a codec.
         packed: Whether the array is a single chunk that holds exactly its bytes (a small leaf).
         sharding: Index into the item's `shardings` (`jax` only).
         committed: Whether a jax array was bound to its place; jax may move one that was not.
         weak_type: Whether the array was weakly typed.
+        impl: Name of the implementation of a PRNG key.
+        same_as: Number of an earlier leaf that was the same array object; both have the same
+            chunks at the same places.
         value: The value of a Python scalar (`int` and `float` as text, exactly; `bytes` base64).
     """
 
@@ -140,10 +155,14 @@ class LeafEntry(_Model):
     digests: list[str] = Field(default_factory=list)
     offsets: list[int] = Field(default_factory=list)
     files: list[int] = Field(default_factory=list)
+    codec: str | None = None
+    lengths: list[int] = Field(default_factory=list)
     packed: bool = False
     sharding: int | None = None
     committed: bool = True
     weak_type: bool = False
+    impl: str | None = None
+    same_as: int | None = None
     value: str | bool | None = None
 
 
@@ -156,7 +175,7 @@ class ItemEntry(_Model):
         leaves: The leaves in the order of `jax.tree.leaves`.
         shardings: The distinct shardings of its arrays.
         data_files: The files that hold its chunks, as paths relative to the item.
-        nbytes: Logical bytes of its arrays.
+        nbytes: Logical bytes of its arrays, or of the files that its handler keeps.
         data: What a handler other than the PyTree one keeps in the manifest.
     """
 
@@ -165,14 +184,14 @@ class ItemEntry(_Model):
     leaves: list[LeafEntry] = Field(default_factory=list)
     shardings: list[ShardingEntry] = Field(default_factory=list)
     data_files: list[str] = Field(default_factory=list)
-    nbytes: int = 0
+    nbytes: Size = 0
     data: JsonValue = None
 
 
 class FileEntry(_Model):
     """Size in bytes and xxh3_128 of one file of the step."""
 
-    size: int
+    size: Size
     digest: str
 
 

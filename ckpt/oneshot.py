@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import anyio
@@ -12,7 +12,9 @@ import anyio
 from ckpt.commit import Commit, CommitHooks, StepInfo
 from ckpt.engine.loop import EngineLoop
 from ckpt.engine.restore import restore_items
-from ckpt.handlers.base import Handler
+from ckpt.handlers.registry import HandlersLike
+from ckpt.layout.adapt import Adapt
+from ckpt.layout.formatting import Formats
 from ckpt.requests import make_request, result_of, wanted_items
 from ckpt.saves import refuse_existing, save_entry
 from ckpt.service import make_engine
@@ -38,8 +40,9 @@ async def save(
     metrics: Mapping[str, Any] | None = None,
     metadata: Any = None,
     overwrite: bool = False,
-    handlers: Sequence[Handler] = (),
+    handlers: HandlersLike = (),
     staging: Staging | None = None,
+    formats: Formats | None = None,
 ) -> StepInfo:
     """Save one checkpoint at `path`; durable on return.
 
@@ -50,16 +53,17 @@ async def save(
         metrics: Numbers to keep with it.
         metadata: JSON values to keep with it.
         overwrite: Replace an existing checkpoint; the old one stays until the new is published.
-        handlers: Handlers of further kinds of items.
+        handlers: As for `CheckpointManager`.
         staging: Memory budget and mode; the default copies numpy arrays only, since nothing can be
             donated before the call returns.
+        formats: As for `CheckpointManager`.
 
     Raises:
         CheckpointError: As `CheckpointManager.save` and its commit.
 
     Cancellation: everything of the attempt is removed before the cancellation goes on.
     """
-    call = save_call(path, state, items, metrics, metadata, overwrite, handlers, staging)
+    call = save_call(path, state, items, metrics, metadata, overwrite, handlers, staging, formats)
     return await _run(call)
 
 
@@ -68,7 +72,8 @@ async def load(
     like: Any = None,
     *,
     items: Mapping[str, Any] | Iterable[str] | None = None,
-    handlers: Sequence[Handler] = (),
+    adapt: Adapt | Mapping[str, Adapt] | None = None,
+    handlers: HandlersLike = (),
 ) -> Any:
     """Load a one-shot checkpoint, or one step of a manager's root (`runs/a/100`).
 
@@ -77,7 +82,7 @@ async def load(
     Raises:
         NotACheckpointError: There is no committed checkpoint at `path`.
     """
-    return await _run(load_call(path, like, items, handlers))
+    return await _run(load_call(path, like, items, adapt, handlers))
 
 
 async def metadata(path: PathLike) -> StepMetadata:
@@ -105,13 +110,14 @@ def save_call(
     metrics: Mapping[str, Any] | None,
     metadata: Any,
     overwrite: bool,
-    handlers: Sequence[Handler],
+    handlers: HandlersLike,
     staging: Staging | None,
+    formats: Formats | None,
 ) -> Call[StepInfo]:
     """Return the call behind `save`, arguments checked."""
     storage, entry = open_entry(path)
     request = make_request(entry, None, state, items, metrics, metadata, overwrite=overwrite)
-    engine = make_engine(staging or Staging(mode="view"), handlers, ())
+    engine = make_engine(staging or Staging(mode="view"), handlers, (), formats)
 
     async def call() -> StepInfo:
         began = time.perf_counter()
@@ -132,7 +138,8 @@ def load_call(
     path: PathLike,
     like: Any,
     items: Mapping[str, Any] | Iterable[str] | None,
-    handlers: Sequence[Handler],
+    adapt: Adapt | Mapping[str, Adapt] | None,
+    handlers: HandlersLike,
 ) -> Call[Any]:
     """Return the call behind `load`, arguments checked."""
     storage, entry = open_entry(path)
@@ -145,7 +152,7 @@ def load_call(
             manifest,
             storage,
             entry,
-            wanted_items(manifest, like, items),
+            wanted_items(manifest, like, items, adapt),
             engine.handlers,
             engine.arena,
             engine.buffers,

@@ -6,9 +6,12 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ckpt.engine.restore import Wanted
 from ckpt.engine.save import SaveRequest
 from ckpt.errors import InvalidArgumentError
+from ckpt.layout.adapt import Adapt
 from ckpt.manifest import Manifest
+from ckpt.stepinfo import ItemInfo
 from ckpt.steps import check_item_name
 
 __all__ = ["UNNAMED_ITEM", "make_request", "result_of", "wanted_items"]
@@ -72,14 +75,42 @@ def _plain_json(metadata: Any, step: int | None) -> Any:
 
 
 def wanted_items(
-    manifest: Manifest, like: Any, items: Mapping[str, Any] | Iterable[str] | None
-) -> dict[str, Any]:
-    """Return the items to load, each with its target or None.
+    manifest: Manifest,
+    like: Any,
+    items: Mapping[str, Any] | Iterable[str] | None,
+    adapt: Adapt | Mapping[str, Adapt] | None,
+) -> dict[str, Wanted]:
+    """Return the items to load, each with its target and what may differ from it.
 
     Raises:
         InvalidArgumentError: `like` and `items` are both given, or `like` does not say which of
-            several items it is for.
+            several items it is for, or `adapt` is for an item that is not loaded.
     """
+    # What metadata() says of an item that is no tree is no target, so that all of it can be one.
+    likes = {
+        name: None if isinstance(each, ItemInfo) else each
+        for name, each in _likes(manifest, like, items).items()
+    }
+    given: object = adapt
+    if given is None or isinstance(given, Adapt):
+        return {name: Wanted(each, given or Adapt()) for name, each in likes.items()}
+    if not isinstance(given, Mapping) or not all(isinstance(a, Adapt) for a in given.values()):
+        raise InvalidArgumentError(
+            f"adapt={given!r:.120}: expected a ckpt.Adapt, or a dict of item names to them",
+            step=manifest.step,
+        )
+    unknown = sorted(set(given) - set(likes))
+    if unknown:
+        raise InvalidArgumentError(
+            f"adapt={{{unknown[0]!r:.60}: ...}}: the items loaded are {', '.join(likes)}",
+            step=manifest.step,
+        )
+    return {name: Wanted(each, given.get(name) or Adapt()) for name, each in likes.items()}
+
+
+def _likes(
+    manifest: Manifest, like: Any, items: Mapping[str, Any] | Iterable[str] | None
+) -> dict[str, Any]:
     if items is not None:
         if like is not None:
             raise InvalidArgumentError(

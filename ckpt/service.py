@@ -19,6 +19,7 @@ from ckpt.commit import Commit
 from ckpt.engine.arena import Arena
 from ckpt.engine.buffers import Buffers
 from ckpt.engine.loop import EngineLoop, Job
+from ckpt.engine.plans import PlanCache
 from ckpt.engine.restore import restore_items
 from ckpt.engine.save import SaveEngine, SaveRequest
 from ckpt.errors import (
@@ -29,8 +30,9 @@ from ckpt.errors import (
     UnsupportedFormatError,
 )
 from ckpt.events import Observer, Recorder
-from ckpt.handlers.base import Handler
-from ckpt.handlers.pytree import PyTreeHandler
+from ckpt.handlers.registry import HandlersLike, find_handlers
+from ckpt.layout.adapt import Adapt
+from ckpt.layout.formatting import Formats, compile_formats
 from ckpt.layout.orbax_view import root_view
 from ckpt.manifest import Manifest
 from ckpt.policies import PreservationPolicy, PreserveAll, SavePolicy
@@ -49,12 +51,16 @@ _ROOT_METADATA = "metadata"
 
 
 def make_engine(
-    staging: Staging, handlers: Sequence[Handler], observers: Iterable[Observer]
+    staging: Staging,
+    handlers: HandlersLike,
+    observers: Iterable[Observer],
+    formats: Formats | None = None,
 ) -> SaveEngine:
     """Return an engine with a cold arena; the given handlers come before the built-in ones."""
     arena = Arena(staging.effective_budget)
+    plans = PlanCache(compile_formats(formats))
     return SaveEngine(
-        staging, (*handlers, PyTreeHandler()), tuple(observers), arena, Buffers(arena)
+        staging, find_handlers(handlers), tuple(observers), arena, Buffers(arena), plans
     )
 
 
@@ -175,6 +181,7 @@ class RootService:
         step: int | None,
         like: Any,
         items: Mapping[str, Any] | Iterable[str] | None,
+        adapt: Adapt | Mapping[str, Adapt] | None,
     ) -> Any:
         """Load a step, or the latest one."""
         began = time.perf_counter()
@@ -184,7 +191,7 @@ class RootService:
             manifest,
             self.storage,
             entry,
-            wanted_items(manifest, like, items),
+            wanted_items(manifest, like, items, adapt),
             self._engine.handlers,
             self._engine.arena,
             self._engine.buffers,

@@ -36,8 +36,13 @@ RESERVED_ITEMS = frozenset(
         "AUTO",
         "_CHECKPOINT_DELETION",
         "_CHECKPOINT_METADATA",
+        "_METADATA",
+        "_sharding",
+        "_strings.json",
+        "array_metadatas",
         "commit_success.txt",
         "lanes",
+        "manifest.ocdbt",
         "metadata",
         "metrics",
         "orbax.checkpoint",
@@ -83,6 +88,7 @@ def _may_name_an_item(name: object) -> TypeGuard[str]:
         and name not in RESERVED_ITEMS
         # Orbax takes what has this in its name for unfinished.
         and ".orbax-checkpoint-tmp" not in name
+        and not name.startswith("ocdbt.process_")
     )
 
 
@@ -157,7 +163,10 @@ async def read_manifest(storage: Storage, entry: str, *, step: int | None = None
             f"{where} holds no committed checkpoint: there is no {FILE_NAME} in it. Give the path "
             "that ckpt.save wrote, or one step of a manager's root (runs/a/100)"
         )
-    manifest = await anyio.to_thread.run_sync(lambda: decode(data, where=f"{where}/{FILE_NAME}"))
+    with located(step=step):
+        manifest = await anyio.to_thread.run_sync(
+            lambda: decode(data, where=f"{where}/{FILE_NAME}")
+        )
     if step is not None and manifest.step != step:
         raise CorruptCheckpointError(
             f"{where} holds step {manifest.step}: the directory was renamed. Give it its own name "

@@ -8,7 +8,7 @@ any blocking call does; prefer the asyncio API there.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -16,7 +16,9 @@ from ckpt.backlog import BacklogPolicy
 from ckpt.commit import Commit, StepInfo
 from ckpt.engine.loop import EngineLoop
 from ckpt.events import Observer
-from ckpt.handlers.base import Handler
+from ckpt.handlers.registry import HandlersLike
+from ckpt.layout.adapt import Adapt
+from ckpt.layout.formatting import Formats
 from ckpt.manager import make_service, raise_unseen
 from ckpt.oneshot import Call, load_call, metadata_call, save_call
 from ckpt.policies import PreservationPolicy, SavePolicy
@@ -44,8 +46,9 @@ class CheckpointManager:
         *,
         save_policy: SavePolicy | None = None,
         preservation: PreservationPolicy | None = None,
-        handlers: Sequence[Handler] = (),
+        handlers: HandlersLike = (),
         staging: Staging | None = None,
+        formats: Formats | None = None,
         backlog: BacklogPolicy = "wait",
         read_only: bool = False,
         observers: Iterable[Observer] = (),
@@ -57,6 +60,7 @@ class CheckpointManager:
             preservation=preservation,
             handlers=handlers,
             staging=staging,
+            formats=formats,
             backlog=backlog,
             read_only=read_only,
             observers=observers,
@@ -123,10 +127,11 @@ class CheckpointManager:
         like: Any = None,
         *,
         items: Mapping[str, Any] | Iterable[str] | None = None,
+        adapt: Adapt | Mapping[str, Adapt] | None = None,
     ) -> Any:
         """Load a committed step; see `ckpt.CheckpointManager.restore`."""
         step = None if step is None else check_step(step)
-        return self._loop.call(self._service.restore, step, like, items)
+        return self._loop.call(self._service.restore, step, like, items, adapt)
 
     def should_save(self, step: int) -> bool:
         """Tell whether the save policy wants `step`; `save` asks it itself."""
@@ -171,11 +176,14 @@ def save(
     metrics: Mapping[str, Any] | None = None,
     metadata: Any = None,
     overwrite: bool = False,
-    handlers: Sequence[Handler] = (),
+    handlers: HandlersLike = (),
     staging: Staging | None = None,
+    formats: Formats | None = None,
 ) -> StepInfo:
     """Save one checkpoint at `path`; durable on return. See `ckpt.save`."""
-    return _run(save_call(path, state, items, metrics, metadata, overwrite, handlers, staging))
+    return _run(
+        save_call(path, state, items, metrics, metadata, overwrite, handlers, staging, formats)
+    )
 
 
 def load(
@@ -183,10 +191,11 @@ def load(
     like: Any = None,
     *,
     items: Mapping[str, Any] | Iterable[str] | None = None,
-    handlers: Sequence[Handler] = (),
+    adapt: Adapt | Mapping[str, Adapt] | None = None,
+    handlers: HandlersLike = (),
 ) -> Any:
     """Load a one-shot checkpoint, or one step of a manager's root. See `ckpt.load`."""
-    return _run(load_call(path, like, items, handlers))
+    return _run(load_call(path, like, items, adapt, handlers))
 
 
 def metadata(path: PathLike) -> StepMetadata:

@@ -17,7 +17,7 @@ FLOORS = [
     {"errors"},
     {"backlog", "events", "settings", "waiting", "manifest", "policies"},
     {"layout", "storage", "commit", "observers"},
-    {"handlers", "steps", "stepinfo"},
+    {"handlers", "steps", "stepinfo", "surgery"},
     {"engine"},
     {"requests", "saves"},
     {"service"},

@@ -58,6 +58,18 @@ def files(*paths: str) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def item(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda document: document["items"]["state"].update(changes)
+
+
+def sized(size: int) -> Callable[[dict[str, Any]], None]:
+    def change(document: dict[str, Any]) -> None:
+        for entry in document["files"].values():
+            entry["size"] = size
+
+    return change
+
+
 LIES: dict[str, Callable[[dict[str, Any]], None]] = {
     "chunks larger than the array": leaf(0, packed=None, chunks=[2**40, 2**40]),
     "a chunk larger than the array": leaf(0, packed=None, chunks=[2, 2**36]),
@@ -82,6 +94,16 @@ LIES: dict[str, Callable[[dict[str, Any]], None]] = {
     "an absolute path": files("/etc/passwd"),
     "a path with a newline": files("d/" + "0" * 32 + "\n"),
     "an unknown dtype": leaf(1, dtype="object"),
+    "a key without data": leaf(0, kind="key", impl="threefry2x32", shape=[], chunks=[]),
+    "a key of no implementation": leaf(0, kind="key"),
+    "an array with an implementation": leaf(0, impl="threefry2x32"),
+    "the same array as itself": leaf(0, same_as=0),
+    "the same array as another one": leaf(1, same_as=0),
+    "the same array as one before the first": leaf(1, same_as=-1),
+    "an endless number of bytes": item(nbytes=10**400),
+    "a negative number of bytes": item(nbytes=-1),
+    "a file of endless size": sized(10**30),
+    "a file of negative size": sized(-1),
     "another dtype": leaf(1, dtype="float64"),
 }
 

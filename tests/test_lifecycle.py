@@ -78,7 +78,7 @@ def test_the_awaiter_of_a_failed_commit_gets_its_error_and_the_exit_does_not(
     async def main() -> None:
         async with manager(tmp_path) as mgr:
             commit = await mgr.save(3, Odd(SMALL, error=fire()))
-            with pytest.raises(ckpt.CheckpointError, match=r"^step 3: fire 0$"):
+            with pytest.raises(ckpt.CheckpointError, match=r"^step 3, item 'state': fire 0$"):
                 await commit
             assert commit.done()
             assert commit.stage == "failed"
@@ -119,7 +119,7 @@ def test_looking_whether_a_commit_is_done_is_not_seeing_its_error(tmp_path: Path
 def test_an_error_that_nobody_saw_is_raised_at_exit_and_not_again(tmp_path: Path) -> None:
     async def main() -> None:
         mgr = manager(tmp_path)
-        with pytest.raises(ckpt.CheckpointError, match=r"^step 0: fire 0$"):
+        with pytest.raises(ckpt.CheckpointError, match=r"^step 0, item 'state': fire 0$"):
             async with mgr:
                 await mgr.save(0, Odd(SMALL, error=fire()))
         await mgr.close()
@@ -138,7 +138,9 @@ def test_several_errors_that_nobody_saw_are_raised_as_a_group(tmp_path: Path, wa
     mgr.save(3, SMALL)
     with pytest.raises(ExceptionGroup) as caught:
         mgr.__exit__(None, None, None) if way == "with" else getattr(mgr, way)()
-    assert sorted(map(str, caught.value.exceptions)) == [f"step {n}: fire {n}" for n in range(3)]
+    assert sorted(map(str, caught.value.exceptions)) == [
+        f"step {n}, item 'state': fire {n}" for n in range(3)
+    ]
     mgr.close()
     assert names(tmp_path) == {"metadata", "3"}
 
@@ -298,7 +300,9 @@ SCRIPTS = {
     "raises_in_the_block": Script(code=1, raises="ValueError: of the script"),
     "fails_unseen": Script(fires=1),
     "fails_unseen_in_a_function": Script(fires=1),
-    "fails_unseen_in_the_block": Script(code=1, raises="ckpt.errors.CheckpointError: step 1:"),
+    "fails_unseen_in_the_block": Script(
+        code=1, raises="ckpt.errors.CheckpointError: step 1, item 'state':"
+    ),
     "fails_and_is_looked_at": Script(),
 }
 
@@ -356,7 +360,7 @@ def test_a_script_ends_promptly_and_loses_no_save(
     else:
         # Loud where something failed, and otherwise silent.
         assert len(errors.splitlines()) == expected.fires, errors
-        assert errors.count("step 1: the disk is on fire") == expected.fires, errors
+        assert errors.count("step 1, item 'state': the disk is on fire") == expected.fires, errors
 
 
 def test_a_full_disk_fails_that_save_and_nothing_else(tmp_path: Path) -> None:

@@ -535,3 +535,38 @@ def test_tensorstore_reads_every_array(checkpoint: Path, state: dict[str, Any]) 
         found = ts.open(spec, read=True).result().read().result()
         assert found.dtype == expected.dtype, name
         np.testing.assert_array_equal(found, np.asarray(expected), err_msg=name)
+
+
+# -- what a tree can hold beside plain arrays -----------------------------------------------------
+
+
+def test_orbax_reads_typed_keys_and_shared_leaves(tmp_path: Path) -> None:
+    shared = jnp.arange(70_000, dtype=jnp.float32)
+    state = {
+        "key": jax.random.key(3),
+        "keys": jax.random.split(jax.random.key(4, impl="rbg"), 3),
+        "tied": {"embed": shared, "head": shared},
+    }
+    ckpt.sync.save(tmp_path / "x", state)
+    for found in (ocp.load(tmp_path / "x"), ocp0_restored(tmp_path / "x" / "state")):
+        for name in ("key", "keys"):
+            assert found[name].dtype == state[name].dtype
+            assert found[name].shape == state[name].shape
+            data = [np.asarray(jax.random.key_data(tree[name])) for tree in (found, state)]
+            assert np.array_equal(*data)
+        assert np.array_equal(found["tied"]["embed"], shared)
+        assert np.array_equal(found["tied"]["head"], shared)
+
+
+def ocp0_restored(path: Path) -> Any:
+    with ocp0.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path)
+
+
+def test_orbax_reads_the_arrays_beside_values_it_has_no_kind_for(tmp_path: Path) -> None:
+    state = {"w": jnp.ones(3), "f": jax.nn.relu, "name": np.str_("x"), "raw": np.bytes_(b"y")}
+    ckpt.sync.save(tmp_path / "x", state)
+    found = ocp.load(tmp_path / "x")
+    assert np.array_equal(found["w"], state["w"])
+    assert found["name"] == "x"
+    assert found["f"].endswith("relu")

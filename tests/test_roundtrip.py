@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import copy
 import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,12 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import HealthCheck, given, settings
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 import ckpt
 import ckpt.sync
-from ckpt.layout.leaves import DTYPES
+from ckpt.layout.dtypes import DTYPES
 from ckpt.manifest import digest
+from ckpt.testing.compare import differences
+from ckpt.testing.strategies import states
 from tests.trees import P, abstract, assert_same, bits, mesh, sharded
 
 JAX_DTYPES = sorted(
@@ -264,3 +268,37 @@ def test_async_and_plain_calls_are_the_same(tmp_path: Path) -> None:
 
     assert_same(asyncio.run(main()), tree)
     assert_same(ckpt.sync.load(tmp_path / "a"), tree)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(states())
+def test_any_state_comes_back_exactly(tmp_path_factory: pytest.TempPathFactory, state: Any) -> None:
+    if state is None:
+        return
+    path = tmp_path_factory.mktemp("any") / "x"
+    ckpt.sync.save(path, items={"state": state})
+    (found,) = ckpt.sync.load(path).values()
+    assert differences(state, found, shared=True) == []
+    (found,) = ckpt.sync.load(path, like={"state": abstract_state(state)}).values()
+    assert differences(unshared(state), unshared(found)) == []
+
+
+def abstract_state(state: Any) -> Any:
+    """The tree as a target that has none of its values."""
+
+    def leaf(each: Any) -> Any:
+        if isinstance(each, jax.Array):
+            weak = getattr(each, "weak_type", False)
+            return jax.ShapeDtypeStruct(
+                each.shape, each.dtype, sharding=each.sharding, weak_type=weak
+            )
+        if isinstance(each, np.ndarray):
+            return np.zeros_like(each)
+        return each
+
+    return jax.tree.map(leaf, state)
+
+
+def unshared(state: Any) -> Any:
+    """The tree with every array an object of its own, keys of dicts in the order of jax."""
+    return jax.tree.map(copy.copy, state)

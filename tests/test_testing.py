@@ -17,9 +17,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from ckpt import Record
-from ckpt.layout.leaves import DTYPES
+from ckpt.layout.dtypes import DTYPES
+from ckpt.testing import strategies
 from ckpt.testing.compare import differences
-from ckpt.testing.strategies import Empty, Pair, arrays, keys, leaves, numpy_scalars, trees
+from ckpt.testing.strategies import (
+    Empty,
+    Module,
+    Pair,
+    arrays,
+    keys,
+    leaves,
+    numpy_scalars,
+    states,
+    trees,
+)
 
 MANY = settings(derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
@@ -27,6 +38,27 @@ MANY = settings(derandomize=True, database=None, suppress_health_check=list(Heal
 class Twin(NamedTuple):
     first: Any
     second: Any
+
+
+@jax.tree_util.register_pytree_node_class
+class Box:
+    """A node of a registered class, with something beside its child."""
+
+    def __init__(self, child: Any, beside: Any) -> None:
+        self.child, self.beside = child, beside
+
+    def tree_flatten(self) -> Any:
+        return (self.child,), self.beside
+
+    @classmethod
+    def tree_unflatten(cls, beside: Any, children: Any) -> Box:
+        return cls(*children, beside)
+
+
+def test_nodes_keys_and_functions_do_not_differ_from_themselves() -> None:
+    tree = [Box({"a": 1}, "x"), Box(None, np.zeros(2)), jax.random.key(0), jax.nn.relu, print]
+    assert differences(tree, jax.tree.map(lambda leaf: leaf, tree)) == []
+    assert differences(jax.random.key(0), jax.random.key(0)) == []
 
 
 @given(trees())
@@ -79,6 +111,16 @@ def placed(device: int) -> jax.Array:
         (Record("a:B", {"x": 1}), Record("a:C", {"x": 1})),
         (Record("a:B", {"x": 1}), Record("a:B", {"x": 2})),
         (Record("a:B", {"x": 1}), {"x": 1}),
+        (Record("a:B", {"x": 1}), Record("a:B", {"x": 1}, static={"aux": 1})),
+        (Box(1, "a"), Box(2, "a")),
+        (Box(1, "a"), Box(1, "b")),
+        (Box(1, np.zeros(2)), Box(1, np.ones(2))),
+        (Box(None, "a"), Box(0, "a")),
+        (jax.random.key(0), jax.random.key(1)),
+        (jax.random.key(0), jax.random.key(0, impl="rbg")),
+        (jax.random.key(0), jax.random.key_data(jax.random.key(0))),
+        (jax.random.split(jax.random.key(0), 2), jax.random.split(jax.random.key(0), 3)),
+        tuple(jax.device_put(jax.random.key(0), device) for device in jax.devices()[:2]),
     ],
 )
 def test_whatever_differs_is_told(one: Any, other: Any) -> None:
@@ -86,6 +128,17 @@ def test_whatever_differs_is_told(one: Any, other: Any) -> None:
         assert len(differences(expected, found)) == 1
         (line,) = differences([0, {"k": expected}], [0, {"k": found}])
         assert line.startswith("tree[1]['k']")
+
+
+def test_arrays_that_are_one_have_to_be_one_in_both() -> None:
+    one, other = jnp.zeros(2), np.zeros(2)
+    shared = {"a": one, "b": [one, other], "c": other}
+    assert differences(shared, copy.copy(shared), shared=True) == []
+    apart = {"a": one, "b": [jnp.zeros(2), other], "c": other}
+    (line,) = differences(shared, apart, shared=True)
+    assert line.startswith("tree['b'][0]: expected the array at tree['a']")
+    (line,) = differences(apart, shared, shared=True)
+    assert line.startswith("tree['b'][0]: expected an array of its own")
 
 
 def test_all_differences_are_told() -> None:
@@ -133,6 +186,36 @@ def test_arrays_of_every_layout_are_reached() -> None:
     assert any(array.ndim == 0 for array in found)
     assert any(array.size == 0 for array in found)
     assert any(stride < 0 for array in found for stride in array.strides)
+
+
+def test_states_have_arrays_on_devices_keys_modules_boxes_and_shared_arrays() -> None:
+    found = reached(states(), 300)
+    leaves_found = [leaf for tree in found for leaf in jax.tree.leaves(tree)]
+    placed_arrays = [leaf for leaf in leaves_found if isinstance(leaf, jax.Array)]
+    is_key = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in placed_arrays]
+    impls = {
+        jax.random.key_impl(leaf) for leaf, key in zip(placed_arrays, is_key, strict=True) if key
+    }
+    assert impls == {"threefry2x32", "rbg", "unsafe_rbg"}
+    assert {leaf.committed for leaf in placed_arrays} == {True, False}
+    assert {getattr(leaf, "weak_type", False) for leaf in placed_arrays} == {True, False}
+    assert {len(leaf.sharding.device_set) for leaf in placed_arrays} >= {1, 2, 3, 4, 8}
+    assert any(not leaf.sharding.is_fully_replicated for leaf in placed_arrays)
+    numbers = [len(jax.tree.leaves(tree)) for tree in found]
+    assert max(numbers) > 5
+
+    def nodes(tree: Any, kind: type) -> list[Any]:
+        leaves_of = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+        return [leaf for leaf in leaves_of if isinstance(leaf, kind)]
+
+    for kind in (Module, strategies.Box, Pair):
+        assert any(nodes(tree, kind) for tree in found)
+
+    def is_shared(tree: Any) -> bool:
+        ids = [id(leaf) for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+        return len(set(ids)) < len(ids)
+
+    assert any(map(is_shared, found))
 
 
 @pytest.mark.parametrize("module", ["ckpt.testing", "ckpt.testing.compare"])

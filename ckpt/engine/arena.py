@@ -62,6 +62,10 @@ class Arena:
         """Bytes handed out at the moment."""
         return self.capacity - sum(length for _, length in self._free)
 
+    def has_room(self, nbytes: int) -> bool:
+        """Tell whether a block of `nbytes` could be had at once."""
+        return not self._waiting and self._fits(_round_up(max(nbytes, 1)))
+
     async def allocate(self, nbytes: int) -> Block:
         """Return a block of `nbytes`, waiting for earlier ones to be freed if there is no room.
 

@@ -6,41 +6,90 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
-from ckpt.layout.match import ArrayTarget
-from ckpt.layout.shards import Region, addressable_regions, whole
+from ckpt.engine.casting import cast
+from ckpt.errors import TargetMismatchError
+from ckpt.layout.shards import Region, addressable_regions
+from ckpt.layout.targets import PYTHON_TYPES, ArrayRead, ArrayTarget
 
 __all__ = ["place_regions", "place_whole"]
 
 Array = np.ndarray[Any, Any]
 
+_ZEROS = {"i": 0, "f": 0.0, "c": 0j}
 # Pages that an array of its own may keep alive beyond its end.
 _SLACK = 4096
 
 
-def place_whole(hosts: Sequence[Array], targets: Sequence[ArrayTarget]) -> list[Any]:
-    """Return whole arrays as their targets want them, jax arrays in as few calls as can be."""
+def place_whole(hosts: Sequence[Array], reads: Sequence[ArrayRead]) -> list[Any]:
+    """Return whole arrays as they are wanted, jax arrays in as few calls as can be.
+
+    Raises:
+        TargetMismatchError: A value does not fit the integer dtype wanted; names the leaf.
+    """
+    targets = [read.target for read in reads]
     placed: list[Any] = [None] * len(hosts)
     # Those that go to one place are put there in one call.
     going: dict[int, tuple[jax.sharding.Sharding | None, list[int]]] = {}
-    cast = [
-        host if host.dtype == target.dtype else host.astype(target.dtype)
-        for host, target in zip(hosts, targets, strict=True)
-    ]
+    cast = [_cast(host, read) for host, read in zip(hosts, reads, strict=True)]
     for number, (host, target) in enumerate(zip(cast, targets, strict=True)):
         if target.kind == "numpy":
             # Memory of its own: a part of a larger buffer would keep all of that alive.
             placed[number] = host if _owns(host) and host.flags.writeable else host.copy()
         elif target.kind == "numpy_scalar":
             placed[number] = host[()]
+        elif target.kind in PYTHON_TYPES:
+            placed[number] = PYTHON_TYPES[target.kind](host[()])
         else:
             going.setdefault(id(target.sharding), (target.sharding, []))[1].append(number)
     for sharding, numbers in going.values():
         arrays = jax.device_put([cast[number] for number in numbers], sharding)
         for number, array in zip(numbers, arrays, strict=True):
-            placed[number] = array
+            placed[number] = _finished(array, targets[number])
     return placed
+
+
+def _cast(host: Array, read: ArrayRead) -> Array:
+    """Return a buffer in the dtype that is wanted; integers never wrap around."""
+    dtype = read.target.dtype
+    if host.dtype == dtype:
+        return host
+    if jnp.issubdtype(dtype, jnp.integer) and host.size and not _holds_all(host.dtype, dtype):
+        # As a dtype that can be compared; what narrower ones hold, it does.
+        wider = np.int16 if jnp.issubdtype(host.dtype, jnp.integer) else np.float32
+        wide = host if host.dtype.itemsize > 1 else host.astype(wider)
+        least, most = wide.min(), wide.max()
+        low, high = _bounds(dtype)
+        # A NaN is not between them either.
+        if not (low <= least and most <= high):
+            raise TargetMismatchError(
+                f"stored {host.dtype} values from {least} to {most}, which {dtype} does not hold "
+                f"({low} to {high}); ask for a wider dtype, or a numpy array",
+                leaf=read.path,
+            )
+    return cast(host, dtype.name)
+
+
+def _finished(array: jax.Array, target: ArrayTarget) -> jax.Array:
+    """Return a placed array as what it is: a PRNG key, or weakly typed."""
+    if target.kind == "key":
+        keys: jax.Array = jax.random.wrap_key_data(array, impl=target.impl)
+        return keys
+    return _weakly_typed(array) if target.weak_type else array
+
+
+def _weakly_typed(array: jax.Array) -> jax.Array:
+    zero = _ZEROS.get(array.dtype.kind)
+    weak = None if zero is None else jnp.full(array.shape, zero)
+    if weak is None or weak.dtype != array.dtype:
+        # jax has no weak type of such values.
+        return array
+    # An update keeps the type of what is updated: jax has no public call that sets it.
+    weak = weak.at[...].set(array)
+    return weak if weak.sharding == array.sharding else jax.device_put(weak, array.sharding)
 
 
 def _owns(array: Array) -> bool:
@@ -51,16 +100,31 @@ def _owns(array: Array) -> bool:
     return memory.nbytes <= array.nbytes + _SLACK
 
 
-def place_regions(
-    shape: tuple[int, ...], target: ArrayTarget, regions: Sequence[tuple[Region, Array]]
-) -> Any:
-    """Return one array from the buffers of the distinct regions that this process needs."""
-    buffers = {
-        region: buffer if buffer.dtype == target.dtype else buffer.astype(target.dtype)
-        for region, buffer in regions
-    }
-    if target.kind != "jax" or target.sharding is None:
-        return place_whole([buffers[whole(shape)]], [target])[0]
+def _holds_all(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
+    if source == np.bool_:
+        return True
+    if not jnp.issubdtype(source, jnp.integer):
+        return False
+    here, there = _bounds(source), _bounds(target)
+    return there[0] <= here[0] and here[1] <= there[1]
+
+
+def _bounds(dtype: np.dtype[Any]) -> tuple[int, int]:
+    info: Any = ml_dtypes.iinfo(dtype)  # type: ignore[no-untyped-call]
+    return int(info.min), int(info.max)
+
+
+def place_regions(read: ArrayRead, regions: Sequence[tuple[Region, Array]]) -> Any:
+    """Return one array from the buffers of the distinct regions that this process needs.
+
+    Raises:
+        TargetMismatchError: As `place_whole`.
+    """
+    shape, target = read.shape, read.target
+    if target.kind not in ("jax", "key") or target.sharding is None:
+        ((_, buffer),) = regions
+        return place_whole([buffer], [read])[0]
+    buffers = {region: _cast(buffer, read) for region, buffer in regions}
     devices = list(target.sharding.addressable_devices_indices_map(shape))
     memory_kind = target.sharding.memory_kind
     hosts: list[Array] = []
@@ -72,6 +136,7 @@ def place_regions(
                 jax.sharding.SingleDeviceSharding(devices[position], memory_kind=memory_kind)
             )
     arrays = jax.device_put(hosts, places)
-    return jax.make_array_from_single_device_arrays(
+    whole_array = jax.make_array_from_single_device_arrays(
         shape, target.sharding, arrays, dtype=target.dtype
     )
+    return _finished(whole_array, target)

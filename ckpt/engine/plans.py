@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpt.errors import CheckpointError
-from ckpt.layout.leaves import Classifier, LeafSpec
+from ckpt.layout.formatting import FormatRules, Formatted, format_leaves
+from ckpt.layout.leaves import SHAREABLE, Classifier, LeafSpec
 from ckpt.layout.ocdbt import Index
 from ckpt.layout.orbax_view import item_view
-from ckpt.layout.plan import SavePlan, database_entries, plan_save
+from ckpt.layout.plan import Places, SavePlan, database_entries, plan_save
 from ckpt.layout.records import record_leaves
-from ckpt.layout.structure import Structure
+from ckpt.layout.structure import Structure, unboxed_names
 from ckpt.manifest import FileEntry, ItemEntry, Node, digest
 
 __all__ = ["ItemPlan", "PlanCache"]
@@ -31,13 +32,20 @@ class ItemPlan:
 
     Attributes:
         save: Where its bytes go.
-        index: Index of its database, or None where it stores no array.
+        index: Index of its database, or None where it stores no array, or where the places of its
+            chunks are only known once they are encoded.
         view: Its files for Orbax, by path relative to the item, with their entries.
+        formatted: What the formats came to, where there are any.
     """
 
     save: SavePlan
     index: Index | None
     view: dict[str, tuple[bytes, FileEntry]]
+    formatted: Formatted | None = None
+
+    def index_over(self, places: Places) -> Index:
+        """Return the index of the database where encoded chunks lie at `places`."""
+        return Index(database_entries(self.save, places))
 
     def new_data_files(self) -> list[str]:
         """Return fresh names for the files of the granules, relative to the item."""
@@ -54,13 +62,21 @@ class _Known:
 
 @dataclass(slots=True)
 class PlanCache:
-    """The last plan of every item. Used by one save at a time."""
+    """The last plan of every item. Used by one save at a time.
 
+    Formats are looked up when a plan is made, so a function is asked once for a structure.
+    """
+
+    rules: FormatRules | None = None
     classifier: Classifier = field(default_factory=Classifier)
     known: dict[str, _Known] = field(default_factory=dict)
 
-    def plan(self, item: str, structure: Structure, budget: int) -> ItemPlan:
+    def plan(
+        self, item: str, structure: Structure, budget: int, formatted: bool = True
+    ) -> ItemPlan:
         """Return the plan for a tree, made anew only if another one was planned last.
+
+        Without `formatted` the rules do not apply.
 
         Raises:
             UnsupportedLeafError: Leaves that cannot be stored; names the first, notes the others.
@@ -74,22 +90,29 @@ class PlanCache:
             and known.nodes == structure.nodes
         ):
             return known.plan
-        plan = _plan(structure, specs, budget)
+        plan = _plan(structure, specs, self.rules if formatted else None, budget)
         self.known[item] = _Known(structure.names, structure.nodes, specs, plan)
         return plan
 
     def _classify(self, structure: Structure) -> list[LeafSpec]:
-        specs, problems = [], []
+        specs: list[LeafSpec] = []
+        problems = []
+        first: dict[int, int] = {}
         for name, leaf in zip(structure.names, structure.leaves, strict=True):
             try:
-                specs.append(self.classifier.classify(leaf, name))
+                spec = self.classifier.classify(leaf, name)
             except CheckpointError as error:
                 problems.append(error)
+                continue
+            number = len(specs)
+            # The leaves are kept by the structure, so an identity is not given twice.
+            if first.setdefault(id(leaf), number) != number and spec.kind in SHAREABLE:
+                spec = replace(spec, same_as=first[id(leaf)])
+            specs.append(spec)
         if problems:
-            first = problems[0]
             for other in problems[1:_MOST_PROBLEMS]:
-                first.add_note(f"also: {other}")
-            raise first
+                problems[0].add_note(f"also: {other}")
+            raise problems[0]
         return specs
 
 
@@ -98,9 +121,16 @@ def new_data_file() -> str:
     return f"d/{uuid.uuid4().hex}"
 
 
-def _plan(structure: Structure, specs: Sequence[LeafSpec], budget: int) -> ItemPlan:
+def _plan(
+    structure: Structure, specs: Sequence[LeafSpec], rules: FormatRules | None, budget: int
+) -> ItemPlan:
+    formatted = None
+    if rules is not None:
+        paths = unboxed_names(structure.nodes, structure.names)
+        formatted = format_leaves(rules, paths, specs)
+        specs = formatted.specs
     save = plan_save(structure.names, specs, budget)
-    entries = list(database_entries(save))
+    entries = [] if save.is_encoded else list(database_entries(save))
     # The view is a function of what does not change; digests and files are left blank for it.
     blanks = [[""] * len(granule.chunks) for granule in save.granules]
     records = record_leaves(save, structure.leaves, blanks, [])
@@ -111,4 +141,4 @@ def _plan(structure: Structure, specs: Sequence[LeafSpec], budget: int) -> ItemP
         path: (data, FileEntry(size=len(data), digest=digest(data)))
         for path, data in item_view(item).items()
     }
-    return ItemPlan(save, Index(entries) if entries else None, view)
+    return ItemPlan(save, Index(entries) if entries else None, view, formatted)

@@ -2,38 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+import anyio
 
 from ckpt.engine.arena import Arena
 from ckpt.engine.buffers import Buffers
-from ckpt.engine.reader import EngineItemReader
+from ckpt.engine.reader import CONCURRENT_GRANULES, EngineItemReader
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.events import Observer, Recorder
-from ckpt.handlers.base import Handler, handler_named
+from ckpt.handlers.base import errors_of
+from ckpt.handlers.registry import Handlers
+from ckpt.layout.adapt import Adapt
 from ckpt.manifest import Manifest
 from ckpt.storage.base import Storage
 
-__all__ = ["restore_items"]
+__all__ = ["Wanted", "restore_items"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How one item is wanted.
+
+    Attributes:
+        like: The target, or None for the item as it was saved.
+        adapt: What may differ between the two.
+    """
+
+    like: Any
+    adapt: Adapt
 
 
 async def restore_items(
     manifest: Manifest,
     storage: Storage,
     entry: str,
-    likes: Mapping[str, Any],
-    handlers: Sequence[Handler],
+    wanted: Mapping[str, Wanted],
+    handlers: Handlers,
     arena: Arena,
     buffers: Buffers,
     observers: tuple[Observer, ...],
 ) -> dict[str, Any]:
-    """Return the wanted items of a committed step.
+    """Return the wanted items of a committed step, loaded concurrently.
+
+    One that fails stops the others. What they set on objects by then (see `StatefulHandler`) stays.
 
     Args:
         manifest: The step's manifest.
         storage: Where the step lies.
         entry: Under which name.
-        likes: The wanted items by name, each with its target or None.
+        wanted: The wanted items by name.
         handlers: The handlers to choose from.
         arena: Staging memory of the engine.
         buffers: Makes the memory of restored arrays.
@@ -42,18 +62,27 @@ async def restore_items(
     Raises:
         CheckpointError: What went wrong, with step and item.
     """
-    unknown = sorted(set(likes) - set(manifest.items))
+    unknown = sorted(set(wanted) - set(manifest.items))
     if unknown:
         raise InvalidArgumentError(
             f"there is no item {', '.join(unknown)}; the step has {', '.join(manifest.items)}",
             step=manifest.step,
         )
     recorder = Recorder("restore", manifest.step, observers)
-    found = {}
-    for name, like in likes.items():
+    slots = anyio.Semaphore(CONCURRENT_GRANULES)
+    found: dict[str, Any] = dict.fromkeys(wanted)
+
+    async def load(name: str, want: Wanted) -> None:
         item = manifest.items[name]
-        with located(step=manifest.step, item=name):
-            handler = handler_named(item.handler, handlers, name)
-            reader = EngineItemReader(storage, entry, name, arena, buffers, recorder)
-            found[name] = await handler.load(item, like, reader)
+        handler = handlers.named(item.handler, name)
+        reader = EngineItemReader(
+            storage, entry, name, arena, buffers, recorder, manifest.files, slots
+        )
+        with errors_of(handler, name, "load it"):
+            found[name] = await handler.load(item, want.like, want.adapt, reader)
+
+    with located(step=manifest.step):
+        async with anyio.create_task_group() as tasks:
+            for name, want in wanted.items():
+                tasks.start_soon(load, name, want)
     return found

@@ -6,7 +6,7 @@ import contextlib
 import importlib.metadata
 import platform
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,15 @@ from ckpt.commit import CommitHooks
 from ckpt.engine.arena import Arena
 from ckpt.engine.buffers import Buffers
 from ckpt.engine.plans import PlanCache
-from ckpt.engine.writer import EngineItemWriter, SaveSession
+from ckpt.engine.session import SaveSession
+from ckpt.engine.writer import EngineItemWriter
 from ckpt.errors import located
 from ckpt.events import Observer, Recorder
-from ckpt.handlers.base import Handler, handler_for
+from ckpt.handlers.base import Handler, errors_of
+from ckpt.handlers.registry import Handlers
 from ckpt.layout.orbax_view import step_view, text_view
 from ckpt.manifest import (
+    COMPRESSION,
     FILE_NAME,
     FORMAT_VERSION,
     FileEntry,
@@ -44,8 +47,8 @@ class SaveRequest:
     Attributes:
         entry: Name of the entry it becomes.
         step: The step, or None for a one-shot checkpoint.
-        items: The objects by item name. Emptied once they are staged: the caller's arrays must
-            not be kept alive while they are written.
+        items: The objects by item name. Emptied when staging begins: the caller's arrays must not
+            be kept alive while they are written.
         unnamed: Whether the caller gave one object without a name.
         metrics: User metrics.
         metadata: User metadata.
@@ -78,7 +81,7 @@ class SaveEngine:
 
     Attributes:
         staging: How arrays are staged.
-        handlers: The handlers, in the order in which they are asked.
+        handlers: The handlers, and how one is chosen.
         observers: Take the timed phases.
         arena: The staging memory.
         buffers: Makes the memory of restored arrays.
@@ -87,7 +90,7 @@ class SaveEngine:
     """
 
     staging: Staging
-    handlers: Sequence[Handler]
+    handlers: Handlers
     observers: tuple[Observer, ...]
     arena: Arena
     buffers: Buffers
@@ -172,19 +175,30 @@ async def _run(
     hooks.stage("staging")
     blocked = contextlib.ExitStack()
     blocked.enter_context(session.recorder.phase("blocked"))
-    pending = {}
-    for name, item in request.items.items():
-        with located(item=name):
-            handler = handler_for(item, engine.handlers, name)
-            pending[name] = await handler.stage(item, EngineItemWriter(session, name))
-    del item
-    request.items.clear()
-    hooks.stage("writing")
-    session.end_staging()
-    blocked.close()
-    on_safe()
-    session.returned.set()
-    entries = {name: await commit for name, commit in pending.items()}
+    names = list(request.items)
+    pending: dict[str, _Pending] = {}
+    try:
+        async with anyio.create_task_group() as stagers:
+            for name in names:
+                # The task alone keeps the caller's object, and only while it stages.
+                stagers.start_soon(
+                    _stage_item, session, engine.handlers, name, request.items.pop(name), pending
+                )
+        if engine.plans.rules is not None:
+            engine.plans.rules.check_used(session.formatted)
+        hooks.stage("writing")
+        session.end_staging()
+        blocked.close()
+        on_safe()
+        session.returned.set()
+        entries: dict[str, ItemEntry] = {}
+        async with anyio.create_task_group() as commits:
+            for name in names:
+                commits.start_soon(_commit_item, name, pending[name], entries)
+    finally:
+        for each in pending.values():
+            each.close()
+    entries = {name: entries[name] for name in names}
     # Past this point a cancelled save may still be published; before it, never.
     await anyio.lowlevel.checkpoint()
     hooks.stage("publishing")
@@ -197,6 +211,39 @@ async def _run(
     return manifest
 
 
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """An item that is staged: its handler, and the commit that the handler gave for it."""
+
+    handler: Handler
+    commit: Awaitable[ItemEntry]
+
+    def close(self) -> None:
+        """Say that the commit is over, or will not be awaited."""
+        close = getattr(self.commit, "close", None)
+        if callable(close):
+            close()
+
+
+async def _stage_item(
+    session: SaveSession, handlers: Handlers, name: str, item: Any, pending: dict[str, _Pending]
+) -> None:
+    handler = handlers.for_item(name, item)
+    with errors_of(handler, name, "save it"):
+        commit = await handler.stage(item, EngineItemWriter(session, name))
+        if not hasattr(commit, "__await__"):
+            raise TypeError(f"stage returned {commit!r:.80}, which cannot be awaited")
+        pending[name] = _Pending(handler, commit)
+
+
+async def _commit_item(name: str, item: _Pending, entries: dict[str, ItemEntry]) -> None:
+    with errors_of(item.handler, name, "save it"):
+        entry = await item.commit
+        if not isinstance(entry, ItemEntry):
+            raise TypeError(f"the commit gave {entry!r:.80}, which is no ItemEntry")
+        entries[name] = entry
+
+
 async def _record(
     session: SaveSession,
     engine: SaveEngine,
@@ -207,7 +254,13 @@ async def _record(
     attempt = await session.opened()
     committed_ns = time.time_ns()
     files = step_view(
-        request.entry, entries, request.metrics, request.metadata, session.created_ns, committed_ns
+        request.entry,
+        entries,
+        request.metrics,
+        request.metadata,
+        session.created_ns,
+        committed_ns,
+        session.files,
     )
     for name, entry in entries.items():
         texts = await anyio.to_thread.run_sync(text_view, entry)
@@ -219,6 +272,7 @@ async def _record(
         manifest = Manifest(
             format="ckpt",
             version=FORMAT_VERSION,
+            requires=_features(entries),
             step=request.step,
             attempt=attempt.id,
             unnamed=request.unnamed,
@@ -234,3 +288,9 @@ async def _record(
         encoded = await anyio.to_thread.run_sync(encode, manifest)
     await session.storage.write(attempt, FILE_NAME, encoded)
     return manifest
+
+
+def _features(items: Mapping[str, ItemEntry]) -> list[str]:
+    """Return the features that a reader has to know."""
+    compressed = any(leaf.codec is not None for item in items.values() for leaf in item.leaves)
+    return [COMPRESSION] if compressed else []

@@ -17,10 +17,11 @@ import numpy as np
 import tensorstore as ts
 
 from ckpt.engine.buffers import Buffers
+from ckpt.engine.codecs import decode_chunk
 from ckpt.engine.tensors import as_stored, open_array, read_context, settle, translated
 from ckpt.errors import CorruptCheckpointError, located
 from ckpt.layout.chunks import chunk_key, stored_dtype
-from ckpt.layout.leaves import parse_dtype
+from ckpt.layout.dtypes import parse_dtype
 from ckpt.layout.shards import Region
 from ckpt.manifest import ItemEntry, LeafEntry
 
@@ -71,24 +72,32 @@ class DataFiles:
         """Fill a buffer for every chunk; see `ChunkSource.read`."""
         for chunk, buffer in zip(chunks, buffers, strict=True):
             leaf = chunk.leaf
-            file = self._files[leaf.files[chunk.number] if leaf.files else 0]
-            offset = leaf.offsets[chunk.number]
             inside = Region((0,) * len(leaf.chunks), chunk.region.shape)
-            if inside.is_contiguous_in(tuple(leaf.chunks)):
-                await self._read(leaf, file, offset, buffer)
+            if inside.shape == tuple(leaf.chunks) or (
+                leaf.codec is None and inside.is_contiguous_in(tuple(leaf.chunks))
+            ):
+                await self._read(leaf, chunk.number, buffer)
                 continue
-            # Padding lies between the elements.
+            # Padding lies between the elements, or comes out of the decoder with them.
             stored = self._buffers.empty(leaf.chunks, buffer.dtype)
-            await self._read(leaf, file, offset, stored)
+            await self._read(leaf, chunk.number, stored)
             buffer[...] = stored[inside.slices]
 
     async def read_run(self, file: int, offset: int, target: Array) -> None:
         """Fill `target` with what lies in data file number `file` from `offset` on."""
         await self._read_block(self._files[file], offset, _bytes_of(target))
 
-    async def _read(self, leaf: LeafEntry, file: str, offset: int, target: Array) -> None:
+    async def _read(self, leaf: LeafEntry, number: int, target: Array) -> None:
+        file = self._files[leaf.files[number] if leaf.files else 0]
+        offset = leaf.offsets[number]
         with located(leaf=leaf.name):
-            await self._read_block(file, offset, _bytes_of(target))
+            if leaf.codec is None:
+                await self._read_block(file, offset, _bytes_of(target))
+                return
+            encoded = bytearray(leaf.lengths[number])
+            await self._read_block(file, offset, memoryview(encoded))
+            into = target.reshape(-1).view(np.uint8)
+            await _in_thread(decode_chunk, leaf, bytes(encoded), into)
 
 
 class ItemDatabase:

@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ckpt.engine.casting import cast, cast_into, is_narrowed
 from ckpt.errors import CheckpointError
-from ckpt.layout.leaves import ARRAY_KINDS, DTYPES, scalar_array
+from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.leaves import ARRAY_KINDS, LeafSpec, scalar_array
 from ckpt.layout.plan import Granule, LeafPlan, Part
 from ckpt.manifest import digest
 from ckpt.settings import StagingMode
@@ -125,7 +127,9 @@ def copies_on_host(granule: Granule, plans: Sequence[LeafPlan]) -> int:
     """
     shardings = {id(s): s for s in (plans[chunk.leaf].spec.sharding for chunk in granule.chunks)}
     on_host = all(sharding is None or _is_host(sharding) for sharding in shardings.values())
-    return 1 if on_host else 2
+    # Of packed leaves that are cast there is a copy of each; of others it is cast piece by piece.
+    cast = granule.packed and any(plans[chunk.leaf].spec.cast_from for chunk in granule.chunks)
+    return 1 + (not on_host) + cast
 
 
 def copy_granule(
@@ -144,7 +148,7 @@ def copy_granule(
         np.concatenate(list(pieces), out=memory)
         return
     end = 0
-    parts = _on_host(granule, sources)
+    parts = _on_host(granule, plans, sources)
     for chunk in granule.chunks:
         memory[end : chunk.offset] = 0
         end = chunk.offset + chunk.stored_nbytes
@@ -175,12 +179,14 @@ def granule_digests(granule: Granule, plans: Sequence[LeafPlan], memory: Array) 
     return found
 
 
-def _on_host(granule: Granule, sources: Sequence[Source]) -> Iterator[Array]:
+def _on_host(
+    granule: Granule, plans: Sequence[LeafPlan], sources: Sequence[Source]
+) -> Iterator[Array]:
     """Yield every part as a host array; the transfers of all are under way at once."""
-    parts = [part for chunk in granule.chunks for part in chunk.parts]
+    parts = [(plans[chunk.leaf].spec, part) for chunk in granule.chunks for part in chunk.parts]
     started = [
-        _begin_transfer(_shard(source, part), part)
-        for source, part in zip(sources, parts, strict=True)
+        _begin_transfer(_shard(source, part), part, spec)
+        for source, (spec, part) in zip(sources, parts, strict=True)
     ]
     started.reverse()
     while started:
@@ -188,7 +194,7 @@ def _on_host(granule: Granule, sources: Sequence[Source]) -> Iterator[Array]:
         yield np.asarray(started.pop())
 
 
-def _begin_transfer(shard: Any, part: Part) -> Any:
+def _begin_transfer(shard: Any, part: Part, spec: LeafSpec) -> Any:
     """Return a part of `shard` on its way to the host, or there already."""
     if not isinstance(shard, jax.Array) or _on_cpu(shard):
         return np.asarray(_unkept(shard))[part.source.slices]
@@ -198,6 +204,9 @@ def _begin_transfer(shard: Any, part: Part) -> Any:
     if shard.shape != part.source.shape:
         # Sliced on the device: what a part takes on the host is the part, not its shard.
         shard = jax.lax.dynamic_slice(shard, part.source.offset, part.source.shape)
+    if spec.cast_from is not None and is_narrowed(spec.cast_from, spec.dtype or ""):
+        # Fewer bytes to move; what is widened is so on the host.
+        shard = jax.lax.convert_element_type(shard, DTYPES[spec.dtype or ""])
     return to_page_locked(shard)
 
 
@@ -248,11 +257,14 @@ def _packed_bytes(
             array = _gathered(spec.shape, shards.pop(number))
         elif spec.kind in ARRAY_KINDS:
             # Of an array on one CPU device this is a view, which jax does not keep.
-            array = np.ascontiguousarray(_unkept(leaf) if spec.dtype in _UNPACKED else leaf)
+            held = spec.cast_from or spec.dtype
+            array = np.ascontiguousarray(_unkept(leaf) if held in _UNPACKED else leaf)
         else:
             scalar = scalar_array(spec.kind, leaf)
             assert scalar is not None
             array = scalar
+        if spec.cast_from is not None:
+            array = cast(array, spec.dtype or "")
         # Any byte but 0 is true in memory; stored is what TensorStore stores, 0 or 1.
         flat = array.reshape(-1).view(np.uint8)
         yield (flat != 0).view(np.uint8) if spec.dtype == "bool" else flat
@@ -323,7 +335,13 @@ def _is_host(sharding: jax.sharding.Sharding) -> bool:
 
 
 def _copy_bits(target: Array, source: Array) -> None:
-    """Copy without looking at the values: numpy copies foreign dtypes slowly, under the GIL."""
+    """Copy without looking at the values: numpy copies foreign dtypes slowly, under the GIL.
+
+    Values of another dtype are cast.
+    """
+    if target.dtype != source.dtype:
+        cast_into(target, source)
+        return
     if target.dtype == np.bool_:
         np.not_equal(source.view(np.uint8), 0, out=target)
         return

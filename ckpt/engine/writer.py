@@ -16,13 +16,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 import anyio
-import jax
 import numpy as np
-from anyio.abc import TaskGroup
 
-from ckpt.commit import CommitHooks
-from ckpt.engine.arena import Arena, Block
-from ckpt.engine.plans import ItemPlan, PlanCache, new_data_file
+from ckpt.engine.arena import Block
+from ckpt.engine.encoding import Encoded, encode_granule
+from ckpt.engine.files import write_item_file
+from ckpt.engine.plans import ItemPlan, new_data_file
+from ckpt.engine.session import ENCODERS, LANES, STAGERS, SaveSession
 from ckpt.engine.staging import (
     Source,
     copies_on_host,
@@ -32,100 +32,18 @@ from ckpt.engine.staging import (
     sources_of,
     wait_until_computed,
 )
-from ckpt.errors import located
-from ckpt.events import Recorder
-from ckpt.handlers.base import Deferred
-from ckpt.layout.plan import Granule, LeafPlan
+from ckpt.errors import InvalidArgumentError, located
+from ckpt.handlers.base import Deferred, FileData
+from ckpt.layout.leaves import ARRAY_KINDS, stored_array
+from ckpt.layout.plan import Granule, LeafPlan, Place, SavePlan
 from ckpt.layout.records import LeafRecords, record_leaves
 from ckpt.layout.structure import Structure
 from ckpt.manifest import FileEntry, digest
-from ckpt.settings import Staging
-from ckpt.storage.base import Attempt, Storage
 
-__all__ = ["EngineItemWriter", "SaveSession"]
+__all__ = ["EngineItemWriter"]
 
 T = TypeVar("T")
 Array = np.ndarray[Any, np.dtype[np.uint8]]
-
-# Measured on 2 cores: direct writes of two lanes keep a disk of 2 GB/s busy, and four do where each
-# write takes longer. Two copying threads saturate the memory of a small machine.
-LANES = 4
-STAGERS = 2
-
-
-@dataclass(slots=True)
-class SaveSession:
-    """What the items of one save share.
-
-    Attributes:
-        storage: Where the step goes.
-        staging: How arrays are staged.
-        arena: The staging memory of the engine.
-        hooks: The commit to move along.
-        recorder: Takes the timed phases.
-        plans: Plans of earlier saves.
-        tasks: Task group of the save; what it runs is durable when it has ended.
-        created_ns: Unix time in nanoseconds at which the save began.
-        on_staged: Called once no more staging memory is needed.
-        attempt: The attempt; it may be written to once `attempt_ready` is set.
-        returned: Set when the caller of the save does not wait for it any more.
-        files: Size and digest of every file of the step.
-    """
-
-    storage: Storage
-    staging: Staging
-    arena: Arena
-    hooks: CommitHooks
-    recorder: Recorder
-    plans: PlanCache
-    tasks: TaskGroup
-    created_ns: int
-    on_staged: Callable[[], None]
-    attempt_ready: anyio.Event = field(default_factory=anyio.Event)
-    attempt: Attempt | None = None
-    returned: anyio.Event = field(default_factory=anyio.Event)
-    files: dict[str, FileEntry] = field(default_factory=dict)
-    blocks: list[Block] = field(default_factory=list)
-    # What still stages: the handlers' calls, as one, and what goes on behind the caller's back.
-    _stagings: int = 1
-
-    def begin_staging(self) -> None:
-        """Say that something goes on staging after the handlers' calls have returned."""
-        self._stagings += 1
-
-    def end_staging(self) -> None:
-        """Say that it has ended, or that the handlers' calls have."""
-        self._stagings -= 1
-        if not self._stagings:
-            self.on_staged()
-
-    async def opened(self) -> Attempt:
-        """Return the attempt, waiting until it is there."""
-        await self.attempt_ready.wait()
-        assert self.attempt is not None
-        return self.attempt
-
-    async def allocate(self, nbytes: int) -> Block:
-        """Take staging memory that is given back when the save ends, at the latest."""
-        block = await self.arena.allocate(nbytes)
-        self.blocks.append(block)
-        return block
-
-    async def write(self, path: str, data: bytes, entry: FileEntry | None = None) -> None:
-        """Write a small file of the step and note size and digest; durable on return."""
-        attempt = await self.opened()
-        self.files[path] = entry or FileEntry(size=len(data), digest=digest(data))
-        await self.storage.write(attempt, path, data)
-
-    def free(self, block: Block) -> None:
-        """Give staging memory back."""
-        self.blocks.remove(block)
-        self.arena.free(block)
-
-    def free_all(self) -> None:
-        """Give back what is left; no input or output may be under way."""
-        while self.blocks:
-            self.arena.free(self.blocks.pop())
 
 
 @dataclass(slots=True, eq=False)
@@ -143,6 +61,8 @@ class _ItemWrite:
         files: Path of every granule's data file, relative to the item.
         digests: Digest of every chunk, by granule; complete when `hashed` is set.
         left: Granules whose digests are still to come.
+        unplaced: Granules that are still to be encoded; `placed` is set when there are none.
+        places: Where the chunks of the others lie, by granule.
         staged: Granules that wait for a lane, as many as `ready` counts.
         turns: Handed out to lanes, one for every granule.
         running: Tasks that still write; `durable` is set when there are none.
@@ -152,12 +72,30 @@ class _ItemWrite:
     files: list[str]
     digests: list[list[str]]
     left: int
+    unplaced: int
     turns: Iterator[int]
+    places: dict[int, list[Place]] = field(default_factory=dict)
     staged: deque[_Staged] = field(default_factory=deque)
     ready: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(0))
     running: int = 0
     hashed: anyio.Event = field(default_factory=anyio.Event)
+    placed: anyio.Event = field(default_factory=anyio.Event)
     durable: anyio.Event = field(default_factory=anyio.Event)
+
+    def note_digests(self, number: int, digests: list[str]) -> None:
+        """Take the digests of a granule."""
+        self.digests[number] = digests
+        self.left -= 1
+        if not self.left:
+            self.hashed.set()
+
+    def note_encoded(self, number: int, encoded: Encoded) -> None:
+        """Take the places and digests of an encoded granule."""
+        self.places[number] = encoded.places
+        self.digests[number] = encoded.digests
+        self.unplaced -= 1
+        if not self.unplaced:
+            self.placed.set()
 
 
 class EngineItemWriter:
@@ -172,23 +110,40 @@ class EngineItemWriter:
         """Run a slow pure function off the engine's loop."""
         return await anyio.to_thread.run_sync(partial(function, *args))
 
-    async def stage(self, structure: Structure) -> Awaitable[LeafRecords]:
+    async def write_file(self, path: str, data: FileData) -> None:
+        """Write a file of the item; see `ItemWriter.write_file`."""
+        await write_item_file(self._session, self._item, path, data)
+
+    async def stage(
+        self, structure: Structure, *, formatted: bool = True
+    ) -> Awaitable[LeafRecords]:
         """Stage leaves; see `ItemWriter.stage`."""
         session = self._session
-        leaves = structure.leaves
+        if session.returned.is_set():
+            # What it would take a snapshot of is the caller's again, and so is the memory for it.
+            raise InvalidArgumentError(
+                "leaves are staged in Handler.stage, not in the commit that it returns"
+            )
         with session.recorder.phase("plan"):
             budget = session.arena.capacity
-            plan = await self.in_thread(session.plans.plan, self._item, structure, budget)
+            async with session.planning:
+                plan = await self.in_thread(
+                    session.plans.plan, self._item, structure, budget, formatted
+                )
+            leaves = await self.in_thread(_stored_arrays, plan.save, structure.leaves)
         session.hooks.advance(total=sum(granule.nbytes for granule in plan.save.granules))
         granules = plan.save.granules
         count = len(granules)
         blank: list[list[str]] = [[] for _ in granules]
-        write = _ItemWrite(plan, plan.new_data_files(), blank, count, iter(range(count)))
+        encoded = sum(granule.encoded for granule in granules)
+        write = _ItemWrite(plan, plan.new_data_files(), blank, count, encoded, iter(range(count)))
         if not granules:
             write.hashed.set()
         self._start(write, self._write_index, write)
-        for lane in range(min(LANES, count)):
-            self._start(write, self._run_lane, write, lane)
+        if plan.formatted is not None:
+            session.formatted.append(plan.formatted)
+        for _ in range(min(ENCODERS if encoded else LANES, count)):
+            self._start(write, self._run_lane, write)
         with session.recorder.phase("snapshot"):
             held = await self.in_thread(snapshot, granules, leaves, session.staging.mode)
         at_once = {
@@ -200,9 +155,13 @@ class EngineItemWriter:
         if held:
             session.begin_staging()
             self._start(write, self._stage_held, write, held)
-        await self._stage_all(write, at_once)
+        await self._stage_all(write, at_once, session.stagers)
         # What outlives this call must not keep the caller's arrays alive.
-        kept = [None if _is_array(leaf) else leaf for leaf in leaves]
+        kept = [
+            None if leaf_plan.spec.kind in ARRAY_KINDS else leaf
+            for leaf_plan, leaf in zip(plan.save.leaves, leaves, strict=True)
+        ]
+        del leaves
         return Deferred(partial(self._finish, write, kept))
 
     def _start(
@@ -226,62 +185,90 @@ class EngineItemWriter:
         async with anyio.create_task_group() as writers:
             for path, (data, entry) in plan.view.items():
                 writers.start_soon(session.write, f"{self._item}/{path}", data, entry)
-            if plan.index is not None:
+            index = plan.index
+            if write.unplaced:
+                await write.placed.wait()
+                index = await self.in_thread(plan.index_over, write.places)
+            if index is not None:
                 tree_file, name = new_data_file(), uuid.uuid4().bytes
                 database = await self.in_thread(
-                    plan.index.encode, write.files, tree_file, name, session.created_ns
+                    index.encode, write.files, tree_file, name, session.created_ns
                 )
                 writers.start_soon(session.write, f"{self._item}/{tree_file}", database.tree)
                 writers.start_soon(session.write, f"{self._item}/manifest.ocdbt", database.manifest)
 
     async def _stage_held(self, write: _ItemWrite, sources: dict[int, list[Source]]) -> None:
-        await self._stage_all(write, sources)
+        await self._stage_all(write, sources, self._session.held_stagers)
         self._session.end_staging()
 
-    async def _stage_all(self, write: _ItemWrite, sources: dict[int, list[Source]]) -> None:
+    async def _stage_all(
+        self, write: _ItemWrite, sources: dict[int, list[Source]], slots: anyio.Semaphore
+    ) -> None:
         """Stage granules in the order of the plan, several at a time.
 
         Args:
             write: The item.
             sources: By the number of each granule what its chunks are copied from; emptied, so
                 that what has been staged is not kept alive.
+            slots: Bounds how many granules, of all items, are copied at once.
         """
         async with anyio.create_task_group() as stagers:
             numbers = iter(sorted(sources))
             for _ in range(min(STAGERS, len(sources))):
-                stagers.start_soon(self._run_stager, write, numbers, sources)
+                stagers.start_soon(self._run_stager, write, numbers, sources, slots)
 
     async def _run_stager(
         self,
         write: _ItemWrite,
         numbers: Iterator[int],
         sources: dict[int, list[Source]],
+        slots: anyio.Semaphore,
     ) -> None:
         session, plan = self._session, write.plan.save
         for number in numbers:
             granule = plan.granules[number]
-            block = await session.allocate(copies_on_host(granule, plan.leaves) * granule.nbytes)
-            with session.recorder.phase("stage", granule.nbytes, granule=number):
-                await self.in_thread(_stage, granule, plan.leaves, sources.pop(number), block)
+            copies = copies_on_host(granule, plan.leaves) - 1
+            nbytes = granule.block_bytes + copies * granule.nbytes
+            async with slots:
+                block = await session.allocate(nbytes)
+                with session.recorder.phase("stage", granule.nbytes, granule=number):
+                    await self.in_thread(_stage, granule, plan.leaves, sources.pop(number), block)
             session.hooks.advance(staged=granule.nbytes)
             # Staging never waits for a lane, only for room in the arena.
             write.staged.append(_Staged(number, block))
             write.ready.release()
 
-    async def _run_lane(self, write: _ItemWrite, lane: int) -> None:
+    async def _run_lane(self, write: _ItemWrite) -> None:
         session = self._session
         await session.opened()
         for _ in write.turns:
             await write.ready.acquire()
             staged = write.staged.popleft()
-            await self._write_granule(write, lane, staged.number, staged.block)
+            memory = await self._encoded(write, staged)
+            async with session.lanes.taken() as lane:
+                await self._write_granule(write, lane, staged.number, memory)
             session.free(staged.block)
 
-    async def _write_granule(self, write: _ItemWrite, lane: int, number: int, block: Block) -> None:
+    async def _encoded(self, write: _ItemWrite, staged: _Staged) -> Array:
+        """Return the bytes of a granule's file; they lie in its block."""
+        session, plan = self._session, write.plan.save
+        granule, memory = plan.granules[staged.number], staged.block.memory
+        if not granule.encoded:
+            return memory[: granule.nbytes]
+        # The cores are for the copies while the caller waits for them.
+        await _first_of(session.returned, session.pressed)
+        async with session.encoders:
+            with session.recorder.phase("encode", granule.nbytes, granule=staged.number):
+                done = await self.in_thread(encode_granule, granule, plan.leaves, memory)
+        write.note_encoded(staged.number, done)
+        return memory[: done.nbytes]
+
+    async def _write_granule(
+        self, write: _ItemWrite, lane: int, number: int, memory: Array
+    ) -> None:
         session, plan = self._session, write.plan.save
         attempt = await session.opened()
         granule = plan.granules[number]
-        memory = block.memory[: granule.nbytes]
         path = f"{self._item}/{write.files[number]}"
         leaf = plan.leaves[granule.chunks[0].leaf].name
         written = anyio.Event()
@@ -289,15 +276,13 @@ class EngineItemWriter:
         async def take_digests() -> None:
             # Not while the caller waits: writing needs no core, this does.
             await _first_of(session.returned, written)
-            with session.recorder.phase("digest", granule.nbytes, lane, number):
+            with session.recorder.phase("digest", memory.nbytes, lane, number):
                 found, entry = await self.in_thread(_digests, granule, plan.leaves, memory)
             session.files[path] = entry
-            write.digests[number] = found
-            write.left -= 1
-            if not write.left:
-                write.hashed.set()
+            # Those of encoded chunks were taken before they were encoded.
+            write.note_digests(number, found or write.digests[number])
 
-        phase = session.recorder.phase("write", granule.nbytes, lane, number)
+        phase = session.recorder.phase("write", memory.nbytes, lane, number)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(take_digests)
             with located(leaf=leaf), phase:
@@ -307,13 +292,19 @@ class EngineItemWriter:
 
     async def _finish(self, write: _ItemWrite, leaves: Sequence[Any]) -> LeafRecords:
         # The entries are made while the last granules are still being written.
+        self._session.pressed.set()
         await write.hashed.wait()
         with located(item=self._item):
             records = await self.in_thread(
-                record_leaves, write.plan.save, leaves, write.digests, write.files
+                record_leaves, write.plan.save, leaves, write.digests, write.files, write.places
             )
         await write.durable.wait()
         return records
+
+
+def _stored_arrays(plan: SavePlan, leaves: Sequence[Any]) -> Sequence[Any]:
+    specs = [leaf.spec for leaf in plan.leaves]
+    return [stored_array(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
 
 
 async def _first_of(*events: anyio.Event) -> None:
@@ -334,20 +325,19 @@ def _stage(
     granule: Granule, plans: Sequence[LeafPlan], sources: Sequence[Source], block: Block
 ) -> None:
     wait_until_computed(sources)
-    copy_granule(granule, plans, sources, block.memory[: granule.nbytes])
+    memory = block.memory[granule.lead : granule.lead + granule.nbytes]
+    copy_granule(granule, plans, sources, memory)
 
 
 def _digests(
     granule: Granule, plans: Sequence[LeafPlan], memory: Array
 ) -> tuple[list[str], FileEntry]:
-    """Return the digests of the chunks of a granule, and the entry of its file."""
+    """Return the digests of the chunks of a granule, none of encoded ones, and its file's entry."""
+    if granule.encoded:
+        return [], FileEntry(size=memory.nbytes, digest=digest(memory.data))
     found = granule_digests(granule, plans, memory)
     first = granule.chunks[0]
     is_whole = first.nbytes == granule.nbytes
     return found, FileEntry(
         size=granule.nbytes, digest=found[0] if is_whole else digest(memory.data)
     )
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)

@@ -1,21 +1,25 @@
-"""The PyTree handler: any tree of arrays and Python scalars."""
+"""The PyTree handler: any tree of arrays, PRNG keys and Python scalars; also a single array."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Mapping
 from typing import Any
 
 import jax
 
 from ckpt.handlers.base import Deferred, ItemReader, ItemWriter
-from ckpt.layout.leaves import ARRAY_KINDS, decode_scalar
-from ckpt.layout.match import match_target, targets_as_saved
+from ckpt.layout.adapt import Adapt, RestoreReport, Stored, adapted
+from ckpt.layout.classes import known_classes
+from ckpt.layout.leaves import is_function
+from ckpt.layout.match import Match, match_as_saved, match_target
+from ckpt.layout.names import nested
+from ckpt.layout.rebuild import rebuild
 from ckpt.layout.records import check_leaves
-from ckpt.layout.structure import describe, rebuild
+from ckpt.layout.structure import describe, unboxed_names
 from ckpt.manifest import ItemEntry
 
-__all__ = ["PyTreeHandler"]
+__all__ = ["PyTreeHandler", "stage_tree"]
 
 logger = logging.getLogger("ckpt")
 
@@ -25,9 +29,24 @@ class PyTreeHandler:
 
     name = "pytree"
 
+    def __init__(self, classes: Mapping[str, type] | Iterable[type] = ()) -> None:
+        """Rebuild also nodes of these classes.
+
+        A class is found by its name if its module is imported, so only others are needed here:
+        classes made inside functions, and those that were renamed or moved since they were saved.
+
+        Args:
+            classes: The classes; or `{"module:name as saved": class}`.
+
+        Raises:
+            InvalidArgumentError: Something else than a class is among them.
+        """
+        self._classes = known_classes(classes)
+
     def accepts(self, item: Any) -> bool:
         """Tell whether `item` can be saved as a tree; leaves are judged one by one later."""
-        return True
+        # Of a function only the name is stored, which is no item.
+        return not is_function(item)
 
     async def stage(self, item: Any, writer: ItemWriter) -> Awaitable[ItemEntry]:
         """Take a snapshot of the tree; see `Handler.stage`.
@@ -35,26 +54,9 @@ class PyTreeHandler:
         Raises:
             UnsupportedLeafError: A leaf or key cannot be stored; names its path.
         """
-        structure = await writer.in_thread(describe, item)
-        records = await writer.stage(structure)
-        # Only the nodes: what waits for the commit must not keep the caller's arrays alive.
-        nodes = list(structure.nodes)
-        del structure, item
+        return await stage_tree(item, writer, self.name)
 
-        async def commit() -> ItemEntry:
-            done = await records
-            return ItemEntry(
-                handler=self.name,
-                nodes=nodes,
-                leaves=done.leaves,
-                shardings=done.shardings,
-                data_files=done.data_files,
-                nbytes=done.nbytes,
-            )
-
-        return Deferred(commit)
-
-    async def load(self, entry: ItemEntry, like: Any, reader: ItemReader) -> Any:
+    async def load(self, entry: ItemEntry, like: Any, adapt: Adapt, reader: ItemReader) -> Any:
         """Return the tree, onto the target `like` where there is one; see `Handler.load`.
 
         Raises:
@@ -62,33 +64,71 @@ class PyTreeHandler:
             CorruptCheckpointError: What is stored is damaged.
         """
         await reader.in_thread(check_leaves, entry)
+        stored = await reader.in_thread(adapted, entry, adapt)
         if like is None:
-            targets, moved = await reader.in_thread(targets_as_saved, entry)
-            if moved:
-                logger.warning(
-                    "%d arrays (%s, ...) were saved on devices this process does not have; they "
-                    "are restored to the default device. Pass like= with shardings to place them",
-                    len(moved),
-                    moved[0],
-                )
-            leaves = _with_scalars(entry, await reader.read(entry, targets))
-            tree, unknown = await reader.in_thread(rebuild, entry.nodes, leaves)
-            if unknown:
-                logger.warning(
-                    "restored as read-only ckpt.Record, since this process has not imported them: "
-                    "%s. Import their modules first, or pass like=",
-                    ", ".join(sorted(unknown)),
-                )
-            return tree
-        structure = await reader.in_thread(describe, like)
-        match = await reader.in_thread(match_target, entry, structure)
-        leaves = _with_scalars(entry, await reader.read(entry, match.targets))
-        placed = [... if number is None else leaves[number] for number in match.stored]
-        return jax.tree.unflatten(jax.tree.structure(like), placed)
+            match = await reader.in_thread(match_as_saved, entry, stored, adapt)
+            leaves = match.leaves(await reader.read(entry, match.reads))
+            tree = await reader.in_thread(self._rebuilt, entry, stored, leaves)
+        else:
+            structure = await reader.in_thread(describe, like)
+            match = await reader.in_thread(match_target, structure, stored, adapt)
+            leaves = match.leaves(await reader.read(entry, match.reads))
+            tree = jax.tree.unflatten(jax.tree.structure(like), leaves)
+        _tell(entry, match, adapt, reader.item)
+        return tree
+
+    def _rebuilt(self, entry: ItemEntry, stored: Stored, leaves: list[Any]) -> Any:
+        if stored.moved:
+            return nested(dict(zip(stored.sources, leaves, strict=True)))
+        tree, unbuilt = rebuild(entry.nodes, leaves, self._classes)
+        if unbuilt:
+            logger.warning(
+                "restored as read-only ckpt.Record: %s",
+                "; ".join(f"{name} ({why})" for name, why in sorted(unbuilt.items())),
+            )
+        return tree
 
 
-def _with_scalars(entry: ItemEntry, arrays: Sequence[Any]) -> list[Any]:
-    return [
-        array if leaf.kind in ARRAY_KINDS else decode_scalar(leaf)
-        for leaf, array in zip(entry.leaves, arrays, strict=True)
-    ]
+async def stage_tree(
+    item: Any, writer: ItemWriter, handler: str, *, formatted: bool = True
+) -> Awaitable[ItemEntry]:
+    """Take a snapshot of a tree for the handler called `handler`; see `ItemWriter.stage`."""
+    structure = await writer.in_thread(describe, item)
+    records = await writer.stage(structure, formatted=formatted)
+    # Only the nodes: what waits for the commit must not keep the caller's arrays alive.
+    nodes = list(structure.nodes)
+    del structure, item
+
+    async def commit() -> ItemEntry:
+        done = await records
+        return ItemEntry(
+            handler=handler,
+            nodes=nodes,
+            leaves=done.leaves,
+            shardings=done.shardings,
+            data_files=done.data_files,
+            nbytes=done.nbytes,
+        )
+
+    return Deferred(commit)
+
+
+def _tell(entry: ItemEntry, match: Match, adapt: Adapt, item: str) -> None:
+    if match.moved:
+        logger.warning(
+            "%d arrays (%s, ...) were saved on devices this process does not have; they are "
+            "restored to the default device. Pass like= with shardings to place them",
+            len(match.moved),
+            match.moved[0],
+        )
+    if adapt.report is not None:
+        used = set(match.used)
+        names = unboxed_names(entry.nodes, [leaf.name for leaf in entry.leaves])
+        adapt.report(
+            RestoreReport(
+                item=item,
+                used=tuple(name for name in names if name in used),
+                unused=tuple(name for name in names if name not in used),
+                kept=tuple(match.kept),
+            )
+        )

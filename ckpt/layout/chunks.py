@@ -1,8 +1,8 @@
 """Zarr v3 as this library writes it: chunk shapes, chunk keys and `zarr.json`.
 
-Arrays are stored uncompressed, whole chunks in C order, little endian. A dtype zarr has no name for
-(`uint4`, `uint2`, `float8_e4m3`) is stored as the bytes it has in memory, `uint8`; the manifest
-keeps its real dtype.
+Chunks are stored whole, in C order, little endian, and uncompressed unless a codec says otherwise.
+A dtype zarr has no name for (`uint4`, `uint2`, `float8_e4m3`) is stored as the bytes it has in
+memory, `uint8`; the manifest keeps its real dtype.
 Source: https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html
 """
 
@@ -13,7 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ckpt.layout.leaves import DTYPES
+from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.formats import Compression
 
 __all__ = ["choose_chunk", "chunk_key", "stored_dtype", "zarr_metadata", "zarr_metadata_bytes"]
 
@@ -27,7 +28,9 @@ def stored_dtype(dtype: str) -> str:
     return "uint8" if dtype in _NOT_IN_ZARR else dtype
 
 
-def zarr_metadata(shape: Sequence[int], chunk: Sequence[int], dtype: str) -> dict[str, Any]:
+def zarr_metadata(
+    shape: Sequence[int], chunk: Sequence[int], dtype: str, compression: Compression | None = None
+) -> dict[str, Any]:
     """Return the zarr v3 array metadata of a stored array, without the version fields."""
     data_type = stored_dtype(dtype)
     fill: Any = 0.0 if "float" in data_type else 0
@@ -37,19 +40,24 @@ def zarr_metadata(shape: Sequence[int], chunk: Sequence[int], dtype: str) -> dic
         fill = [0.0, 0.0]
     one_byte = DTYPES[data_type].itemsize == 1
     endian = {} if one_byte else {"configuration": {"endian": "little"}}
+    itemsize = DTYPES[data_type].itemsize
+    codecs = [] if compression is None else [compression.codec(itemsize)]
     return {
         "shape": list(shape),
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
         "chunk_key_encoding": {"name": "default"},
         "data_type": data_type,
-        "codecs": [{"name": "bytes", **endian}],
+        "codecs": [{"name": "bytes", **endian}, *codecs],
         "fill_value": fill,
     }
 
 
-def zarr_metadata_bytes(shape: Sequence[int], chunk: Sequence[int], dtype: str) -> bytes:
+def zarr_metadata_bytes(
+    shape: Sequence[int], chunk: Sequence[int], dtype: str, compression: Compression | None = None
+) -> bytes:
     """Return the `zarr.json` of a stored array."""
-    document = {"zarr_format": 3, "node_type": "array", **zarr_metadata(shape, chunk, dtype)}
+    metadata = zarr_metadata(shape, chunk, dtype, compression)
+    document = {"zarr_format": 3, "node_type": "array", **metadata}
     return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
 
 
@@ -59,7 +67,11 @@ def chunk_key(place: Sequence[int]) -> str:
 
 
 def choose_chunk(
-    shape: Sequence[int], shard: Sequence[int], itemsize: int, target_bytes: int
+    shape: Sequence[int],
+    shard: Sequence[int],
+    itemsize: int,
+    target_bytes: int,
+    axes: Sequence[int] = (),
 ) -> tuple[int, ...]:
     """Return the chunk shape for an array whose shards have the shape `shard`.
 
@@ -68,25 +80,44 @@ def choose_chunk(
     padded. Where it has none (a prime length), chunks cross shards or are padded at the edge of the
     array: every chunk is at most `target_bytes`.
 
+    Before that, `axes` are cut in turn into equal parts, each as often as the others, as long as
+    their lengths have small divisors: finer shards along them then consist of whole chunks.
+
     Args:
         shape: Global shape.
         shard: Shape of every shard; divides `shape`.
         itemsize: Bytes of one element.
         target_bytes: Upper bound of a chunk.
+        axes: Axes to be split before the others, not negative.
 
     Returns:
         The chunk shape, at least 1 along every axis.
     """
     chunk = [max(n, 1) for n in shard]
+    _cut_evenly(chunk, itemsize, target_bytes, axes)
     nbytes = math.prod(chunk) * itemsize
-    for axis, length in enumerate(chunk):
+    for axis in (*axes, *range(len(chunk))):
         if nbytes <= target_bytes:
             break
-        row = nbytes // length
-        step = _part(length, max(target_bytes // row, 1))
+        row = nbytes // chunk[axis]
+        step = _part(chunk[axis], max(target_bytes // row, 1))
         nbytes = row * step
         chunk[axis] = step
     return tuple(chunk)
+
+
+def _cut_evenly(chunk: list[int], itemsize: int, target_bytes: int, axes: Sequence[int]) -> None:
+    """Divide lengths of `chunk` by small factors, always of the axis with the fewest pieces."""
+    pieces = dict.fromkeys(axes, 1)
+    while pieces and math.prod(chunk) * itemsize > target_bytes:
+        # Of axes with as many pieces the first that was named.
+        axis = min(pieces, key=pieces.__getitem__)
+        factor = next((n for n in range(2, _MOST_PIECES + 1) if chunk[axis] % n == 0), None)
+        if factor is None:
+            del pieces[axis]
+            continue
+        chunk[axis] //= factor
+        pieces[axis] *= factor
 
 
 def _part(length: int, longest: int) -> int:

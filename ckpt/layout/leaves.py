@@ -3,70 +3,62 @@
 from __future__ import annotations
 
 import base64
+import functools
+import types
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
+from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.formats import ArrayFormat
 from ckpt.manifest import LeafEntry
 
 __all__ = [
     "ARRAY_KINDS",
+    "CALLABLE",
     "SCALAR_KINDS",
+    "SHAREABLE",
     "Classifier",
     "LeafSpec",
     "classify",
     "decode_scalar",
     "encode_scalar",
-    "parse_dtype",
+    "is_function",
+    "kind_of_type",
     "scalar_array",
+    "scalar_kind",
+    "stored_array",
 ]
 
-ARRAY_KINDS = frozenset({"jax", "numpy", "numpy_scalar"})
-SCALAR_KINDS = frozenset({"bool", "int", "float", "complex", "str", "bytes"})
+# `key` is a typed PRNG key: the array of its key data.
+ARRAY_KINDS = frozenset({"jax", "key", "numpy", "numpy_scalar"})
+SCALAR_KINDS = frozenset(
+    {"bool", "int", "float", "complex", "str", "bytes", "numpy_str", "numpy_bytes"}
+)
+# Kinds of which one object may stand at several places and is stored once.
+SHAREABLE = frozenset({"jax", "key", "numpy"})
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+# A function among the leaves: only its name is stored, a target has to bring it.
+CALLABLE = "callable"
 
-# A closed list: dtypes are parsed from files, and only these may come out of one.
-_NUMPY_DTYPES = [
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-]
-_ML_DTYPES = [
-    "bfloat16",
-    "float8_e3m4",
-    "float8_e4m3",
-    "float8_e4m3b11fnuz",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "float4_e2m1fn",
-    "int2",
-    "int4",
-    "uint2",
-    "uint4",
-]
-DTYPES: dict[str, np.dtype[Any]] = {
-    **{name: np.dtype(name) for name in _NUMPY_DTYPES},
-    **{name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_DTYPES if hasattr(ml_dtypes, name)},
+_SCALAR_KINDS_OF: dict[type, str] = {
+    **{kind: kind.__name__ for kind in (bool, int, float, complex, str, bytes)},
+    np.str_: "numpy_str",
+    np.bytes_: "numpy_bytes",
 }
-
+# What to do with arrays of dtypes that have no place in a checkpoint, by numpy's kind.
+_HINTS = {
+    "O": "; its elements are Python objects. Make a list of them, or an array of numbers",
+    "M": "; store .astype('int64') of it",
+    "m": "; store .astype('int64') of it",
+    "U": "; make a list of str of it",
+    "S": "; make a list of bytes of it",
+    "V": "; store its fields as arrays of their own",
+}
 
 # A train state has fewer different leaves than this; a program that saves ever new ones must not
 # fill the memory.
@@ -87,6 +79,10 @@ class LeafSpec:
         sharding: Where a `jax.Array` lies; None for everything else.
         committed: Whether a `jax.Array` is bound to its place; jax moves others freely.
         weak_type: Whether a `jax.Array` is weakly typed.
+        impl: Implementation of a typed PRNG key; dtype, shape and sharding are its key data's.
+        same_as: Number of an earlier leaf that is the same array object.
+        format: How it is stored where the caller has said so.
+        cast_from: Dtype of the array itself where it is stored as another, `dtype`.
     """
 
     kind: str
@@ -95,6 +91,10 @@ class LeafSpec:
     sharding: jax.sharding.Sharding | None = None
     committed: bool = True
     weak_type: bool = False
+    impl: str | None = None
+    same_as: int | None = None
+    format: ArrayFormat | None = None
+    cast_from: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -102,18 +102,6 @@ class LeafSpec:
         if self.dtype is None:
             return 0
         return int(np.prod(self.shape, dtype=object)) * DTYPES[self.dtype].itemsize
-
-
-def parse_dtype(name: str | None) -> np.dtype[Any]:
-    """Return the dtype called `name` in a manifest.
-
-    Raises:
-        CorruptCheckpointError: The name is not in the closed list of storable dtypes.
-    """
-    found = DTYPES.get(name or "")
-    if found is None:
-        raise CorruptCheckpointError(f"a stored leaf has the unknown dtype {name!r:.80}")
-    return found
 
 
 def classify(leaf: Any, name: str) -> LeafSpec:
@@ -129,28 +117,66 @@ def classify(leaf: Any, name: str) -> LeafSpec:
     """
     if isinstance(leaf, jax.Array):
         return _classify_jax(leaf, name)
-    if isinstance(leaf, np.ndarray | np.generic):
-        kind = "numpy" if isinstance(leaf, np.ndarray) else "numpy_scalar"
-        if type(leaf) is not np.ndarray and kind == "numpy":
+    kind = scalar_kind(leaf)
+    if kind is None and isinstance(leaf, np.ndarray | np.generic):
+        is_array = isinstance(leaf, np.ndarray)
+        if is_array and type(leaf) is not np.ndarray:
             raise UnsupportedLeafError(
                 f"an array of the numpy subclass {type(leaf).__name__} cannot be stored; "
                 "pass np.asarray(...) of it",
                 leaf=name,
             )
-        # np.generic holds str_, bytes_, datetime64 and void too; the dtype decides.
-        return LeafSpec(kind, _dtype_name(leaf.dtype, name), leaf.shape)
-    if type(leaf) in (bool, int, float, complex, str, bytes):
-        if type(leaf) is str and not _is_unicode(leaf):
+        # np.generic holds datetime64 and void too; the dtype decides.
+        dtype = _dtype_name(leaf.dtype, name)
+        return LeafSpec("numpy" if is_array else "numpy_scalar", dtype, leaf.shape)
+    if kind is not None:
+        if kind in ("str", "numpy_str") and not _is_unicode(leaf):
             raise UnsupportedLeafError(
                 "a string with lone surrogates cannot be stored; save it as bytes", leaf=name
             )
-        array = scalar_array(type(leaf).__name__, leaf)
-        return LeafSpec(type(leaf).__name__, None if array is None else array.dtype.name)
+        array = scalar_array(kind, leaf)
+        return LeafSpec(kind, None if array is None else array.dtype.name)
+    if is_function(leaf):
+        return LeafSpec(CALLABLE)
     raise UnsupportedLeafError(
         f"a leaf of type {type(leaf).__module__}.{type(leaf).__qualname__} cannot be stored; "
-        "leaves are jax or numpy arrays, numpy scalars, bool, int, float, complex, str or bytes",
+        "leaves are jax or numpy arrays, typed PRNG keys, numpy scalars, bool, int, float, "
+        "complex, str or bytes. An object of a class of yours can be an item with a handler, or "
+        "its class registered with jax.tree_util",
         leaf=name,
     )
+
+
+def scalar_kind(leaf: Any) -> str | None:
+    """Return the kind of a leaf whose value stands in the manifest, or None for another leaf."""
+    return _SCALAR_KINDS_OF.get(type(leaf))
+
+
+def kind_of_type(kind: type) -> str | None:
+    """Return the kind of leaves of this type whose value stands in the manifest, or None."""
+    return _SCALAR_KINDS_OF.get(kind)
+
+
+def is_function(leaf: Any) -> bool:
+    """Tell whether a leaf is code without state, which a target can bring.
+
+    An object that can be called may hold anything else; it must not be left out silently.
+    """
+    if isinstance(leaf, functools.partial):
+        parts = (*leaf.args, *leaf.keywords.values())
+        return is_function(leaf.func) and all(isinstance(each, _PLAIN) for each in parts)
+    if isinstance(leaf, types.MethodType | type) or not callable(leaf):
+        return False
+    if isinstance(leaf, types.BuiltinFunctionType):
+        # As a method it is bound to an object: `[].append`.
+        return isinstance(leaf.__self__, types.ModuleType | type | None)
+    made_by_jax = type(leaf).__module__.partition(".")[0] in ("jax", "jaxlib")
+    return made_by_jax or isinstance(leaf, types.FunctionType | np.ufunc)
+
+
+def stored_array(leaf: Any, spec: LeafSpec) -> Any:
+    """Return the array that holds the bytes of an array leaf: of a PRNG key that of its data."""
+    return jax.random.key_data(leaf) if spec.kind == "key" else leaf
 
 
 class Classifier:
@@ -199,12 +225,6 @@ def _classify_jax(leaf: jax.Array, name: str) -> LeafSpec:
             "save() was called. Save the function's output instead of its donated input.",
             leaf=name,
         )
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        raise UnsupportedLeafError(
-            "typed PRNG keys cannot be stored yet; save jax.random.key_data(key) and rebuild "
-            "with jax.random.wrap_key_data",
-            leaf=name,
-        )
     if not leaf.is_fully_addressable:
         raise UnsupportedLeafError(
             "the array has shards on devices of other processes; this version saves from one "
@@ -215,14 +235,31 @@ def _classify_jax(leaf: jax.Array, name: str) -> LeafSpec:
         raise UnsupportedLeafError(
             "the array is a sum that was not computed yet (unreduced); reshard it first", leaf=name
         )
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return _classify_key(leaf, name)
     dtype = _dtype_name(leaf.dtype, name)
     return LeafSpec("jax", dtype, leaf.shape, leaf.sharding, leaf.committed, leaf.weak_type)
+
+
+def _classify_key(leaf: jax.Array, name: str) -> LeafSpec:
+    impl: object = jax.random.key_impl(leaf)
+    if not isinstance(impl, str):
+        raise UnsupportedLeafError(
+            f"PRNG keys of the unregistered implementation {impl!r:.60} cannot be stored; save "
+            "jax.random.key_data(key)",
+            leaf=name,
+        )
+    data = jax.random.key_data(leaf)
+    dtype = _dtype_name(data.dtype, name)
+    return LeafSpec("key", dtype, data.shape, data.sharding, data.committed, impl=impl)
 
 
 def _dtype_name(dtype: np.dtype[Any], name: str) -> str:
     text = dtype.name
     if DTYPES.get(text) != dtype:
-        hint = "; convert it to native byte order" if DTYPES.get(text) else ""
+        hint = _HINTS.get(dtype.kind, "")
+        if text in DTYPES:
+            hint = "; convert it to native byte order"
         raise UnsupportedLeafError(f"arrays of dtype {dtype} cannot be stored{hint}", leaf=name)
     return text
 
@@ -252,12 +289,14 @@ def scalar_array(kind: str, value: Any) -> np.ndarray[Any, Any] | None:
 
 def encode_scalar(kind: str, value: Any) -> str | bool:
     """Return the manifest form of a Python scalar; exact, but for the payload of a NaN."""
-    if kind in ("bool", "str"):
+    if kind == "bool":
         return value  # type: ignore[no-any-return]
+    if kind in ("str", "numpy_str"):
+        return str(value)
     if kind == "int":
         # Hexadecimal beyond 64 bits: Python limits how long a decimal text it converts.
         return str(value) if -(2**63) <= value < 2**63 else hex(value)
-    if kind == "bytes":
+    if kind in ("bytes", "numpy_bytes"):
         return base64.b64encode(value).decode()
     return repr(value)
 
@@ -283,6 +322,10 @@ def decode_scalar(entry: LeafEntry) -> Any:
                 return complex(value)
             case "bytes", str():
                 return base64.b64decode(value, validate=True)
+            case "numpy_str", str():
+                return np.str_(value)
+            case "numpy_bytes", str():
+                return np.bytes_(base64.b64decode(value, validate=True))
     except ValueError as error:
         raise CorruptCheckpointError(
             f"the stored value {value!r:.60} is not a {entry.kind}", leaf=entry.name

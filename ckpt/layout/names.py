@@ -7,20 +7,29 @@ arrays. It is injective where Orbax's is not: `{"a": {"b": x}, "a.b": y}` is sto
 
 Escapes, all introduced by `%`, which is itself escaped: two hex digits stand for one UTF-8 byte;
 `%e` is an empty key; `%k` before a key marks one that is not a string beside a string sibling of
-the same text; the name of a leaf without any key is `%root`.
+the same text; the name of a leaf without any key is `%root`. Of a very long key the beginning
+stands, then `%h` and a digest of all of it: the key itself is in the manifest.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
-__all__ = ["ROOT", "escape_key", "join_keys", "sibling_names", "unescape_key"]
+from ckpt.errors import InvalidArgumentError
+from ckpt.manifest import digest
+
+__all__ = ["ROOT", "escape_key", "join_keys", "nested", "sibling_names", "unescape_key"]
 
 ROOT = "%root"
 _EMPTY = "%e"
 _MARK = "%k"
+_HASH = "%h"
+# Names are keys of a database, and of those every level of the tree has a part.
+_MOST_CHARACTERS = 512
+_KEPT_CHARACTERS = 64
 
 
 # A fixed list: what counts as printable changes from one Python to the next, a name must not.
@@ -81,7 +90,7 @@ def sibling_names(keys: Sequence[Hashable]) -> list[str]:
     Raises:
         ValueError: Two keys that are not strings have the same text and cannot be told apart.
     """
-    names = [escape_key(key if isinstance(key, str) else str(key)) for key in keys]
+    names = [_shortened(escape_key(_text_of(key))) for key in keys]
     counts = Counter(names)
     marked = [
         name if counts[name] == 1 or isinstance(key, str) else _MARK + name
@@ -93,6 +102,58 @@ def sibling_names(keys: Sequence[Hashable]) -> list[str]:
     return marked
 
 
+def _text_of(key: Hashable) -> str:
+    if isinstance(key, str):
+        return key
+    if isinstance(key, int) and abs(key) >= 2**63:
+        # Python limits how long a decimal text it makes.
+        return hex(key)
+    return str(key)
+
+
+def _shortened(name: str) -> str:
+    if len(name) <= _MOST_CHARACTERS:
+        return name
+    return name[:_KEPT_CHARACTERS] + _HASH + digest(name.encode())
+
+
 def join_keys(names: Sequence[str]) -> str:
     """Return the stored name of the leaf whose escaped keys are `names`."""
     return ".".join(names) if names else ROOT
+
+
+def nested(leaves: Mapping[str, Any]) -> Any:
+    """Return leaves by path as nested dicts with the keys as they were before they were escaped.
+
+    Raises:
+        InvalidArgumentError: A path is that of a leaf, and of a dict that holds others.
+    """
+    if set(leaves) == {ROOT}:
+        return leaves[ROOT]
+    tree: dict[str, Any] = {}
+    nodes: dict[str, dict[str, Any]] = {"": tree}
+    for path, leaf in leaves.items():
+        node, above = tree, ""
+        *parents, last = path.split(".")
+        for key in parents:
+            above = f"{above}.{key}"
+            if above not in nodes:
+                _refuse_taken(node, key, path)
+                nodes[above] = node[_unescaped(key)] = {}
+            node = nodes[above]
+        _refuse_taken(node, last, path)
+        node[_unescaped(last)] = leaf
+    return tree
+
+
+def _refuse_taken(node: Mapping[str, Any], key: str, path: str) -> None:
+    if _unescaped(key) in node:
+        raise InvalidArgumentError("there is another leaf at, above or below its path", leaf=path)
+
+
+def _unescaped(key: str) -> str:
+    try:
+        return unescape_key(key)
+    except ValueError:
+        # A marked or shortened key stays as it is written.
+        return key

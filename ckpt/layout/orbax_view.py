@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ckpt.layout.leaves import ARRAY_KINDS, decode_scalar, scalar_array
+from ckpt.layout.leaves import ARRAY_KINDS, CALLABLE, decode_scalar, scalar_array
 from ckpt.layout.names import sibling_names
-from ckpt.layout.structure import decode_key
+from ckpt.layout.values import decode_key
 from ckpt.manifest import ItemEntry, LeafEntry, Node, ShardingEntry
 
 __all__ = ["item_view", "root_view", "step_view"]
@@ -26,6 +26,7 @@ _HANDLERS = "orbax.checkpoint._src.handlers"
 _TREE = f"{_HANDLERS}.standard_checkpoint_handler.StandardCheckpointHandler"
 _JSON = f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler"
 _SEQUENCE, _MAPPING = 1, 2
+_ON_DEVICES = ("jax", "key")
 _EMPTY = {
     "dict": "Dict",
     "ordered_dict": "Dict",
@@ -50,14 +51,32 @@ def step_view(
     metadata: Any,
     created_ns: int,
     committed_ns: int,
+    written: Collection[str] = (),
 ) -> dict[str, bytes]:
-    """Return the files of the step itself, by path relative to it."""
+    """Return the files of the step itself, by path relative to it.
+
+    An item that is no tree is JSON to Orbax: what its handler wrote as `metadata`, and otherwise a
+    few words about it, since Orbax reads all items of a step or none.
+
+    Args:
+        entry: Name of the step's directory.
+        items: The items.
+        metrics: User metrics.
+        metadata: User metadata.
+        created_ns: When the save began.
+        committed_ns: When the manifest is written.
+        written: The files of the step that were written already.
+    """
     if metadata is None:
         custom: dict[str, Any] = {}
     else:
         custom = metadata if isinstance(metadata, dict) else {"metadata": metadata}
-    handlers = dict.fromkeys(items, _TREE)
+    handlers = {name: _TREE if item.nodes or item.leaves else _JSON for name, item in items.items()}
     files = {}
+    for name, item in items.items():
+        if handlers[name] == _JSON and f"{name}/metadata" not in written:
+            about = {"handler": item.handler, "data": item.data, "nbytes": item.nbytes}
+            files[f"{name}/metadata"] = _json(about)
     if metrics is not None:
         # An item of their own, where Orbax looks; NaN and infinities as Python's json writes them.
         handlers["metrics"] = _JSON
@@ -94,7 +113,7 @@ def item_view(item: ItemEntry) -> dict[str, bytes]:
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }
-    arrays = [leaf for leaf in item.leaves if leaf.kind == "jax"]
+    arrays = [leaf for leaf in item.leaves if leaf.kind in _ON_DEVICES]
     return {
         "_METADATA": _json(metadata),
         "_sharding": _json(dict(_shardings(item, arrays))),
@@ -144,7 +163,9 @@ def _child_names(node: Node) -> Sequence[str]:
 
 def _value_type(leaf: LeafEntry) -> str:
     if leaf.kind in ARRAY_KINDS:
-        return "jax.Array" if leaf.kind == "jax" else "np.ndarray"
+        return "jax.Array" if leaf.kind in _ON_DEVICES else "np.ndarray"
+    if leaf.kind == CALLABLE:
+        return "string"
     return "string" if scalar_array(leaf.kind, decode_scalar(leaf)) is None else "scalar"
 
 
@@ -152,13 +173,13 @@ def _value_metadata(leaf: LeafEntry | Node) -> dict[str, Any]:
     if isinstance(leaf, Node):
         return {"value_type": _EMPTY[leaf.kind], "skip_deserialize": True}
     found: dict[str, Any] = {"value_type": _value_type(leaf), "skip_deserialize": False}
-    if leaf.kind == "jax":
+    if leaf.kind in _ON_DEVICES:
         found["write_shape"] = leaf.chunks
     return found
 
 
 def _text(leaf: LeafEntry) -> str:
-    value = decode_scalar(leaf)
+    value = leaf.value if leaf.kind == CALLABLE else decode_scalar(leaf)
     if isinstance(value, int):
         # Python limits how long a decimal text it makes.
         return hex(value)
@@ -170,7 +191,8 @@ def _array_metadata(leaf: LeafEntry) -> dict[str, Any]:
         "param_name": leaf.name,
         "write_shape": leaf.chunks,
         "chunk_shape": leaf.chunks,
-        "ext_metadata": None,
+        # Orbax makes a typed PRNG key of such an array.
+        "ext_metadata": None if leaf.impl is None else {"random_key_impl": leaf.impl},
     }
 
 

@@ -9,12 +9,14 @@ kilobytes are packed: the whole array is one chunk, gathered from its shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt.errors import UnsupportedLeafError
 from ckpt.layout.chunks import choose_chunk, chunk_key, zarr_metadata_bytes
-from ckpt.layout.leaves import ARRAY_KINDS, DTYPES, LeafSpec
+from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.formats import ArrayFormat, Compression
+from ckpt.layout.leaves import ARRAY_KINDS, LeafSpec
 from ckpt.layout.ocdbt import MAX_KEY_BYTES, Entry
 from ckpt.layout.shards import (
     Region,
@@ -35,9 +37,14 @@ __all__ = [
     "Granule",
     "LeafPlan",
     "Part",
+    "Place",
+    "Places",
     "SavePlan",
     "aligned",
+    "alignment_of",
     "database_entries",
+    "encoded_bound",
+    "file_size",
     "plan_save",
 ]
 
@@ -49,6 +56,10 @@ PACKED_BYTES = 256 << 10
 # reads. A large item has larger granules, so that it has not more than about so many files.
 GRANULE_BYTES = 48 << 20
 CHUNK_BYTES = 32 << 20
+# Chunks to be compressed are smaller: a chunk keeps one thread busy, and is held three times
+# meanwhile.
+COMPRESSED_CHUNK_BYTES = 8 << 20
+_ENCODING_COPIES = 3
 _MOST_FILES = 256
 # Chunks start on cache lines, so that copies and hashes run at full speed and jax can take over the
 # memory they are read into; larger ones on the sectors of disks, so that they can be read past the
@@ -57,6 +68,7 @@ CHUNK_ALIGNMENT = 64
 SECTOR = 4096
 DIRECT_BYTES = 1 << 20
 _METADATA_KEY = "zarr.json"
+_NO_FORMAT = ArrayFormat()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +116,41 @@ class Chunk:
 class Granule:
     """Chunks that are staged and written together, as one file.
 
+    The chunks of a granule that is to be encoded lie at the end of a larger block, whose beginning
+    takes the encoded ones: none gets in the way of one that is still to be encoded.
+
     Attributes:
         packed: Whether its chunks are whole packed leaves.
         chunks: The chunks, in the order in which they lie.
-        nbytes: Size of the block that holds them, and of the file: alignment included.
+        nbytes: Bytes of the chunks as they are staged, alignment included; the size of the file
+            where they are not encoded.
+        encoded: Whether the chunks are encoded before they are written.
+        lead: Where the staged chunks begin in the block.
+        block_bytes: Staging memory that it takes, all copies included that encoding makes.
     """
 
     packed: bool
     chunks: tuple[Chunk, ...]
     nbytes: int
+    encoded: bool = False
+    lead: int = 0
+    block_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Take as much memory as is staged, if nothing else is said."""
+        object.__setattr__(self, "block_bytes", max(self.block_bytes, self.nbytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an encoded chunk lies in its file."""
+
+    offset: int
+    length: int
+
+
+# By the number of the granule the places of its chunks; only of those that were encoded.
+Places = Mapping[int, Sequence[Place]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +164,7 @@ class LeafPlan:
         grid: Number of chunks along every axis.
         packed: Whether it is a packed leaf.
         metadata: Its `zarr.json`, or None where nothing of it is in the database.
+        compression: How its chunks are encoded, or None.
     """
 
     name: str
@@ -134,6 +173,7 @@ class LeafPlan:
     grid: tuple[int, ...]
     packed: bool
     metadata: bytes | None
+    compression: Compression | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +183,17 @@ class SavePlan:
     Attributes:
         leaves: A plan for every leaf, in tree order.
         granules: The granules, biggest first.
-        nbytes: Logical bytes of all arrays; Python scalars do not count.
+        nbytes: Logical bytes of all arrays, shared ones once; Python scalars do not count.
     """
 
     leaves: tuple[LeafPlan, ...]
     granules: tuple[Granule, ...]
     nbytes: int
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether the places of some chunks are only known once they are encoded."""
+        return any(granule.encoded for granule in self.granules)
 
 
 def plan_save(names: Sequence[str], specs: Sequence[LeafSpec], budget_bytes: int) -> SavePlan:
@@ -163,17 +208,18 @@ def plan_save(names: Sequence[str], specs: Sequence[LeafSpec], budget_bytes: int
     Raises:
         UnsupportedLeafError: The name of a leaf is too long to be a key of a database.
     """
-    nbytes = sum(spec.nbytes for spec in specs if spec.kind in ARRAY_KINDS)
+    owned = [spec for spec in specs if spec.kind in ARRAY_KINDS and spec.same_as is None]
+    nbytes = sum(spec.nbytes for spec in owned)
     granule_bytes = min(max(GRANULE_BYTES, nbytes // _MOST_FILES), budget_bytes // 4)
-    chunk_bytes = min(CHUNK_BYTES, granule_bytes) // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
-    encoded: dict[tuple[object, ...], bytes] = {}
+    documents: dict[tuple[object, ...], bytes] = {}
     leaves = []
     packed: list[Chunk] = []
     large: list[Chunk] = []
+    encoded: list[Chunk] = []
     for number, (name, spec) in enumerate(zip(names, specs, strict=True)):
-        leaf = _plan_leaf(name, spec, chunk_bytes, encoded)
+        leaf = _plan_leaf(name, spec, granule_bytes, documents)
         leaves.append(leaf)
-        if leaf.metadata is None or 0 in spec.shape:
+        if leaf.metadata is None or 0 in spec.shape or spec.same_as is not None:
             continue
         if leaf.packed:
             everything = whole(spec.shape)
@@ -181,43 +227,71 @@ def plan_save(names: Sequence[str], specs: Sequence[LeafSpec], budget_bytes: int
             size = spec.nbytes
             packed.append(Chunk(number, 0, (), place, everything, 0, size, size))
         else:
-            large.extend(_leaf_chunks(number, leaf))
+            chunks = large if leaf.compression is None else encoded
+            chunks.extend(_leaf_chunks(number, leaf))
     granules = [
         *_pack(packed, granule_bytes, packed=True),
         *_pack(large, granule_bytes, packed=False),
+        *map(_to_encode, _pack(encoded, granule_bytes, packed=False)),
     ]
     granules.sort(key=lambda granule: granule.nbytes, reverse=True)
     return SavePlan(tuple(leaves), tuple(granules), nbytes)
 
 
-def database_entries(plan: SavePlan) -> Iterable[Entry]:
+def database_entries(plan: SavePlan, places: Places | None = None) -> Iterable[Entry]:
     """Yield the keys of the item's database; granule `n` is its data file `n`."""
+    placed = places or {}
+    sharers: dict[int, list[LeafPlan]] = {}
     for leaf in plan.leaves:
         if leaf.metadata is not None:
             yield Entry(f"{leaf.name}/{_METADATA_KEY}".encode(), leaf.metadata)
+        if leaf.spec.same_as is not None:
+            sharers.setdefault(leaf.spec.same_as, []).append(leaf)
     for file, granule in enumerate(plan.granules):
-        for chunk in granule.chunks:
-            key = f"{plan.leaves[chunk.leaf].name}/{chunk_key(chunk.place)}"
-            yield Entry(key.encode(), None, file, chunk.offset, chunk.stored_nbytes)
+        found = placed.get(file) or [
+            Place(chunk.offset, chunk.stored_nbytes) for chunk in granule.chunks
+        ]
+        for chunk, place in zip(granule.chunks, found, strict=True):
+            for leaf in (plan.leaves[chunk.leaf], *sharers.get(chunk.leaf, ())):
+                key = f"{leaf.name}/{chunk_key(chunk.place)}"
+                yield Entry(key.encode(), None, file, place.offset, place.length)
 
 
 def _plan_leaf(
-    name: str, spec: LeafSpec, chunk_bytes: int, encoded: dict[tuple[object, ...], bytes]
+    name: str, spec: LeafSpec, granule_bytes: int, documents: dict[tuple[object, ...], bytes]
 ) -> LeafPlan:
     if spec.dtype is None:
         return LeafPlan(name, spec, (), (), packed=False, metadata=None)
     itemsize = DTYPES[spec.dtype].itemsize
-    packed = spec.nbytes <= min(PACKED_BYTES, chunk_bytes // 2)
+    chosen = spec.format or _NO_FORMAT
+    largest = min(CHUNK_BYTES, granule_bytes) // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
+    most = granule_bytes if chosen.chunk_bytes is None else chosen.chunk_bytes
+    packed = spec.nbytes <= min(PACKED_BYTES, largest // 2, most)
+    compression = None if packed else chosen.codec
+    if compression is not None:
+        largest, granule_bytes = COMPRESSED_CHUNK_BYTES, granule_bytes // 2
+    chunk_bytes = min(chosen.chunk_bytes or largest, granule_bytes)
     shard = spec.shape
     if not packed and spec.sharding is not None:
         shard = spec.sharding.shard_shape(spec.shape)
-    chunk = choose_chunk(spec.shape, shard, itemsize, max(chunk_bytes, itemsize))
-    key = (spec.shape, chunk, spec.dtype)
-    if key not in encoded:
-        encoded[key] = zarr_metadata_bytes(spec.shape, chunk, spec.dtype)
+    axes = () if packed else _axes_first(spec, chosen, shard)
+    chunk = choose_chunk(spec.shape, shard, itemsize, max(chunk_bytes, itemsize), axes)
+    key = (spec.shape, chunk, spec.dtype, compression)
+    if key not in documents:
+        documents[key] = zarr_metadata_bytes(spec.shape, chunk, spec.dtype, compression)
     grid = chunk_grid(spec.shape, chunk)
     _check_name(name, grid)
-    return LeafPlan(name, spec, chunk, grid, packed, encoded[key])
+    return LeafPlan(name, spec, chunk, grid, packed, documents[key], compression)
+
+
+def _axes_first(spec: LeafSpec, chosen: ArrayFormat, shard: Sequence[int]) -> tuple[int, ...]:
+    """Return the axes that are cut before the leading ones."""
+    if chosen.split_axes is not None:
+        return tuple(dict.fromkeys(axis % len(spec.shape) for axis in chosen.split_axes))
+    if chosen.chunk_bytes is None:
+        return ()
+    lengths = zip(shard, spec.shape, strict=True)
+    return tuple(axis for axis, (part, length) in enumerate(lengths) if part < length)
 
 
 def _check_name(name: str, grid: tuple[int, ...]) -> None:
@@ -257,20 +331,41 @@ def _pack(chunks: Iterable[Chunk], granule_bytes: int, *, packed: bool) -> Itera
     end = 0
     for chunk in chunks:
         length = chunk.stored_nbytes
-        start = aligned(end, SECTOR if length > SECTOR else CHUNK_ALIGNMENT)
+        start = aligned(end, alignment_of(length))
         if batch and start + length > granule_bytes:
-            yield _granule(batch, end, packed=packed)
+            yield Granule(packed, tuple(batch), file_size(end))
             batch, start = [], 0
         batch.append(replace(chunk, offset=start))
         end = start + length
     if batch:
-        yield _granule(batch, end, packed=packed)
+        yield Granule(packed, tuple(batch), file_size(end))
 
 
-def _granule(chunks: Sequence[Chunk], end: int, *, packed: bool) -> Granule:
+def _to_encode(granule: Granule) -> Granule:
+    sizes = [chunk.stored_nbytes for chunk in granule.chunks]
+    # So much longer than staged the chunks can become, one after the other.
+    growth = sum(encoded_bound(size) + alignment_of(encoded_bound(size)) - size for size in sizes)
+    lead = aligned(growth, SECTOR)
+    more = _ENCODING_COPIES * encoded_bound(max(sizes))
+    block_bytes = aligned(lead + granule.nbytes, SECTOR) + more
+    return replace(granule, encoded=True, lead=lead, block_bytes=block_bytes)
+
+
+def encoded_bound(nbytes: int) -> int:
+    """Return how long a chunk of `nbytes` can get when it is encoded, whatever it holds."""
+    # zstd adds 1/256 and up to 64 bytes, blosc 16 bytes.
+    return nbytes + nbytes // 128 + 128
+
+
+def alignment_of(length: int) -> int:
+    """Return what the place of a chunk of `length` bytes is a multiple of."""
+    return SECTOR if length > SECTOR else CHUNK_ALIGNMENT
+
+
+def file_size(end: int) -> int:
+    """Return the size of a data file whose last chunk ends at `end`."""
     # Only whole sectors can be written past the page cache; a small file is not worth it.
-    size = aligned(end, SECTOR if end >= DIRECT_BYTES else CHUNK_ALIGNMENT)
-    return Granule(packed, tuple(chunks), size)
+    return aligned(end, SECTOR if end >= DIRECT_BYTES else CHUNK_ALIGNMENT)
 
 
 def aligned(nbytes: int, alignment: int) -> int:

@@ -11,14 +11,10 @@ from typing import Any
 import jax
 
 from ckpt.errors import CorruptCheckpointError
-from ckpt.layout.leaves import (
-    ARRAY_KINDS,
-    SCALAR_KINDS,
-    decode_scalar,
-    encode_scalar,
-    parse_dtype,
-)
-from ckpt.layout.plan import SavePlan
+from ckpt.layout.dtypes import parse_dtype
+from ckpt.layout.formats import CODECS
+from ckpt.layout.leaves import ARRAY_KINDS, CALLABLE, SCALAR_KINDS, decode_scalar, encode_scalar
+from ckpt.layout.plan import Places, SavePlan
 from ckpt.layout.shardings import describe_sharding
 from ckpt.layout.shards import chunk_grid
 from ckpt.manifest import ItemEntry, LeafEntry, ShardingEntry
@@ -29,6 +25,8 @@ __all__ = ["LeafRecords", "check_leaves", "record_leaves"]
 _MAX_RANK = 64
 _MAX_LENGTH = 1 << 48
 _MAX_OFFSET = 1 << 62
+# Beyond twice its size an encoded chunk is not longer than this.
+_MOST_GROWTH = 1 << 16
 # Names come from a file: none may lead out of the step.
 _DATA_FILE = re.compile(r"^d/[0-9a-f]{32}\Z")
 
@@ -55,6 +53,7 @@ def record_leaves(
     leaves: Sequence[Any],
     digests: Sequence[Sequence[str]],
     data_files: Sequence[str],
+    places: Places | None = None,
 ) -> LeafRecords:
     """Return the entries of leaves that were written by `plan`.
 
@@ -64,15 +63,21 @@ def record_leaves(
         digests: Digest of every chunk, by granule and in the order of its chunks. Of an item
             without granules this may be empty.
         data_files: Path of every granule's file, relative to the item.
+        places: Where the chunks lie that were encoded.
     """
     digests_of = [[""] * math.prod(leaf.grid) for leaf in plan.leaves]
     offsets_of = [[0] * len(found) for found in digests_of]
     files_of = [[0] * len(found) for found in digests_of]
+    lengths_of: dict[int, list[int]] = {}
     for file, (granule, found) in enumerate(zip(plan.granules, digests, strict=True)):
         for chunk, each in zip(granule.chunks, found, strict=True):
             digests_of[chunk.leaf][chunk.number] = each
             offsets_of[chunk.leaf][chunk.number] = chunk.offset
             files_of[chunk.leaf][chunk.number] = file
+        for chunk, place in zip(granule.chunks, (places or {}).get(file, ()), strict=False):
+            offsets_of[chunk.leaf][chunk.number] = place.offset
+            lengths = lengths_of.setdefault(chunk.leaf, [0] * len(digests_of[chunk.leaf]))
+            lengths[chunk.number] = place.length
     numbers: dict[jax.sharding.Sharding, int] = {}
     # Hashing a sharding is slow, and thousands of leaves share a few.
     known: dict[int, int] = {}
@@ -83,6 +88,10 @@ def record_leaves(
             value = encode_scalar(spec.kind, leaves[number])
             entries.append(LeafEntry(name=leaf.name, kind=spec.kind, value=value))
             continue
+        if spec.kind == CALLABLE:
+            entries.append(LeafEntry(name=leaf.name, kind=spec.kind, value=_text(leaves[number])))
+            continue
+        chunks = number if spec.same_as is None else spec.same_as
         sharding = known.get(id(spec.sharding))
         if sharding is None and spec.sharding is not None:
             sharding = numbers.setdefault(spec.sharding, len(numbers))
@@ -94,17 +103,26 @@ def record_leaves(
                 dtype=spec.dtype,
                 shape=list(spec.shape),
                 chunks=list(leaf.chunk),
-                digests=digests_of[number],
-                offsets=offsets_of[number],
-                files=files_of[number] if any(files_of[number]) else [],
+                digests=digests_of[chunks],
+                offsets=offsets_of[chunks],
+                files=files_of[chunks] if any(files_of[chunks]) else [],
+                codec=None if leaf.compression is None else leaf.compression.name,
+                lengths=lengths_of.get(chunks, []),
                 packed=leaf.packed,
                 sharding=sharding,
                 committed=spec.committed,
                 weak_type=spec.weak_type,
+                impl=spec.impl,
+                same_as=spec.same_as,
             )
         )
     shardings = [describe_sharding(sharding) for sharding in numbers]
     return LeafRecords(entries, shardings, list(data_files), plan.nbytes)
+
+
+def _text(function: Any) -> str:
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', None) or '?'}:{name}"
 
 
 def check_leaves(item: ItemEntry) -> None:
@@ -119,18 +137,26 @@ def check_leaves(item: ItemEntry) -> None:
     seen: set[str] = set()
     # Thousands of leaves share a few shapes.
     possible: set[tuple[object, ...]] = set()
-    for entry in item.leaves:
+    for number, entry in enumerate(item.leaves):
         if entry.name in seen:
             raise CorruptCheckpointError("two leaves are stored under one name", leaf=entry.name)
         seen.add(entry.name)
         if entry.kind in SCALAR_KINDS:
             decode_scalar(entry)
             continue
+        if entry.kind == CALLABLE:
+            continue
         if entry.kind not in ARRAY_KINDS:
             raise CorruptCheckpointError(
                 f"a leaf of the unknown kind {entry.kind!r:.60}", leaf=entry.name
             )
         count = len(entry.digests)
+        is_key = entry.kind == "key"
+        if is_key != (entry.impl is not None) or (is_key and not entry.shape):
+            raise CorruptCheckpointError(
+                "a PRNG key needs an implementation and data of at least one dimension",
+                leaf=entry.name,
+            )
         form = (entry.dtype, *entry.shape, None, *entry.chunks, count, entry.packed)
         if form not in possible:
             if not _is_possible(entry, parse_dtype(entry.dtype).itemsize):
@@ -138,6 +164,23 @@ def check_leaves(item: ItemEntry) -> None:
             possible.add(form)
         if not _is_placed(entry, len(item.shardings), len(item.data_files)):
             raise _contradiction(entry)
+        if (entry.codec is not None or entry.lengths) and not _is_encoded(entry):
+            raise CorruptCheckpointError(
+                f"codec {entry.codec!r:.40} and {len(entry.lengths)} lengths do not fit "
+                f"{len(entry.digests)} chunks",
+                leaf=entry.name,
+            )
+        if entry.same_as is not None:
+            _check_same(item, number, entry.same_as)
+
+
+def _check_same(item: ItemEntry, number: int, same_as: int) -> None:
+    entry = item.leaves[number]
+    first = item.leaves[same_as] if 0 <= same_as < number else None
+    if first is None or entry != first.model_copy(update={"name": entry.name, "same_as": same_as}):
+        raise CorruptCheckpointError(
+            f"it cannot be the same array as leaf {same_as}", leaf=entry.name
+        )
 
 
 def _is_possible(entry: LeafEntry, itemsize: int) -> bool:
@@ -168,6 +211,18 @@ def _is_placed(entry: LeafEntry, shardings: int, files: int) -> bool:
         and max(offsets) <= _MAX_OFFSET
         and files > 0
         and (not numbers or (len(numbers) == count and 0 <= min(numbers) <= max(numbers) < files))
+    )
+
+
+def _is_encoded(entry: LeafEntry) -> bool:
+    """Tell whether chunks can be encoded as an entry says; bounds what is read for one."""
+    count = len(entry.digests)
+    stored = math.prod(entry.chunks) * parse_dtype(entry.dtype).itemsize
+    return (
+        entry.codec in CODECS
+        and not entry.packed
+        and len(entry.offsets) == len(entry.lengths) == count
+        and all(0 < length <= _MOST_GROWTH + 2 * stored for length in entry.lengths)
     )
 
 

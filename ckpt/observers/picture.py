@@ -26,6 +26,7 @@ _COLOURS = {
     "blocked": ("#d55e00", _LIGHT),
     "snapshot": ("#f0e442", _DARK),
     "stage": ("#e69f00", _DARK),
+    "encode": ("#cc79a7", _DARK),
     "digest": ("#56b4e9", _DARK),
     "write": ("#0072b2", _LIGHT),
     "merge": ("#cc79a7", _DARK),

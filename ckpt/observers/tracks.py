@@ -23,7 +23,8 @@ Value = str | int | float | bool | None
 
 # The phases known here in the order of a save, then of a restore. Others come after them.
 _ORDER = (
-    *("plan", "snapshot", "stage", "digest", "write", "merge", "record", "publish", "preserve"),
+    *("plan", "snapshot", "stage", "encode", "digest", "write", "merge"),
+    *("record", "publish", "preserve"),
     *("match", "read", "place"),
 )
 # What an entry says in other ways than as an argument.

@@ -8,19 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-
-from ckpt.layout.structure import Record
 
 __all__ = ["differences"]
 
 
-def differences(expected: Any, found: Any) -> list[str]:
+def differences(expected: Any, found: Any, *, shared: bool = False) -> list[str]:
     """Return one line for every place where two trees differ; none where they are the same.
 
     Stricter than `==`: the kinds of containers and leaves, the types of keys and their order in
     dicts, dtypes, and every bit of an array count, so `-0.0` is not `0.0` and `1` is not `True`.
-    Python NaNs count as equal to each other.
+    Nodes of registered classes have to agree in what they hold beside their children, too. Python
+    NaNs count as equal to each other.
 
     Example:
         ```python
@@ -30,8 +30,29 @@ def differences(expected: Any, found: Any) -> list[str]:
     Args:
         expected: The tree as it should be.
         found: The tree as it is.
+        shared: Whether arrays that are one object at several places have to be so in both trees. A
+            checkpoint keeps that without a target; with one it is up to the target.
     """
-    return list(_compare(expected, found, "tree"))
+    lines = list(_compare(expected, found, "tree"))
+    return lines if lines or not shared else list(_compare_shared(expected, found))
+
+
+def _compare_shared(expected: Any, found: Any) -> Iterator[str]:
+    """Compare where one array object stands at several places, in trees that are else the same."""
+    first: dict[int, tuple[int, str]] = {}
+    other: dict[int, int] = {}
+    pairs, _ = jax.tree_util.tree_flatten_with_path(expected)
+    for number, ((path, mine), theirs) in enumerate(
+        zip(pairs, jax.tree.leaves(found), strict=True)
+    ):
+        if not isinstance(mine, jax.Array | np.ndarray):
+            continue
+        where = "tree" + jax.tree_util.keystr(path)
+        place, name = first.setdefault(id(mine), (number, where))
+        their_place = other.setdefault(id(theirs), number)
+        if place != their_place:
+            what = f"the array at {name}" if place != number else "an array of its own"
+            yield f"{where}: expected {what}, found another one"
 
 
 def _compare(expected: Any, found: Any, where: str) -> Iterator[str]:
@@ -45,11 +66,8 @@ def _compare(expected: Any, found: Any, where: str) -> Iterator[str]:
         yield from _compare_mappings(expected, found, where)
     elif isinstance(expected, list | tuple):
         yield from _compare_children(expected, found, range(len(expected)), where)
-    elif isinstance(expected, Record):
-        if expected.class_name != found.class_name:
-            yield f"{where}: expected {expected.class_name}, found {found.class_name}"
-        else:
-            yield from _compare(dict(expected.fields), dict(found.fields), where)
+    elif not jax.tree_util.all_leaves([expected]) and expected is not None:
+        yield from _compare_nodes(expected, found, where)
     elif not _same_scalar(expected, found):
         yield f"{where}: expected {_short(expected)}, found {_short(found)}"
 
@@ -77,23 +95,50 @@ def _compare_children(
         yield from _compare(child, other, f"{where}[{_short(key)}]")
 
 
+def _compare_nodes(expected: Any, found: Any, where: str) -> Iterator[str]:
+    """Compare two nodes of one registered class: what stands beside the children, and those."""
+    beside: Any
+    other: Any
+    (mine, beside), (theirs, other) = (
+        jax.tree_util.tree_flatten_with_path(each, is_leaf=lambda part, each=each: part is not each)
+        for each in (expected, found)
+    )
+    try:
+        same = bool(beside == other)
+    except Exception:
+        # Static data that cannot be compared, such as an array; whatever its class raises.
+        same = repr(beside) == repr(other)
+    if not same:
+        yield f"{where}: expected {beside!s:.200}, found {other!s:.200}"
+        return
+    keys = [jax.tree_util.keystr(path, simple=True) for path, _ in mine]
+    children, others = ([child for _, child in each] for each in (mine, theirs))
+    yield from _compare_children(children, others, keys, where)
+
+
 def _compare_arrays(expected: Any, found: Any, where: str) -> Iterator[str]:
     if expected.dtype != found.dtype or expected.shape != found.shape:
         yield (
             f"{where}: expected {expected.dtype}{list(expected.shape)}, "
             f"found {found.dtype}{list(found.shape)}"
         )
-    elif expected.tobytes() != found.tobytes():
+    elif _bytes(expected) != _bytes(found):
         yield f"{where}: expected {_short(expected)}, found {_short(found)}"
+
+
+def _bytes(array: Any) -> bytes:
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    return np.asarray(array).tobytes()
 
 
 def _compare_jax(expected: jax.Array, found: Any, where: str) -> Iterator[str]:
     if not isinstance(found, jax.Array):
         yield f"{where}: expected a jax.Array, found {_type_of(found)}"
         return
-    yield from _compare_arrays(np.asarray(expected), np.asarray(found), where)
+    yield from _compare_arrays(expected, found, where)
     for attribute in ("weak_type", "committed", *(("sharding",) if expected.committed else ())):
-        wanted, got = getattr(expected, attribute), getattr(found, attribute)
+        wanted, got = (getattr(each, attribute, False) for each in (expected, found))
         if wanted != got:
             yield f"{where}: expected {attribute} {wanted}, found {got}"
 

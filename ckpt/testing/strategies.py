@@ -17,27 +17,37 @@ Needs `hypothesis`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from ckpt.layout.leaves import DTYPES
+from ckpt.layout.dtypes import DTYPES
 
 __all__ = [
+    "Box",
     "Empty",
+    "Module",
     "Pair",
     "arrays",
     "dtypes",
+    "jax_arrays",
     "keys",
     "leaves",
     "numpy_scalars",
+    "prng_keys",
     "python_scalars",
     "shapes",
+    "shardings",
+    "states",
     "string_keys",
     "trees",
 ]
@@ -84,6 +94,40 @@ class Pair(NamedTuple):
 
 class Empty(NamedTuple):
     """A namedtuple without fields."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["kernel", "inner"],
+    meta_fields=["name", "settings"],
+)
+@dataclass
+class Module:
+    """A registered dataclass of two children, with static fields beside them."""
+
+    kernel: Any
+    inner: Any = None
+    name: str = ""
+    settings: Any = ()
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass
+class Box:
+    """A class around one value, as frameworks have for their parameters."""
+
+    value: Any
+    tag: str | None = None
+
+    def tree_flatten_with_keys(self) -> Any:
+        """Return the value under its key, and the tag."""
+        return ((jax.tree_util.GetAttrKey("value"), self.value),), self.tag
+
+    @classmethod
+    def tree_unflatten(cls, tag: str | None, children: Any) -> Box:
+        """Return a box around the one child."""
+        (value,) = children
+        return cls(value, tag)
 
 
 def dtypes() -> SearchStrategy[np.dtype[Any]]:
@@ -138,6 +182,81 @@ def python_scalars() -> SearchStrategy[bool | int | float | complex | str | byte
 def leaves() -> SearchStrategy[Any]:
     """Return leaves that need no device: numpy arrays, numpy scalars and Python scalars."""
     return _evenly(python_scalars(), numpy_scalars(), arrays())
+
+
+@st.composite
+def shardings(draw: st.DrawFn, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+    """Return shardings of arrays of `shape` over the local devices: of one, of meshes, replicated.
+
+    Args:
+        draw: Filled in by Hypothesis.
+        shape: Shape of the array; what is drawn divides it.
+    """
+    devices = jax.devices()
+    if draw(st.booleans()):
+        return jax.sharding.SingleDeviceSharding(draw(st.sampled_from(devices)))
+    count = draw(st.sampled_from([n for n in (1, 2, 3, 4, 8) if n <= len(devices)]))
+    rows = draw(st.sampled_from([n for n in (1, 2, 3, 4, 8) if count % n == 0]))
+    chosen = draw(st.permutations(devices))[:count] if draw(st.booleans()) else devices[:count]
+    mesh = jax.sharding.Mesh(np.array(chosen).reshape(rows, -1), ("x", "y"))
+    free = [("x",), ("y",), ("x", "y")]
+    spec: list[Any] = []
+    for side in shape:
+        fitting = [axes for axes in free if side % math.prod(mesh.shape[a] for a in axes) == 0]
+        axes = draw(st.sampled_from([None, *fitting]))
+        spec.append(axes)
+        free = [each for each in free if not set(each) & set(axes or ())]
+    places = jax.sharding.PartitionSpec(*spec)  # type: ignore[no-untyped-call]
+    return jax.sharding.NamedSharding(mesh, places)
+
+
+@st.composite
+def jax_arrays(
+    draw: st.DrawFn, shape: tuple[int, ...] | SearchStrategy[tuple[int, ...]] | None = None
+) -> jax.Array:
+    """Return jax arrays of every dtype that jax has here: placed, free, and weakly typed.
+
+    Args:
+        draw: Filled in by Hypothesis.
+        shape: Their shape or a strategy for it; short ones by default.
+    """
+    sides = draw(shapes(3, 8) if shape is None else _as_strategy(shape))
+    kind = draw(st.sampled_from(["free", "placed", "placed", "weak"]))
+    if kind == "weak":
+        return jnp.full(sides, draw(st.sampled_from([0.5, -0.0, float("nan"), 3, -1, 2j])))
+    dtype = draw(dtypes().filter(lambda each: jax.dtypes.canonicalize_dtype(each) == each))
+    array = jnp.asarray(_from_bytes(draw, dtype, sides))
+    return array if kind == "free" else jax.device_put(array, draw(shardings(sides)))
+
+
+@st.composite
+def prng_keys(draw: st.DrawFn) -> jax.Array:
+    """Return typed PRNG keys of every implementation, single ones and arrays, some placed."""
+    impl = draw(st.sampled_from(["threefry2x32", "rbg", "unsafe_rbg"]))
+    sides = draw(st.sampled_from([(), (3,), (2, 0), (8,), (4, 2)]))
+    key = jax.random.key(draw(st.integers(0, 2**31 - 1)), impl=impl)
+    found = jax.random.split(key, sides) if sides else key
+    return jax.device_put(found, draw(shardings(sides))) if draw(st.booleans()) else found
+
+
+@st.composite
+def states(draw: st.DrawFn, max_leaves: int = 10) -> PyTree:
+    """Return trees as programs have them: with arrays on devices, keys, modules, shared arrays.
+
+    Args:
+        draw: Filled in by Hypothesis.
+        max_leaves: About how many leaves a tree has at most.
+    """
+    # Sampled from, these come more than once: one object at several places.
+    shared = draw(st.lists(_evenly(jax_arrays(), prng_keys(), arrays()), min_size=1, max_size=2))
+    leaf = _evenly(leaves(), jax_arrays(), prng_keys(), st.sampled_from(shared))
+    return draw(
+        st.recursive(
+            trees(leaf, max_leaves=3),
+            lambda children: _evenly(_nodes(children), _registered(children)),
+            max_leaves=max_leaves,
+        )
+    )
 
 
 def string_keys() -> SearchStrategy[str]:
@@ -254,6 +373,19 @@ def _nodes(children: SearchStrategy[PyTree]) -> SearchStrategy[PyTree]:
         st.builds(defaultdict, st.sampled_from(_FACTORIES), dicts),
         st.dictionaries(keys(), children, dict_class=OrderedDict, max_size=4),
     )
+
+
+def _registered(children: SearchStrategy[PyTree]) -> SearchStrategy[PyTree]:
+    static = _evenly(st.none(), st.just(np.dtype("int8")), st.tuples(python_scalars()))
+    return _evenly(
+        st.builds(Module, children, children, st.text(max_size=3), static.filter(_is_itself)),
+        st.builds(Box, children, st.sampled_from([None, "params"])),
+    )
+
+
+def _is_itself(value: Any) -> bool:
+    # A NaN in a treedef makes it unequal to any other one.
+    return bool(value == value)
 
 
 def _as_strategy(value: Any) -> SearchStrategy[Any]:

@@ -29,7 +29,8 @@ from ckpt.engine.staging import (
     to_page_locked,
 )
 from ckpt.layout import plan as plan_module
-from ckpt.layout.leaves import DTYPES, classify
+from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.leaves import classify
 from ckpt.layout.plan import SavePlan, plan_save
 from ckpt.manifest import digest
 from tests.trees import P, abstract, assert_same, mesh, sharded

@@ -255,6 +255,10 @@ def test_the_same_trees_are_described_in_the_same_way(golden: Path, tmp_path: Pa
         found = manifest_of(tmp_path / fresh)["items"]
         for item in [*expected.values(), *found.values()]:
             item.pop("data_files", None)
+            for node in item.get("nodes", []):
+                # What a class keeps beside its children was not told at first.
+                node.pop("static", None)
+                node.pop("unstored", None)
             for leaf in item["leaves"]:
                 places = ["offsets", "files"]
                 if not leaf.get("packed", False):

@@ -19,7 +19,7 @@ from ckpt.layout.chunks import (
     zarr_metadata,
     zarr_metadata_bytes,
 )
-from ckpt.layout.leaves import DTYPES
+from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.shards import Region, chunk_grid, chunk_region
 from ckpt.testing.strategies import arrays
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
+from ckpt.layout.dtypes import DTYPES, parse_dtype
 from ckpt.layout.leaves import (
-    DTYPES,
+    CALLABLE,
     SCALAR_KINDS,
     classify,
     decode_scalar,
     encode_scalar,
-    parse_dtype,
     scalar_array,
 )
 from ckpt.manifest import LeafEntry
@@ -58,7 +59,39 @@ def test_a_value_that_is_not_of_its_kind_is_corruption(kind: str, value: Any) ->
         found = decode_scalar(entry(kind, value))
     except CorruptCheckpointError:
         return
-    assert type(found).__name__ == kind
+    assert type(found) is SCALAR_TYPES[kind]
+
+
+SCALAR_TYPES = {
+    **{kind.__name__: kind for kind in (bool, int, float, complex, str, bytes)},
+    "numpy_str": np.str_,
+    "numpy_bytes": np.bytes_,
+}
+
+
+@given(st.one_of(st.text(), st.binary()))
+def test_numpy_text_and_bytes_come_back_as_what_they_were(value: Any) -> None:
+    scalar = np.str_(value) if isinstance(value, str) else np.bytes_(value)
+    kind = classify(scalar, "x").kind
+    found = decode_scalar(entry(kind, encode_scalar(kind, scalar)))
+    assert type(found) is type(scalar)
+    assert found == scalar
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_a_typed_key_is_the_array_of_its_data(impl: str) -> None:
+    keys = jax.random.split(jax.random.key(0, impl=impl), (2, 3))
+    spec, data = classify(keys, "x"), jax.random.key_data(keys)
+    assert (spec.kind, spec.impl) == ("key", impl)
+    assert (spec.dtype, spec.shape) == ("uint32", data.shape)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [print, len, lambda x: x, jax.nn.relu, jax.jit(jnp.sin), np.add, functools.partial(max, 0)],
+)
+def test_a_function_is_a_leaf_without_a_value(function: Any) -> None:
+    assert classify(function, "x").kind == CALLABLE
 
 
 @given(python_scalars())
@@ -123,6 +156,12 @@ def test_a_jax_array_is_known_by_its_placement() -> None:
     assert not free.committed
 
 
+class Callable_:
+    """May hold anything, so it must not be taken for a mere function."""
+
+    def __call__(self) -> None: ...
+
+
 def deleted() -> jax.Array:
     array = jax_array()
     array.delete()
@@ -133,15 +172,17 @@ def deleted() -> jax.Array:
     "make",
     [
         deleted,
-        lambda: jax.random.key(0),
         lambda: np.zeros(2, ">f4"),
         lambda: np.zeros(2, object),
         lambda: np.zeros(2, "datetime64[s]"),
         lambda: np.zeros(2, "S3"),
         lambda: np.zeros(2, [("a", "f4")]),
         lambda: np.ma.masked_array([1.0]),
-        lambda: np.str_("text"),
         lambda: "\ud800",
+        lambda: np.str_("\ud800"),
+        lambda: functools.partial(print, object()),
+        lambda: [].append,
+        lambda: Callable_(),
         object,
         lambda: {1, 2},
         lambda: jax.ShapeDtypeStruct((2,), jnp.float32),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -13,14 +14,18 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ckpt.errors import TargetMismatchError
-from ckpt.layout.leaves import ARRAY_KINDS, DTYPES, classify
-from ckpt.layout.match import ArrayTarget, Match, match_target, targets_as_saved
+from ckpt.errors import CheckpointError, CorruptCheckpointError, TargetMismatchError
+from ckpt.layout.adapt import Adapt, adapted
+from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.leaves import ARRAY_KINDS, classify
+from ckpt.layout.match import Match, match_as_saved, match_target
 from ckpt.layout.plan import plan_save
 from ckpt.layout.records import check_leaves, record_leaves
 from ckpt.layout.shardings import describe_sharding, rebuild_sharding
 from ckpt.layout.structure import describe
+from ckpt.layout.targets import ArrayTarget
 from ckpt.manifest import ItemEntry, LeafEntry, ShardingEntry
+from ckpt.testing.compare import differences
 from ckpt.testing.strategies import Pair, trees
 
 
@@ -44,8 +49,36 @@ def stored(tree: Any) -> ItemEntry:
     return ItemEntry.model_validate_json(item.model_dump_json(exclude_defaults=True))
 
 
-def match(tree: Any, like: Any) -> Match:
-    return match_target(stored(tree), describe(like))
+@dataclasses.dataclass
+class Found:
+    """A match, leaf by leaf.
+
+    `targets` has what each array is read as and None for other leaves; `numbers` the stored leaf
+    that each array is.
+    """
+
+    match: Match
+    targets: list[ArrayTarget | None]
+    numbers: list[int | None]
+
+
+def leaf_by_leaf(found: Match) -> Found:
+    places = [found.places.get(number) for number in range(len(found.values))]
+    reads = [None if place is None else found.reads[place] for place in places]
+    return Found(
+        found,
+        [None if read is None else read.target for read in reads],
+        [None if read is None else read.leaf for read in reads],
+    )
+
+
+def match(tree: Any, like: Any) -> Found:
+    item = stored(tree)
+    return leaf_by_leaf(match_target(describe(like), adapted(item, Adapt()), Adapt()))
+
+
+def as_saved(item: ItemEntry) -> Found:
+    return leaf_by_leaf(match_as_saved(item, adapted(item, Adapt()), Adapt()))
 
 
 def problems(tree: Any, like: Any) -> tuple[str, ...]:
@@ -92,20 +125,25 @@ def state() -> dict[str, Any]:
 def test_a_tree_fits_itself(tree: Any) -> None:
     structure = describe(tree)
     found = match(tree, tree)
-    assert found.stored == list(range(len(structure.leaves)))
-    for leaf, target in zip(structure.leaves, found.targets, strict=True):
+    assert sorted(found.match.used) == sorted(structure.names)
+    assert not found.match.kept
+    for number, (leaf, target) in enumerate(zip(structure.leaves, found.targets, strict=True)):
         if isinstance(leaf, np.ndarray | np.generic):
             kind = "numpy" if isinstance(leaf, np.ndarray) else "numpy_scalar"
             assert target == ArrayTarget(kind, leaf.dtype)
+            assert found.numbers[number] == number
         else:
             assert target is None
+            assert differences(leaf, found.match.values[number]) == []
 
 
 @given(trees())
 def test_without_a_target_all_comes_back_as_it_was(tree: Any) -> None:
-    targets, moved = targets_as_saved(stored(tree))
-    assert targets == match(tree, tree).targets
-    assert moved == []
+    found, fitting = as_saved(stored(tree)), match(tree, tree)
+    assert found.targets == fitting.targets
+    assert found.numbers == fitting.numbers
+    assert differences(fitting.match.values, found.match.values) == []
+    assert not found.match.moved
 
 
 def test_a_state_fits_itself_and_its_abstract_self() -> None:
@@ -126,9 +164,9 @@ def test_a_state_fits_itself_and_its_abstract_self() -> None:
     names = describe(tree).names
     for found in (match(tree, tree), match(tree, abstract)):
         assert dict(zip(names, found.targets, strict=True)) == expected
-    targets, moved = targets_as_saved(stored(tree))
-    assert dict(zip(names, targets, strict=True)) == expected
-    assert moved == []
+    found = as_saved(stored(tree))
+    assert dict(zip(names, found.targets, strict=True)) == expected
+    assert not found.match.moved
 
 
 def x_is_jax(leaf: Any) -> bool:
@@ -142,14 +180,21 @@ def test_containers_may_differ_where_the_leaf_paths_agree() -> None:
 
     tree = {"params": {"b": 1, "w": 2.0}, "pair": Pair(True, "x"), "list": [1, 2]}
     like = {"params": Params(0.0, 0), "pair": {"second": "", "first": False}, "list": (1, 2)}
-    found = match(tree, like)
-    names = describe(tree).names
-    order = [names[number] for number in found.stored if number is not None]
-    assert order == list(describe(like).names)
+    found = match(tree, like).match
+    names = describe(like).names
+    assert list(found.used) == list(names)
+    assert dict(zip(names, found.values, strict=True)) == {
+        "list.0": 1,
+        "list.1": 2,
+        "pair.first": True,
+        "pair.second": "x",
+        "params.b": 1,
+        "params.w": 2.0,
+    }
 
 
 def test_a_type_stands_for_a_python_scalar() -> None:
-    assert match({"a": 1, "b": "x"}, {"a": int, "b": str}).stored == [0, 1]
+    assert match({"a": 1, "b": "x"}, {"a": int, "b": str}).match.values == [1, "x"]
 
 
 @pytest.mark.parametrize("kind", ["jax", "numpy", "numpy_scalar"])
@@ -186,8 +231,23 @@ def test_three_dots_skip_a_leaf_and_only_that(tree: Any, data: st.DataObject) ->
     )
     found, all_of_it = match(tree, like), match(tree, tree)
     for number, skip in enumerate(skipped):
-        assert found.stored[number] == (None if skip else number)
         assert found.targets[number] == (None if skip else all_of_it.targets[number])
+        value = ... if skip else all_of_it.match.values[number]
+        assert differences(value, found.match.values[number]) == []
+    assert len(found.match.reads) == sum(target is not None for target in found.targets)
+
+
+def test_three_dots_skip_a_whole_branch_and_what_is_beside_it_counts() -> None:
+    like = {"params": ..., "host": ..., "step": 0, "rate": 0.0, "name": "", "none": None}
+    found = match(state(), like)
+    assert not found.match.reads
+    assert found.match.used == ["name", "rate", "step"]
+    assert match(state(), ...).match.values == [...]
+    del like["name"]
+    (line,) = problems(state(), like)
+    assert line.startswith("name: ")
+    (line,) = problems({"ab": 1, "a": [2]}, {"a": ...})
+    assert line.startswith("ab: ")
 
 
 # -- one mutation, one line -----------------------------------------------------------------------
@@ -221,15 +281,15 @@ def test_one_leaf_that_differs_is_one_line_that_names_it(tree: Any, data: st.Dat
             # Both at once are still one leaf.
             other_shape(other_kind_of_dtype(leaf)[0]),
             sds(*leaf.shape, 1, dtype=np.float32),
-            1,
-            int,
+            b"text",
+            str,
             "text",
             object(),
         ]
     else:
         others = [True, 1, 1.5, 1j, "x", b"x"]
         mutations = [other for other in others if type(other) is not type(leaf)]
-        mutations += [type(other) for other in mutations] + [np.zeros(2), sds(), np.int32(1)]
+        mutations += [type(other) for other in mutations] + [np.zeros(2), sds(1)]
     leaves[number] = data.draw(st.sampled_from(mutations))
     (line,) = problems(tree, treedef.unflatten(leaves))
     assert line.startswith(f"{names[number]}: ")
@@ -253,7 +313,7 @@ MUTATIONS: dict[str, tuple[Any, list[str]]] = {
         ["params.b"],
     ),
     "a scalar for an array": (("params", "w", 3.0), ["params.w"]),
-    "an array for a scalar": (("step", jnp.int32(7)), ["step"]),
+    "an array for a scalar": (("step", jnp.zeros(1, jnp.int32)), ["step"]),
     "another scalar": (("step", 7.0), ["step"]),
     "a bool for an int": (("step", True), ["step"]),
     "an int for a float": (("rate", 1), ["rate"]),
@@ -337,7 +397,9 @@ def category(name: str) -> str:
 def test_a_cast_stays_within_a_kind(wanted: str) -> None:
     for name, dtype in DTYPES.items():
         tree, like = np.zeros(2, dtype), np.zeros(2, DTYPES[wanted])
-        if category(name) == category(wanted):
+        # A diverged value would come out of these as a healthy one.
+        rounded = wanted not in ("float4_e2m1fn", "float8_e8m0fnu") or wanted == name
+        if category(name) == category(wanted) and rounded:
             assert match(tree, like).targets == [ArrayTarget("numpy", DTYPES[wanted])]
         else:
             (line,) = problems(tree, like)
@@ -354,10 +416,10 @@ def test_64_bits_are_never_cut_silently(name: str) -> None:
     item = stored(tree)
     jaxy = item.model_copy(update={"leaves": [item.leaves[0].model_copy(update={"kind": "jax"})]})
     with pytest.raises(TargetMismatchError, match="jax_enable_x64"):
-        targets_as_saved(jaxy)
+        as_saved(jaxy)
     with jax.enable_x64(True):
         assert match(tree, like).targets == [ArrayTarget("jax", np.dtype(name))]
-        assert targets_as_saved(jaxy)[0] == [ArrayTarget("jax", np.dtype(name))]
+        assert as_saved(jaxy).targets == [ArrayTarget("jax", np.dtype(name))]
 
 
 # -- shardings ------------------------------------------------------------------------------------
@@ -381,15 +443,17 @@ def test_a_sharding_comes_back_on_the_same_devices(sharding: Any) -> None:
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
 def test_an_array_goes_back_to_where_it_was(sharding: Any) -> None:
     tree = [jax.device_put(np.zeros((16, 8), np.float32), sharding)]
-    assert targets_as_saved(stored(tree)) == ([ArrayTarget("jax", np.dtype("f4"), sharding)], [])
+    found = as_saved(stored(tree))
+    assert found.targets == [ArrayTarget("jax", np.dtype("f4"), sharding)]
+    assert not found.match.moved
 
 
 def test_an_array_of_devices_that_are_gone_goes_to_the_default_device_and_is_named() -> None:
     item = stored({"w": state()["params"]["w"]})
     gone = item.shardings[0].model_copy(update={"device_ids": list(range(100, 108))})
-    targets, moved = targets_as_saved(item.model_copy(update={"shardings": [gone]}))
-    assert targets == [ArrayTarget("jax", np.dtype("f4"), None)]
-    assert moved == ["w"]
+    found = as_saved(item.model_copy(update={"shardings": [gone]}))
+    assert found.targets == [ArrayTarget("jax", np.dtype("f4"), None)]
+    assert found.match.moved == ["w"]
 
 
 EIGHT: dict[str, Any] = {
@@ -432,16 +496,53 @@ def test_a_hostile_sharding_is_a_mismatch_or_is_left_out(
     leaf = LeafEntry(name="w", kind="jax", dtype="float32", shape=shape, chunks=shape, sharding=0)
     item = ItemEntry(handler="pytree", leaves=[leaf], shardings=[entry])
     try:
-        (target,), moved = targets_as_saved(item)
+        found = as_saved(item)
     except TargetMismatchError as error:
         (line,) = error.problems
         assert line.startswith("w: ")
         return
+    (target,) = found.targets
     assert target is not None
-    assert (target.sharding is None) == (moved == ["w"])
+    assert (target.sharding is None) == (found.match.moved == ["w"])
     if target.sharding is not None:
         target.sharding.shard_shape(tuple(shape))
 
 
 def test_array_kinds_are_those_a_target_can_ask_for() -> None:
-    assert {"jax", "numpy", "numpy_scalar"} == ARRAY_KINDS
+    assert {"jax", "key", "numpy", "numpy_scalar"} == ARRAY_KINDS
+
+
+# -- PRNG keys ------------------------------------------------------------------------------------
+
+
+def key_entry(impl: str, dtype: str, *shape: int) -> ItemEntry:
+    sides = list(shape)
+    leaf = LeafEntry(name="rng", kind="key", dtype=dtype, shape=sides, chunks=sides, impl=impl)
+    return ItemEntry(handler="pytree", leaves=[leaf])
+
+
+@pytest.mark.parametrize(
+    ("impl", "dtype", "shape"),
+    [
+        ("threefry2x32", "uint32", (3,)),
+        ("threefry2x32", "uint32", (2, 4)),
+        ("threefry2x32", "uint32", ()),
+        ("threefry2x32", "float32", (2,)),
+        ("threefry2x32", "int32", (2,)),
+        ("rbg", "uint32", (2,)),
+    ],
+)
+def test_key_data_that_are_none_of_their_implementation_are_corruption(
+    impl: str, dtype: str, shape: tuple[int, ...]
+) -> None:
+    item = key_entry(impl, dtype, *shape)
+    with pytest.raises(CorruptCheckpointError):
+        as_saved(item)
+    like = jax.random.split(jax.random.key(0, impl=impl), shape[:-1])
+    with pytest.raises(CheckpointError):
+        match_target(describe(like), adapted(item, Adapt()), Adapt())
+
+
+def test_a_key_of_an_unknown_implementation_is_a_mismatch() -> None:
+    with pytest.raises(TargetMismatchError, match="no implementation 'of_the_future'"):
+        as_saved(key_entry("of_the_future", "uint32", 2))

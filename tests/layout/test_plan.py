@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ckpt.errors import UnsupportedLeafError
 from ckpt.layout.chunks import stored_dtype, zarr_metadata_bytes
-from ckpt.layout.leaves import ARRAY_KINDS, DTYPES, LeafSpec
+from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.leaves import ARRAY_KINDS, LeafSpec
 from ckpt.layout.ocdbt import MAX_KEY_BYTES
 from ckpt.layout.plan import (
     CHUNK_ALIGNMENT,

@@ -53,7 +53,18 @@ def a_save(step: int = 1, at: int = 0) -> tuple[Event, ...]:
 
 
 PHASES = [
-    *("plan", "snapshot", "stage", "digest", "write", "merge", "record", "publish", "preserve"),
+    *(
+        "plan",
+        "snapshot",
+        "stage",
+        "encode",
+        "digest",
+        "write",
+        "merge",
+        "record",
+        "publish",
+        "preserve",
+    ),
     *("match", "read", "place", "something new"),
 ]
 TIMES = st.integers(0, 10_000_000)

@@ -1,0 +1,95 @@
+"""Packed leaves that lie side by side: read as one run, cut apart, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckpt.engine.checks import compare_digest
+from ckpt.layout.dtypes import parse_dtype
+from ckpt.layout.targets import ArrayRead
+from ckpt.manifest import LeafEntry, digest
+
+__all__ = ["PackedRead", "Run", "cut_run", "runs_of"]
+
+Array = np.ndarray[Any, Any]
+
+# Packed leaves that are not wanted are read over if there is not more than this between two that
+# are: a device does not read less at a time.
+_MOST_SKIPPED = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRead:
+    """A whole packed leaf to read.
+
+    Attributes:
+        number: Number of the read.
+        read: What it comes back as.
+        leaf: The stored leaf's entry.
+    """
+
+    number: int
+    read: ArrayRead
+    leaf: LeafEntry
+
+
+@dataclass(slots=True)
+class Run:
+    """Packed leaves that lie side by side in one data file, each with its first byte there."""
+
+    file: int
+    start: int
+    end: int
+    leaves: list[tuple[PackedRead, int]]
+
+
+def runs_of(wanted: Sequence[PackedRead], limit: int) -> Iterator[Run]:
+    """Yield located packed leaves as runs of at most about `limit` bytes."""
+    places = [
+        (each.leaf.files[0] if each.leaf.files else 0, each.leaf.offsets[0]) for each in wanted
+    ]
+    run: Run | None = None
+    for number in sorted(range(len(wanted)), key=places.__getitem__):
+        each, (file, start) = wanted[number], places[number]
+        end = start + _nbytes(each.leaf)
+        near = run is not None and run.file == file and start - run.end <= _MOST_SKIPPED
+        if run is not None and near and end - run.start <= limit:
+            run.end = max(run.end, end)
+            run.leaves.append((each, start))
+            continue
+        if run is not None:
+            yield run
+        run = Run(file, start, end, [(each, start)])
+    if run is not None:
+        yield run
+
+
+def _nbytes(leaf: LeafEntry) -> int:
+    nbytes = parse_dtype(leaf.dtype).itemsize
+    for length in leaf.shape:
+        nbytes *= length
+    return nbytes
+
+
+def cut_run(run: Run, memory: Array) -> list[Array]:
+    """Return the leaves of a run, checked.
+
+    Each in memory of its own: jax takes over what it is given, and a single scalar that lives on
+    would keep the whole run alive.
+
+    Raises:
+        CorruptCheckpointError: The bytes of one were changed; names the leaf.
+    """
+    raw = memory.data
+    arrays = []
+    for each, place in run.leaves:
+        start = place - run.start
+        leaf = each.leaf
+        array: Array = np.ndarray(leaf.shape, parse_dtype(leaf.dtype), memory, start)
+        compare_digest(leaf, 0, digest(raw[start : start + array.nbytes]))
+        arrays.append(array.copy())
+    return arrays

@@ -1,0 +1,140 @@
+"""What the items of one save share: the attempt, the staging memory, the write lanes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import anyio
+from anyio.abc import TaskGroup
+
+from ckpt.commit import CommitHooks
+from ckpt.engine.arena import Arena, Block
+from ckpt.engine.plans import PlanCache
+from ckpt.events import Recorder
+from ckpt.layout.formatting import Formatted
+from ckpt.manifest import FileEntry, digest
+from ckpt.settings import Staging
+from ckpt.storage.base import Attempt, Storage
+
+__all__ = ["ENCODERS", "LANES", "STAGERS", "Lanes", "SaveSession"]
+
+# Measured on 2 cores: direct writes of two lanes keep a disk of 2 GB/s busy, and four do where each
+# write takes longer. Two copying threads saturate the memory of a small machine.
+LANES = 4
+STAGERS = 2
+# Each keeps one core busy and holds a granule in memory.
+ENCODERS = max(LANES, min(os.cpu_count() or 1, 16))
+
+
+class Lanes:
+    """The write lanes of one save: as many writes as there are lanes may be under way."""
+
+    def __init__(self, count: int) -> None:
+        """Number the lanes from 0 to `count` - 1."""
+        # The one that has been free for longest is next, so that a picture shows all in use.
+        self._free = deque(range(count))
+        self._slots = anyio.Semaphore(count)
+
+    @contextlib.asynccontextmanager
+    async def taken(self) -> AsyncIterator[int]:
+        """Wait for a lane and hold it for the body."""
+        async with self._slots:
+            lane = self._free.popleft()
+            try:
+                yield lane
+            finally:
+                self._free.append(lane)
+
+
+@dataclass(slots=True)
+class SaveSession:
+    """What the items of one save share.
+
+    Attributes:
+        storage: Where the step goes.
+        staging: How arrays are staged.
+        arena: The staging memory of the engine.
+        hooks: The commit to move along.
+        recorder: Takes the timed phases.
+        plans: Plans of earlier saves.
+        tasks: Task group of the save; what it runs is durable when it has ended.
+        created_ns: Unix time in nanoseconds at which the save began.
+        on_staged: Called once no more staging memory is needed.
+        attempt: The attempt; it may be written to once `attempt_ready` is set.
+        returned: Set when the caller of the save does not wait for it any more.
+        pressed: Set when memory is waited for, or an item to be durable: nothing is put off then.
+        files: Size and digest of every file of the step.
+        formatted: What the formats came to, for every item that was planned.
+        lanes: The write lanes, shared by all items.
+        planning: Held while an item is planned, since the plans are for one at a time.
+        stagers: Bounds the copying while the caller waits; `held_stagers` that behind its back.
+        encoders: Bounds how many granules are encoded at once.
+    """
+
+    storage: Storage
+    staging: Staging
+    arena: Arena
+    hooks: CommitHooks
+    recorder: Recorder
+    plans: PlanCache
+    tasks: TaskGroup
+    created_ns: int
+    on_staged: Callable[[], None]
+    attempt_ready: anyio.Event = field(default_factory=anyio.Event)
+    attempt: Attempt | None = None
+    returned: anyio.Event = field(default_factory=anyio.Event)
+    pressed: anyio.Event = field(default_factory=anyio.Event)
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    formatted: list[Formatted] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    lanes: Lanes = field(default_factory=lambda: Lanes(LANES))
+    planning: anyio.Lock = field(default_factory=anyio.Lock)
+    stagers: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(STAGERS))
+    held_stagers: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(STAGERS))
+    encoders: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(ENCODERS))
+    # What still stages: the handlers' calls, as one, and what goes on behind the caller's back.
+    _stagings: int = 1
+
+    def begin_staging(self) -> None:
+        """Say that something goes on staging after the handlers' calls have returned."""
+        self._stagings += 1
+
+    def end_staging(self) -> None:
+        """Say that it has ended, or that the handlers' calls have."""
+        self._stagings -= 1
+        if not self._stagings:
+            self.on_staged()
+
+    async def opened(self) -> Attempt:
+        """Return the attempt, waiting until it is there."""
+        await self.attempt_ready.wait()
+        assert self.attempt is not None
+        return self.attempt
+
+    async def allocate(self, nbytes: int) -> Block:
+        """Take staging memory that is given back when the save ends, at the latest."""
+        if not self.arena.has_room(nbytes):
+            self.pressed.set()
+        block = await self.arena.allocate(nbytes)
+        self.blocks.append(block)
+        return block
+
+    async def write(self, path: str, data: bytes, entry: FileEntry | None = None) -> None:
+        """Write a small file of the step and note size and digest; durable on return."""
+        attempt = await self.opened()
+        self.files[path] = entry or FileEntry(size=len(data), digest=digest(data))
+        await self.storage.write(attempt, path, data)
+
+    def free(self, block: Block) -> None:
+        """Give staging memory back."""
+        self.blocks.remove(block)
+        self.arena.free(block)
+
+    def free_all(self) -> None:
+        """Give back what is left; no input or output may be under way."""
+        while self.blocks:
+            self.arena.free(self.blocks.pop())

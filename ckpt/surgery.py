@@ -1,0 +1,262 @@
+"""Model surgery: arrays put together or taken apart while they are restored.
+
+```python
+adapt = ckpt.Adapt(transforms=[ckpt.surgery.stack("layers.*", to="layers")])
+state = ckpt.sync.load("runs/unrolled", like=scanned, adapt=adapt)
+```
+
+Nothing is read twice and no whole array is made on the host first: every device reads the parts it
+needs of the stored arrays.
+
+A path is a pattern as in `ckpt.Adapt`. It stands for the leaf it matches and for all leaves below,
+and what is below keeps its path: `stack("layers.*", to="layers")` makes `layers.attention.kernel`
+out of `layers.0.attention.kernel`, `layers.1.attention.kernel` and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ckpt.errors import InvalidArgumentError, TargetMismatchError
+from ckpt.layout.adapt import Transform
+from ckpt.layout.hints import what_is_there
+from ckpt.layout.leaves import ARRAY_KINDS
+from ckpt.layout.paths import Pattern, compile_pattern, fill, natural
+from ckpt.layout.pieces import Source, cut, drop_axis, insert_axis, joined
+from ckpt.layout.targets import stored_text
+
+__all__ = ["concatenate", "split", "stack", "unstack"]
+
+Sources = Mapping[str, Source]
+
+
+def stack(paths: str, to: str, axis: int = 0) -> Transform:
+    """Return a transform that stacks arrays of equal shape and dtype along a new axis.
+
+    Args:
+        paths: The arrays; the last `*` counts them, and they are stacked in the order of the
+            numbers or texts it stands for. Earlier ones tell stacks apart.
+        to: Path of the stack, with one `*` less.
+        axis: Where the new axis is; a negative one counts from the end of the result.
+    """
+    pattern = compile_pattern(paths)
+    if "*" not in paths.replace("**", ""):
+        raise InvalidArgumentError(f"stack: {paths!r:.80} has no '*' that counts arrays")
+    _check_places("stack", [paths], [to], axis, fewer=1)
+
+    def transform(sources: Sources) -> Sources:
+        groups: dict[str, dict[str, str]] = {}
+        for name, (stars, below) in _matches("stack", pattern, sources).items():
+            members = groups.setdefault(fill(to, stars[:-1], below), {})
+            other = members.setdefault(stars[-1], name)
+            if other != name:
+                raise TargetMismatchError(
+                    f"stack: {other!r:.80} and {name!r:.80} are both number {stars[-1]!r:.40} of "
+                    f"{fill(to, stars[:-1], below)!r:.80}"
+                )
+        made = {}
+        for path, members in groups.items():
+            names = [members[star] for star in sorted(members, key=natural)]
+            parts = [_array("stack", name, sources) for name in names]
+            _same("stack", names, parts, None)
+            place = _axis("stack", path, axis, len(parts[0].shape) + 1)
+            made[path] = joined([insert_axis(part, place) for part in parts], place)
+        taken = {name for members in groups.values() for name in members.values()}
+        return _replaced("stack", sources, taken, made)
+
+    return transform
+
+
+def unstack(paths: str, to: str, axis: int = 0) -> Transform:
+    """Return a transform that takes arrays apart along an axis, which goes away.
+
+    Args:
+        paths: The arrays.
+        to: Path of each part, with one `*` more than `paths`; it stands for the part's number.
+        axis: The axis; a negative one counts from the end.
+    """
+    pattern = compile_pattern(paths)
+    _check_places("unstack", [paths], [to], axis, fewer=-1)
+
+    def transform(sources: Sources) -> Sources:
+        made: dict[str, Source] = {}
+        matches = _matches("unstack", pattern, sources)
+        for name, (stars, below) in matches.items():
+            source = _array("unstack", name, sources)
+            place = _axis("unstack", name, axis, len(source.shape))
+            for number in range(source.shape[place]):
+                path = fill(to, (*stars, str(number)), below)
+                _add("unstack", made, path, drop_axis(cut(source, place, number, 1), place))
+        return _replaced("unstack", sources, set(matches), made)
+
+    return transform
+
+
+def concatenate(paths: Sequence[str], to: str, axis: int = 0) -> Transform:
+    """Return a transform that puts arrays one after the other along an axis they have.
+
+    Args:
+        paths: The arrays, in this order; each with the same number of `*`.
+        to: Path of the whole, with as many `*`.
+        axis: The axis; a negative one counts from the end.
+    """
+    _check_list("concatenate", "paths", paths)
+    patterns = [compile_pattern(path) for path in paths]
+    _check_places("concatenate", paths, [to], axis)
+
+    def transform(sources: Sources) -> Sources:
+        groups: dict[str, list[str]] = {}
+        taken: set[str] = set()
+        for number, pattern in enumerate(patterns):
+            matches = _matches("concatenate", pattern, sources)
+            taken |= matches.keys()
+            for name, (stars, below) in matches.items():
+                names = groups.setdefault(fill(to, stars, below), [])
+                if len(names) > number:
+                    raise TargetMismatchError(
+                        f"concatenate: {names[-1]!r:.80} and {name!r:.80} are both part "
+                        f"{number + 1} of {fill(to, stars, below)!r:.80}"
+                    )
+                names.append(name)
+        made = {}
+        for path, names in groups.items():
+            if len(names) != len(patterns):
+                raise TargetMismatchError(
+                    f"concatenate: {path!r:.80} has {len(names)} of {len(patterns)} parts: "
+                    f"{', '.join(names)!s:.300}"
+                )
+            parts = [_array("concatenate", name, sources) for name in names]
+            place = _axis("concatenate", path, axis, len(parts[0].shape))
+            _same("concatenate", names, parts, place)
+            made[path] = joined(parts, place)
+        return _replaced("concatenate", sources, taken, made)
+
+    return transform
+
+
+def split(
+    paths: str, to: Sequence[str], axis: int = 0, sizes: Sequence[int] | None = None
+) -> Transform:
+    """Return a transform that cuts arrays into consecutive parts along an axis.
+
+    Args:
+        paths: The arrays.
+        to: Path of every part, each with as many `*` as `paths`.
+        axis: The axis; a negative one counts from the end.
+        sizes: Length of every part; None cuts into equal ones.
+    """
+    pattern = compile_pattern(paths)
+    _check_list("split", "to", to)
+    _check_places("split", [paths], to, axis)
+    given: object = sizes
+    if given is not None and not (
+        isinstance(given, Sequence) and all(type(size) is int and size >= 0 for size in given)
+    ):
+        raise InvalidArgumentError(f"split: sizes={sizes!r:.60}: expected a list of whole numbers")
+    if sizes is not None and len(sizes) != len(to):
+        raise InvalidArgumentError(f"split: {len(sizes)} sizes for {len(to)} parts")
+
+    def transform(sources: Sources) -> Sources:
+        made: dict[str, Source] = {}
+        matches = _matches("split", pattern, sources)
+        for name, (stars, below) in matches.items():
+            source = _array("split", name, sources)
+            place = _axis("split", name, axis, len(source.shape))
+            length = source.shape[place]
+            lengths = [length // len(to)] * len(to) if sizes is None else list(sizes)
+            if sum(lengths) != length:
+                raise TargetMismatchError(
+                    f"split: {name!r:.80} has length {length} along axis {axis}, which is not "
+                    f"{len(to)} parts of {lengths if sizes is not None else 'equal length'}"
+                )
+            start = 0
+            for path, part in zip(to, lengths, strict=True):
+                _add("split", made, fill(path, stars, below), cut(source, place, start, part))
+                start += part
+        return _replaced("split", sources, set(matches), made)
+
+    return transform
+
+
+def _check_list(what: str, name: str, given: object) -> None:
+    # A text is a sequence, too: of its characters.
+    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+        raise InvalidArgumentError(f"{what}: {name}={given!r:.60}: expected a list of paths")
+
+
+def _check_places(
+    what: str, paths: Sequence[str], to: Sequence[object], axis: object, fewer: int = 0
+) -> None:
+    """Check what can be checked without a checkpoint; `to` has `fewer` `*` than `paths`."""
+    if type(axis) is not int:
+        raise InvalidArgumentError(f"{what}: axis={axis!r:.60}: expected a whole number")
+    for place in to:
+        if not isinstance(place, str) or not place:
+            raise InvalidArgumentError(f"{what}: to={place!r:.60}: expected a path")
+        for path in paths:
+            stars = path.replace("**", "").count("*") - fewer
+            if place.count("*") != stars:
+                raise InvalidArgumentError(
+                    f"{what}: to={place!r:.80} has {place.count('*')} '*', where {path!r:.80} "
+                    f"asks for {stars}"
+                )
+
+
+def _matches(
+    what: str, pattern: Pattern, sources: Sources
+) -> dict[str, tuple[tuple[str, ...], str]]:
+    found = {name: pattern.split(name) for name in sources}
+    matches = {name: match for name, match in found.items() if match is not None}
+    if not matches:
+        raise TargetMismatchError(
+            f"{what}: {pattern.text!r:.80} covers none of the {len(sources)} leaves"
+            f"{what_is_there(pattern.text, sources)}; no array was read"
+        )
+    return matches
+
+
+def _array(what: str, name: str, sources: Sources) -> Source:
+    source = sources[name]
+    if source.entry.kind not in ARRAY_KINDS or source.entry.kind == "key":
+        raise TargetMismatchError(
+            f"{what}: {stored_text(source)} is no array; write a pattern that leaves it out",
+            leaf=name,
+        )
+    return source
+
+
+def _same(what: str, names: Sequence[str], parts: Sequence[Source], axis: int | None) -> None:
+    """Check that parts have one dtype and one shape, but for `axis`."""
+    first = parts[0]
+    for name, part in zip(names, parts, strict=True):
+        alike = len(part.shape) == len(first.shape) and all(
+            place == axis or one == other
+            for place, (one, other) in enumerate(zip(part.shape, first.shape, strict=True))
+        )
+        if not alike or part.entry.dtype != first.entry.dtype:
+            raise TargetMismatchError(
+                f"{what}: {part.entry.dtype}{list(part.shape)} does not go together with "
+                f"{first.entry.dtype}{list(first.shape)} at {names[0]!r:.80}",
+                leaf=name,
+            )
+
+
+def _axis(what: str, name: str, axis: int, rank: int) -> int:
+    if not -rank <= axis < rank:
+        raise TargetMismatchError(f"{what}: no axis {axis} where there are {rank}", leaf=name)
+    return axis % rank
+
+
+def _add(what: str, made: dict[str, Source], path: str, source: Source) -> None:
+    if path in made:
+        raise TargetMismatchError(f"{what}: two arrays become {path!r:.80}")
+    made[path] = source
+
+
+def _replaced(what: str, sources: Sources, taken: set[str], made: Sources) -> Sources:
+    """Return the leaves with those made in the place of those taken."""
+    left = {name: source for name, source in sources.items() if name not in taken}
+    twice = next((path for path in made if path in left), None)
+    if twice is not None:
+        raise TargetMismatchError(f"{what}: there is a leaf at {twice!r:.80} already")
+    return {**left, **made}
