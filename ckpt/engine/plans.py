@@ -36,12 +36,14 @@ class ItemPlan:
             chunks are only known once they are encoded.
         view: Its files for Orbax, by path relative to the item, with their entries.
         formatted: What the formats came to, where there are any.
+        keys: Numbers of the leaves that are PRNG keys.
     """
 
     save: SavePlan
     index: Index | None
     view: dict[str, tuple[bytes, FileEntry]]
     formatted: Formatted | None = None
+    keys: tuple[int, ...] = ()
 
     def index_over(self, places: Places) -> Index:
         """Return the index of the database where encoded chunks lie at `places`."""
@@ -141,4 +143,5 @@ def _plan(
         path: (data, FileEntry(size=len(data), digest=digest(data)))
         for path, data in item_view(item).items()
     }
-    return ItemPlan(save, Index(entries) if entries else None, view, formatted)
+    keys = tuple(number for number, leaf in enumerate(save.leaves) if leaf.spec.kind == "key")
+    return ItemPlan(save, Index(entries) if entries else None, view, formatted, keys)

@@ -155,10 +155,10 @@ class EngineItemReader:
         nbytes = run.end - run.start
         try:
             memory = self._buffers.empty((nbytes,), np.dtype(np.uint8))
-            with self._recorder.phase("read", nbytes), located(leaf=run.leaves[0][0].leaf.name):
+            with self._recorder.phase("read", nbytes), located(leaf=run.leaves[0].leaf.name):
                 await files.read_run(run.file, run.start, memory)
                 arrays = await self.in_thread(cut_run, run, memory)
-            await self._place_whole([wanted for wanted, _ in run.leaves], arrays, work)
+            await self._place_whole(run.leaves, arrays, work)
         finally:
             work.slots.release()
 

@@ -39,33 +39,34 @@ class PackedRead:
 
 @dataclass(slots=True)
 class Run:
-    """Packed leaves that lie side by side in one data file, each with its first byte there."""
+    """Packed leaves that lie side by side in one data file."""
 
     file: int
     start: int
     end: int
-    leaves: list[tuple[PackedRead, int]]
+    leaves: list[PackedRead]
 
 
 def runs_of(wanted: Sequence[PackedRead], limit: int) -> Iterator[Run]:
     """Yield located packed leaves as runs of at most about `limit` bytes."""
-    places = [
-        (each.leaf.files[0] if each.leaf.files else 0, each.leaf.offsets[0]) for each in wanted
-    ]
     run: Run | None = None
-    for number in sorted(range(len(wanted)), key=places.__getitem__):
-        each, (file, start) = wanted[number], places[number]
+    for each in sorted(wanted, key=_place_of):
+        file, start = _place_of(each)
         end = start + _nbytes(each.leaf)
         near = run is not None and run.file == file and start - run.end <= _MOST_SKIPPED
         if run is not None and near and end - run.start <= limit:
             run.end = max(run.end, end)
-            run.leaves.append((each, start))
+            run.leaves.append(each)
             continue
         if run is not None:
             yield run
-        run = Run(file, start, end, [(each, start)])
+        run = Run(file, start, end, [each])
     if run is not None:
         yield run
+
+
+def _place_of(each: PackedRead) -> tuple[int, int]:
+    return each.leaf.files[0] if each.leaf.files else 0, each.leaf.offsets[0]
 
 
 def _nbytes(leaf: LeafEntry) -> int:
@@ -86,9 +87,9 @@ def cut_run(run: Run, memory: Array) -> list[Array]:
     """
     raw = memory.data
     arrays = []
-    for each, place in run.leaves:
-        start = place - run.start
+    for each in run.leaves:
         leaf = each.leaf
+        start = leaf.offsets[0] - run.start
         array: Array = np.ndarray(leaf.shape, parse_dtype(leaf.dtype), memory, start)
         compare_digest(leaf, 0, digest(raw[start : start + array.nbytes]))
         arrays.append(array.copy())

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import anyio
+import jax
 import numpy as np
 
 from ckpt.engine.arena import Block
@@ -34,8 +35,8 @@ from ckpt.engine.staging import (
 )
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers.base import Deferred, FileData
-from ckpt.layout.leaves import ARRAY_KINDS, stored_array
-from ckpt.layout.plan import Granule, LeafPlan, Place, SavePlan
+from ckpt.layout.leaves import ARRAY_KINDS
+from ckpt.layout.plan import Granule, LeafPlan, Place
 from ckpt.layout.records import LeafRecords, record_leaves
 from ckpt.layout.structure import Structure
 from ckpt.manifest import FileEntry, digest
@@ -130,7 +131,9 @@ class EngineItemWriter:
                 plan = await self.in_thread(
                     session.plans.plan, self._item, structure, budget, formatted
                 )
-            leaves = await self.in_thread(_stored_arrays, plan.save, structure.leaves)
+            leaves: Sequence[Any] = structure.leaves
+            if plan.keys:
+                leaves = await self.in_thread(_with_key_data, leaves, plan.keys)
         session.hooks.advance(total=sum(granule.nbytes for granule in plan.save.granules))
         granules = plan.save.granules
         count = len(granules)
@@ -302,9 +305,12 @@ class EngineItemWriter:
         return records
 
 
-def _stored_arrays(plan: SavePlan, leaves: Sequence[Any]) -> Sequence[Any]:
-    specs = [leaf.spec for leaf in plan.leaves]
-    return [stored_array(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+def _with_key_data(leaves: Sequence[Any], keys: Iterable[int]) -> Sequence[Any]:
+    """Return the leaves with the data of PRNG keys in their places."""
+    found = list(leaves)
+    for number in keys:
+        found[number] = jax.random.key_data(found[number])
+    return found
 
 
 async def _first_of(*events: anyio.Event) -> None:

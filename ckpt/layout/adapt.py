@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -152,17 +152,16 @@ def adapted(item: ItemEntry, adapt: Adapt) -> Stored:
         InvalidArgumentError: A transform cannot be applied to what is stored.
     """
     names = unboxed_names(item.nodes, [entry.name for entry in item.leaves])
-    sources = {}
-    for number, (name, entry) in enumerate(zip(names, item.leaves, strict=True)):
-        first = number if entry.same_as is None else entry.same_as
-        sources[name] = Source.of(entry, first, name)
+    numbers = {name: number for number, name in enumerate(names)}
+    sources: Mapping[str, Source] = _AsStored(item, numbers)
     if len(sources) != len(item.leaves):
         raise CorruptCheckpointError("two leaves are stored at one place")
     unselected: frozenset[str] = frozenset()
     if adapt.select is not None:
         chosen = _selected(list(sources), adapt.select)
         unselected = frozenset(sources.keys() - chosen)
-        sources = {name: source for name, source in sources.items() if name in chosen}
+        numbers = {name: number for name, number in numbers.items() if name in chosen}
+        sources = _AsStored(item, numbers)
     moved = adapt.rename is not None or bool(adapt.transforms)
     if adapt.rename is not None:
         sources = _renamed(sources, adapt.rename)
@@ -172,6 +171,31 @@ def adapted(item: ItemEntry, adapt: Adapt) -> Stored:
         if isinstance(rules, Mapping):
             _deciding(what, rules, list(sources))
     return Stored(sources, unselected, moved)
+
+
+class _AsStored(Mapping[str, Source]):
+    """The leaves as they are stored, each made when it is asked for.
+
+    Thousands of objects that live on make Python's garbage collector look at everything there is.
+    """
+
+    def __init__(self, item: ItemEntry, numbers: Mapping[str, int]) -> None:
+        self._leaves = item.leaves
+        self._numbers = numbers
+
+    def __getitem__(self, path: str) -> Source:
+        number = self._numbers[path]
+        entry = self._leaves[number]
+        return Source.of(entry, number if entry.same_as is None else entry.same_as, path)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._numbers
 
 
 def _selected(names: Sequence[str], rule: PathRule) -> set[str]:

@@ -31,7 +31,6 @@ __all__ = [
     "kind_of_type",
     "scalar_array",
     "scalar_kind",
-    "stored_array",
 ]
 
 # `key` is a typed PRNG key: the array of its key data.
@@ -172,11 +171,6 @@ def is_function(leaf: Any) -> bool:
         return isinstance(leaf.__self__, types.ModuleType | type | None)
     made_by_jax = type(leaf).__module__.partition(".")[0] in ("jax", "jaxlib")
     return made_by_jax or isinstance(leaf, types.FunctionType | np.ufunc)
-
-
-def stored_array(leaf: Any, spec: LeafSpec) -> Any:
-    """Return the array that holds the bytes of an array leaf: of a PRNG key that of its data."""
-    return jax.random.key_data(leaf) if spec.kind == "key" else leaf
 
 
 class Classifier:

@@ -192,11 +192,11 @@ def match_target(target: Structure, stored: Stored, adapt: Adapt) -> Match:
     if adapt.extra == "error":
         wanted = set(names)
         work.problems.extend(
-            f"{name}: stored {stored_text(source)}, not in the target"
-            for name, source in stored.sources.items()
+            f"{name}: stored {stored_text(stored.sources[name])}, not in the target"
+            for name in stored.sources
             if name not in wanted
-            and source.entry.kind != CALLABLE
             and not name.startswith(work.skipped)
+            and stored.sources[name].entry.kind != CALLABLE
         )
     if work.problems:
         raise mismatch(work.problems)
@@ -221,15 +221,15 @@ class _ToTarget:
 
     def add(self, name: str, leaf: Any) -> None:
         source = self._stored.sources.get(name)
-        if is_function(leaf) and (source is None or source.entry.kind == CALLABLE):
+        if source is not None and source.entry.kind in ARRAY_KINDS and leaf is not ...:
+            self._array(name, leaf, source)
+        elif is_function(leaf) and (source is None or source.entry.kind == CALLABLE):
             # Code is not stored; a target brings its own.
             self.match.values.append(leaf)
         elif source is None:
             self._absent(name, leaf)
         elif leaf is ...:
             self.match.values.append(...)
-        elif source.entry.kind in ARRAY_KINDS:
-            self._array(name, leaf, source)
         elif scalar_kind(leaf) == source.entry.kind or _is_kind(leaf, source.entry.kind):
             self.match.used.extend(source.used)
             self.match.values.append(decode_scalar(source.entry))
@@ -315,8 +315,11 @@ class _ToTarget:
                 return
             if likeness is not None:
                 self._known[likeness] = target
-        same = (id(leaf), -1 if source.leaf is None else source.leaf)
-        if isinstance(leaf, jax.Array) and source.leaf is not None and same in self._shared:
+        if source.leaf is None or not isinstance(leaf, jax.Array):
+            self.match.read(name, source, target, shape)
+            return
+        same = (id(leaf), source.leaf)
+        if same in self._shared:
             known = self.match.reads[self._shared[same]]
             if (known.target, known.shape) == (target, shape):
                 self.match.share(self._shared[same])
