@@ -365,6 +365,16 @@ def test_a_scalar_comes_back_onto_the_sharding_of_an_abstract_target(tmp_path: P
     assert (found == 3, found.sharding) == (True, everywhere)
 
 
+def test_a_type_asks_for_a_numpy_text(tmp_path: Path) -> None:
+    state = {"raw": np.bytes_(b"y"), "text": np.str_("x")}
+    ckpt.sync.save(tmp_path / "x", state)
+    found = ckpt.sync.load(tmp_path / "x", like={"text": np.str_, "raw": np.bytes_})
+    assert differences(state, found) == []
+    with pytest.raises(TargetMismatchError) as caught:
+        ckpt.sync.load(tmp_path / "x", like={"text": str, "raw": np.bytes_})
+    assert [line.split(":")[0] for line in caught.value.problems] == ["text"]
+
+
 @pytest.mark.parametrize(
     ("stored", "wanted"),
     [
@@ -374,6 +384,8 @@ def test_a_scalar_comes_back_onto_the_sharding_of_an_abstract_target(tmp_path: P
         (3, np.float32(0)),
         (True, np.int32(0)),
         (0.5, np.int32(0)),
+        (1e300, np.float32(0)),
+        (np.float32(3), np.float32),
         (3, np.zeros(1, np.int32)),
         ("3", np.int32(0)),
         (np.int32(3), 0.0),

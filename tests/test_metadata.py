@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -158,3 +159,24 @@ def test_metadata_needs_no_devices(saved: Path) -> None:
     text, initialised = json.loads(done.stdout)
     assert text == str(ckpt.sync.metadata(saved))
     assert not initialised
+
+
+def make_unknown() -> Any:
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Local:
+        w: Any
+
+    return Local(jnp.ones(2))
+
+
+def test_a_target_that_has_a_record_for_a_class_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ckpt.sync.save(tmp_path / "x", {"layer": make_unknown()})
+    info = ckpt.sync.metadata(tmp_path / "x")
+    assert not caplog.records
+    assert isinstance(info.target()["layer"], ckpt.Record)
+    (record,) = caplog.records
+    assert "Local" in record.getMessage()
+    assert "PyTreeHandler(classes=[...])" in record.getMessage()

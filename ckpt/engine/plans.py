@@ -59,6 +59,7 @@ class _Known:
     names: tuple[str, ...]
     nodes: tuple[Node, ...]
     specs: list[LeafSpec]
+    formatted: bool
     plan: ItemPlan
 
 
@@ -87,13 +88,14 @@ class PlanCache:
         known = self.known.get(item)
         if (
             known is not None
+            and known.formatted == formatted
             and known.specs == specs
             and known.names == structure.names
             and known.nodes == structure.nodes
         ):
             return known.plan
         plan = _plan(structure, specs, self.rules if formatted else None, budget)
-        self.known[item] = _Known(structure.names, structure.nodes, specs, plan)
+        self.known[item] = _Known(structure.names, structure.nodes, specs, formatted, plan)
         return plan
 
     def _classify(self, structure: Structure) -> list[LeafSpec]:

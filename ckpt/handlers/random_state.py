@@ -196,7 +196,7 @@ def _restored(kind: str, name: str, document: Any, target: Any) -> Any:
 def _made(kind: str, name: str, seeds: Any) -> Any:
     known = {"entropy": 0} if seeds is None else _decoded(seeds)
     if not 0 < int(known.get("pool_size", 1)) <= _MOST_POOL:
-        raise CorruptCheckpointError("its seed sequence has a pool of a size that numpy has not")
+        raise ValueError("its seed sequence has a pool of a size that numpy has not")
     sequence = np.random.SeedSequence(**known)
     bits: Any = _BIT_GENERATORS[name](sequence)
     if kind == "bit_generator":

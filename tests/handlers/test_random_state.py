@@ -102,6 +102,7 @@ WRONG = [
     ("PCG64", ("state", "state", "state"), None),
     ("SFC64", ("state",), {}),
     ("SFC64", ("seed_sequence",), {"entropy": "x"}),
+    ("SFC64", ("seed_sequence",), _encoded({"entropy": 0, "pool_size": 300})),
 ]
 
 

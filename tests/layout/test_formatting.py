@@ -354,3 +354,19 @@ def test_what_encoding_needs_is_counted_and_fits_the_budget(
         for chunk, size in zip(granule.chunks, sizes, strict=True):
             end = aligned(end, 4096 if encoded_bound(size) > 4096 else 64) + encoded_bound(size)
             assert end <= granule.lead + chunk.offset + size
+
+
+def test_a_plan_without_formats_does_not_serve_where_they_apply() -> None:
+    cache = PlanCache(compile_formats({"a": ArrayFormat(dtype="bfloat16")}))
+    structure = describe({"a": jnp.ones(3)})
+    dtypes = [
+        cache.plan("state", structure, 64 * MIB, formatted).save.leaves[0].spec.dtype
+        for formatted in (False, True, False)
+    ]
+    assert dtypes == ["float32", "bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn", "float8_e8m0fnu"])
+def test_nothing_is_rounded_to_a_dtype_without_nan_or_infinity(dtype: str) -> None:
+    assert cast_refusal("float32", dtype) is not None
+    assert cast_refusal("float32", "float8_e4m3fn") is None
