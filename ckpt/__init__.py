@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ckpt.layout.classes import Record
     from ckpt.layout.formats import ArrayFormat, Blosc, Zstd
     from ckpt.manager import CheckpointManager
-    from ckpt.oneshot import load, metadata, save
-    from ckpt.settings import Staging
-    from ckpt.stepinfo import ItemInfo, LeafInfo, StepMetadata
+    from ckpt.oneshot import load, metadata, save, verify
+    from ckpt.settings import Staging, Timeouts
+    from ckpt.stepinfo import StepMetadata
 
 __all__ = [
     "Adapt",
@@ -34,9 +34,7 @@ __all__ = [
     "Commit",
     "Event",
     "Handler",
-    "ItemInfo",
     "JsonHandler",
-    "LeafInfo",
     "Progress",
     "PyTreeHandler",
     "Record",
@@ -44,6 +42,7 @@ __all__ = [
     "Staging",
     "StepInfo",
     "StepMetadata",
+    "Timeouts",
     "Zstd",
     "errors",
     "handlers",
@@ -54,6 +53,7 @@ __all__ = [
     "save",
     "surgery",
     "sync",
+    "verify",
 ]
 
 _HOMES = {
@@ -65,9 +65,7 @@ _HOMES = {
     "Commit": "ckpt.commit",
     "Event": "ckpt.events",
     "Handler": "ckpt.handlers.base",
-    "ItemInfo": "ckpt.stepinfo",
     "JsonHandler": "ckpt.handlers.json",
-    "LeafInfo": "ckpt.stepinfo",
     "Progress": "ckpt.commit",
     "PyTreeHandler": "ckpt.handlers.pytree",
     "Record": "ckpt.layout.classes",
@@ -75,10 +73,12 @@ _HOMES = {
     "Staging": "ckpt.settings",
     "StepInfo": "ckpt.commit",
     "StepMetadata": "ckpt.stepinfo",
+    "Timeouts": "ckpt.settings",
     "Zstd": "ckpt.layout.formats",
     "load": "ckpt.oneshot",
     "metadata": "ckpt.oneshot",
     "save": "ckpt.oneshot",
+    "verify": "ckpt.oneshot",
 }
 
 

@@ -5,6 +5,7 @@
     ├── UnsupportedLeafError (TypeError)        a leaf or a tree node that cannot be stored
     ├── TargetMismatchError (ValueError)        `like=` differs from what is stored
     ├── StepNotFoundError (FileNotFoundError)   no such committed step
+    │   └── StepDeletedError                    it was deleted or replaced while it was read
     ├── NotACheckpointError (FileNotFoundError) a path that holds no committed checkpoint
     ├── StepExistsError (FileExistsError)       the step or path is taken, and stays as it is
     ├── CorruptCheckpointError                  stored bytes are missing, cut or changed
@@ -26,6 +27,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from ckpt.redaction import redact
+
 __all__ = [
     "CheckpointError",
     "ClosedError",
@@ -37,6 +40,7 @@ __all__ = [
     "InvalidArgumentError",
     "NotACheckpointError",
     "ReadOnlyError",
+    "StepDeletedError",
     "StepExistsError",
     "StepNotFoundError",
     "StorageError",
@@ -47,6 +51,10 @@ __all__ = [
 ]
 
 
+# Of a damaged checkpoint thousands of leaves may be broken.
+_MOST_NOTES = 20
+
+
 class CheckpointError(Exception):
     """Any failure of this library.
 
@@ -55,7 +63,11 @@ class CheckpointError(Exception):
         step: The step concerned, or None.
         item: The name of the item concerned, or None.
         leaf: The path of the leaf concerned (`params.layers.0.kernel`), or None.
+        others: Further errors of the same call, such as those of other leaves; the first of them
+            are among the notes, too.
     """
+
+    others: tuple[BaseException, ...] = ()
 
     def __init__(
         self,
@@ -65,11 +77,16 @@ class CheckpointError(Exception):
         item: str | None = None,
         leaf: str | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        # Stores echo URLs and headers, and users give paths with passwords in them.
+        self.message = redact(message)
+        super().__init__(self.message)
         self.step = step
         self.item = item
         self.leaf = leaf
+
+    def add_note(self, note: str, /) -> None:
+        """Add a note to the traceback; secrets are taken out of it."""
+        super().add_note(redact(note))
 
     def locate(
         self, *, step: int | None = None, item: str | None = None, leaf: str | None = None
@@ -125,6 +142,10 @@ class TargetMismatchError(CheckpointError, ValueError):
 
 class StepNotFoundError(CheckpointError, FileNotFoundError):
     """The step asked for is not among the committed ones."""
+
+
+class StepDeletedError(StepNotFoundError):
+    """The step was deleted or replaced while it was read; the latest one can be taken instead."""
 
 
 class NotACheckpointError(CheckpointError, FileNotFoundError):
@@ -193,20 +214,25 @@ def located(
 ) -> Iterator[None]:
     """Raise one located error for whatever the body raises, a group of several included.
 
-    The first of this library's errors is chosen, and every other is added to it as a note, so that
-    callers catch the type they expect and no failure is lost. Where it does not yet say which step,
-    item or leaf it is about, it is told.
+    The first of this library's errors is chosen, and every other is added to it (`others`) and to
+    its notes, so that callers catch the type they expect and no failure is lost. Where they do not
+    yet say which step, item or leaf they are about, they are told.
     """
     try:
         yield
     except (CheckpointError, BaseExceptionGroup) as error:
         errors = _flatten(error)
         first = next((each for each in errors if isinstance(each, CheckpointError)), errors[0])
-        for other in errors:
-            if other is not first:
-                first.add_note(f"also failed: {type(other).__name__}: {other}")
+        for each in errors:
+            if isinstance(each, CheckpointError):
+                each.locate(step=step, item=item, leaf=leaf)
+        others = [other for other in errors if other is not first]
+        for other in others[:_MOST_NOTES]:
+            first.add_note(f"also failed: {type(other).__name__}: {other}")
+        if len(others) > _MOST_NOTES:
+            first.add_note(f"and {len(others) - _MOST_NOTES} more, in its `others`")
         if isinstance(first, CheckpointError):
-            first.locate(step=step, item=item, leaf=leaf)
+            first.others += tuple(others)
         if first is error:
             raise
         raise first from (first.__cause__ or error)

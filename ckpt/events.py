@@ -23,7 +23,7 @@ class Event:
     """One timed phase of a save or a restore.
 
     Attributes:
-        operation: `"save"` or `"restore"`.
+        operation: `"save"`, `"restore"` or `"verify"`.
         phase: Of a save `plan`, `snapshot`, `stage`, `encode`, `digest`, `write`, `record`,
             `publish` and `preserve`, and `blocked` for as long as the caller of `save()` waits; of
             a restore `read` and `place`.

@@ -18,10 +18,12 @@ from ckpt.events import Observer
 from ckpt.handlers.registry import HandlersLike
 from ckpt.layout.adapt import Adapt
 from ckpt.layout.formatting import Formats
+from ckpt.layout.report import VerifyReport
 from ckpt.policies import PreservationPolicy, PreserveAll, SavePolicy
+from ckpt.redaction import redact
 from ckpt.requests import make_request
 from ckpt.service import RootService, make_engine
-from ckpt.settings import Staging
+from ckpt.settings import Staging, Timeouts
 from ckpt.stepinfo import StepMetadata
 from ckpt.steps import check_step
 from ckpt.storage.resolve import PathLike, open_root
@@ -55,6 +57,7 @@ class CheckpointManager:
         formats: Formats | None = None,
         backlog: BacklogPolicy = "wait",
         read_only: bool = False,
+        timeouts: Timeouts | None = None,
         observers: Iterable[Observer] = (),
     ) -> None:
         """Manage the steps below `root`. Does no input or output yet.
@@ -79,6 +82,7 @@ class CheckpointManager:
                 a save that has not begun to write for the newer one: the commit of that one becomes
                 falsy, with the reason in `skipped`. (With `force=True` a save is never skipped.)
             read_only: Refuse everything that writes, for evaluators.
+            timeouts: How long is waited for what may never come.
             observers: Called with an `Event` for every timed phase, on the library's thread.
 
         Raises:
@@ -93,6 +97,7 @@ class CheckpointManager:
             formats=formats,
             backlog=backlog,
             read_only=read_only,
+            timeouts=timeouts,
             observers=observers,
         )
         self._loop = self._service.loop
@@ -104,7 +109,12 @@ class CheckpointManager:
         return self._service.storage.location
 
     async def __aenter__(self) -> Self:
-        await self._loop.run(self._service.open)
+        try:
+            await self._loop.run(self._service.open)
+        except BaseException:
+            # Nobody leaves a block that was not entered.
+            self._loop.stop()
+            raise
         return self
 
     async def __aexit__(
@@ -254,6 +264,30 @@ class CheckpointManager:
         """Return the metrics a step was saved with, or None; `step` as in `metadata`."""
         return (await self.metadata(step)).info.metrics
 
+    async def verify(self, step: int | None = None, *, deep: bool = True) -> VerifyReport:
+        """Compare a step with its manifest, and name all damage by file, item and leaf path.
+
+        Every byte of every file is read once, several files at a time, in a fixed amount of memory.
+        Nothing is written or restored, so neither devices nor the classes of items are needed.
+
+        Args:
+            step: The step; None is the latest.
+            deep: Read everything. Otherwise only the manifest is read, and names, kinds and sizes
+                of files are compared with it.
+
+        Returns:
+            The report; true if nothing is wrong. Damage is never raised.
+
+        Raises:
+            StepNotFoundError: There is no such step, or none at all.
+            StepDeletedError: It was deleted or replaced meanwhile.
+            UnsupportedFormatError: It is of a later format.
+
+        Cancellation: reading stops, and memory is given back before the cancellation goes on.
+        """
+        step = None if step is None else check_step(step)
+        return await self._loop.run(self._service.verify, step, deep)
+
     async def delete(self, step: int) -> None:
         """Delete a committed step; it vanishes at once and whole, then its bytes are removed.
 
@@ -289,17 +323,20 @@ def make_service(
     formats: Formats | None,
     backlog: BacklogPolicy,
     read_only: bool,
+    timeouts: Timeouts | None,
     observers: Iterable[Observer],
 ) -> RootService:
     """Return the service behind a manager, asyncio or plain."""
+    timeouts = timeouts or Timeouts()
     service = RootService(
         EngineLoop(),
-        open_root(root),
+        open_root(root, timeouts),
         make_engine(staging or Staging(), handlers, observers, formats),
         save_policy,
         preservation or PreserveAll(),
         backlog=check_backlog(backlog),
         read_only=read_only,
+        timeouts=timeouts,
     )
     run_at_exit(service.finish_at_exit)
     return service
@@ -311,7 +348,8 @@ def raise_unseen(service: RootService, error: BaseException | None) -> None:
     if error is not None:
         for each in unseen:
             logger.error("a save failed: %s", each)
-            error.add_note(f"a save to {service.storage.location} failed as well: {each}")
+            where = redact(service.storage.location)
+            error.add_note(f"a save to {where} failed as well: {each}")
     elif len(unseen) == 1:
         raise unseen[0]
     elif unseen:

@@ -12,7 +12,7 @@ milliseconds.
 from __future__ import annotations
 
 import mmap
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 import pydantic
 import xxhash
@@ -25,6 +25,7 @@ __all__ = [
     "FILE_NAME",
     "FORMAT_VERSION",
     "MAX_BYTES",
+    "Digester",
     "FileEntry",
     "ItemEntry",
     "JsonValue",
@@ -36,6 +37,7 @@ __all__ = [
     "digest",
     "encode",
     "is_whole",
+    "new_digest",
     "peek_step",
 ]
 
@@ -240,6 +242,22 @@ class _Header(_Model):
     step: Step | None = None
 
 
+class Digester(Protocol):
+    """A digest that is taken piece by piece."""
+
+    def update(self, data: bytes | bytearray | memoryview, /) -> None:
+        """Go on with these bytes."""
+
+    def hexdigest(self) -> str:
+        """Return the digest of all of them, as `digest` would."""
+
+
+def new_digest() -> Digester:
+    """Return the digest of no bytes so far."""
+    digester: Digester = xxhash.xxh3_128()
+    return digester
+
+
 def digest(data: bytes | bytearray | memoryview | mmap.mmap) -> str:
     """Return the xxh3_128 of `data` as 32 hex digits.
 
@@ -270,9 +288,12 @@ def encode(manifest: Manifest) -> bytes:
 
 def is_whole(data: bytes) -> bool:
     """Tell whether `data` is a complete, unchanged `ckpt.json`, without parsing it."""
-    split = len(data) - len(_TRAILER_END) - _HEX_DIGITS
-    body = data[: max(split - len(_TRAILER_KEY), 0)]
-    return data == body + _TRAILER_KEY + digest(body).encode() + _TRAILER_END
+    split = len(data) - len(_TRAILER_KEY) - _HEX_DIGITS - len(_TRAILER_END)
+    if split < 0 or not data.startswith(_TRAILER_KEY, split):
+        return False
+    # Without a copy of the body, which may be large.
+    found = digest(memoryview(data)[:split]).encode()
+    return data.endswith(_TRAILER_KEY + found + _TRAILER_END)
 
 
 def peek_step(data: bytes) -> int | None:
@@ -306,6 +327,10 @@ def decode(data: bytes, *, where: str) -> Manifest:
         )
     try:
         manifest = Manifest.model_validate_json(data)
+    except MemoryError as error:
+        raise CorruptCheckpointError(
+            f"{where}: the manifest has {len(data)} bytes, and there is not enough memory for it"
+        ) from error
     except pydantic.ValidationError as error:
         # What this version does not understand may be right in a later one.
         _refuse_later_formats(data, where)

@@ -1,4 +1,4 @@
-"""`save`, `load` and `metadata`: one checkpoint at one path, no manager."""
+"""`save`, `load`, `metadata` and `verify`: one checkpoint at one path, no manager."""
 
 from __future__ import annotations
 
@@ -12,18 +12,30 @@ import anyio
 from ckpt.commit import Commit, CommitHooks, StepInfo
 from ckpt.engine.loop import EngineLoop
 from ckpt.engine.restore import restore_items
+from ckpt.engine.verification import verify_entry
 from ckpt.handlers.registry import HandlersLike
 from ckpt.layout.adapt import Adapt
 from ckpt.layout.formatting import Formats
+from ckpt.layout.report import VerifyReport
 from ckpt.requests import make_request, result_of, wanted_items
 from ckpt.saves import refuse_existing, save_entry
 from ckpt.service import make_engine
 from ckpt.settings import Staging
 from ckpt.stepinfo import StepMetadata, describe_step, step_info
-from ckpt.steps import read_manifest
+from ckpt.steps import read_manifest, while_read
 from ckpt.storage.resolve import PathLike, open_entry
 
-__all__ = ["Call", "load", "load_call", "metadata", "metadata_call", "save", "save_call"]
+__all__ = [
+    "Call",
+    "load",
+    "load_call",
+    "metadata",
+    "metadata_call",
+    "save",
+    "save_call",
+    "verify",
+    "verify_call",
+]
 
 logger = logging.getLogger("ckpt")
 
@@ -94,6 +106,19 @@ async def metadata(path: PathLike) -> StepMetadata:
     return await _run(metadata_call(path))
 
 
+async def verify(path: PathLike, *, deep: bool = True) -> VerifyReport:
+    """Compare a one-shot checkpoint, or one step of a manager's root, with its manifest.
+
+    Arguments and report are those of `CheckpointManager.verify`.
+
+    Raises:
+        NotACheckpointError: There is no committed checkpoint at `path`.
+        StepDeletedError: It was deleted or replaced meanwhile.
+        UnsupportedFormatError: It is of a later format.
+    """
+    return await _run(verify_call(path, deep))
+
+
 async def _run(call: Call[T]) -> T:
     loop = EngineLoop()
     try:
@@ -142,22 +167,23 @@ def load_call(
     handlers: HandlersLike,
 ) -> Call[Any]:
     """Return the call behind `load`, arguments checked."""
-    storage, entry = open_entry(path)
+    storage, entry = open_entry(path, follow=True)
     engine = make_engine(Staging(), handlers, ())
 
     async def call() -> Any:
         began = time.perf_counter()
         manifest = await read_manifest(storage, entry)
-        loaded = await restore_items(
-            manifest,
-            storage,
-            entry,
-            wanted_items(manifest, like, items, adapt),
-            engine.handlers,
-            engine.arena,
-            engine.buffers,
-            engine.observers,
-        )
+        async with while_read(storage, entry, manifest):
+            loaded = await restore_items(
+                manifest,
+                storage,
+                entry,
+                wanted_items(manifest, like, items, adapt),
+                engine.handlers,
+                engine.arena,
+                engine.buffers,
+                engine.observers,
+            )
         logger.info("loaded %s in %.2f s", entry, time.perf_counter() - began)
         return result_of(manifest, loaded, named=items is not None)
 
@@ -166,11 +192,21 @@ def load_call(
 
 def metadata_call(path: PathLike) -> Call[StepMetadata]:
     """Return the call behind `metadata`, arguments checked."""
-    storage, entry = open_entry(path)
+    storage, entry = open_entry(path, follow=True)
 
     async def call() -> StepMetadata:
         manifest = await read_manifest(storage, entry)
         where = f"{storage.location}/{entry}"
         return await anyio.to_thread.run_sync(describe_step, manifest, where)
+
+    return call
+
+
+def verify_call(path: PathLike, deep: bool) -> Call[VerifyReport]:
+    """Return the call behind `verify`, arguments checked."""
+    storage, entry = open_entry(path, follow=True)
+
+    async def call() -> VerifyReport:
+        return await verify_entry(storage, entry, None, deep, ())
 
     return call

@@ -23,6 +23,7 @@ from ckpt.errors import (
     StepExistsError,
 )
 from ckpt.manifest import FILE_NAME, MAX_BYTES, Manifest
+from ckpt.redaction import redact
 from ckpt.stepinfo import step_info
 from ckpt.storage.base import Storage
 
@@ -239,14 +240,19 @@ class Saves:
         self._forget_seen()
         return errors
 
-    def tell_unseen(self) -> None:
-        """Write to standard error what failed and nobody fetched."""
+    def cancel_all(self) -> list[Commit]:
+        """Ask every save under way to stop; return their commits."""
+        return [commit for commit in list(self._commits.values()) if commit.cancel()]
+
+    def tell_unseen(self) -> bool:
+        """Write to standard error what failed and nobody fetched; return whether there was any."""
         if not self._commits or self._loop.is_forked:
-            return
-        for error in self.take_errors():
-            sys.stderr.write(
-                f"ckpt: a save to {self._storage.location} failed and nobody looked: {error}\n"
-            )
+            return False
+        errors = self.take_errors()
+        where = redact(self._storage.location)
+        for error in errors:
+            sys.stderr.write(f"ckpt: a save to {where} failed and nobody looked: {error}\n")
+        return bool(errors)
 
 
 async def save_entry(
@@ -280,7 +286,7 @@ async def refuse_existing(storage: Storage, request: SaveRequest) -> None:
     Raises:
         StepExistsError: It is, and is not to be replaced or not ours to replace.
     """
-    if request.entry not in await storage.entries():
+    if not await storage.exists(request.entry):
         return
     where = f"{storage.location}/{request.entry}"
     if await storage.read(request.entry, FILE_NAME, MAX_BYTES) is None:

@@ -10,7 +10,13 @@ from typing import Literal, get_args
 
 from ckpt.errors import InvalidArgumentError
 
-__all__ = ["Staging", "StagingMode"]
+__all__ = [
+    "LONGEST_LEASE_SECONDS",
+    "Staging",
+    "StagingMode",
+    "Timeouts",
+    "host_memory_bytes",
+]
 
 StagingMode = Literal["auto", "copy", "view", "device"]
 
@@ -18,7 +24,19 @@ MIN_BUDGET_BYTES = 1 << 20
 # A quarter of the machine's memory leaves room for the state itself, the input pipeline and the
 # page cache that the writes go through.
 _DEFAULT_SHARE = 4
+# Cleaners take a lease for longer than this for somebody's mistake.
+LONGEST_LEASE_SECONDS = 7 * 86400.0
+_LONGEST_EXIT_SECONDS = 365 * 86400.0
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def host_memory_bytes() -> int:
+    """Return the bytes of memory that this process may have, at most."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):
+        # In a container the machine's memory is not ours; "max" means that it is.
+        total = min(total, int(_CGROUP_LIMIT.read_text()))
+    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +82,35 @@ class Staging:
         """The budget in bytes, with the default worked out."""
         if self.budget_bytes is not None:
             return self.budget_bytes
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        with contextlib.suppress(OSError, ValueError):
-            # In a container the machine's memory is not ours; "max" means that it is.
-            total = min(total, int(_CGROUP_LIMIT.read_text()))
-        return max(total // _DEFAULT_SHARE, MIN_BUDGET_BYTES)
+        return max(host_memory_bytes() // _DEFAULT_SHARE, MIN_BUDGET_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """How long is waited for what may never come, in seconds.
+
+    Attributes:
+        lease: How long the attempts of a writer that has vanished on another machine are left
+            alone. The writer renews its lease several times in this while; one that could not for
+            longer may find its attempt removed, and its save then fails.
+        exit: How long interpreter exit waits for saves that nobody waited for. Those that have not
+            ended by then are given up, and the program ends with an error.
+
+    Raises:
+        InvalidArgumentError: One of them is no number of seconds above 0, or a lease is longer
+            than a week.
+    """
+
+    lease: float = 600.0
+    exit: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name, most in (("lease", LONGEST_LEASE_SECONDS), ("exit", _LONGEST_EXIT_SECONDS)):
+            seconds = getattr(self, name)
+            is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+            if not is_number or not 0 < seconds <= most:
+                shown = "a number" if is_number and seconds > most else repr(seconds)
+                raise InvalidArgumentError(
+                    f"Timeouts({name}={shown:.80}): expected a number of seconds above 0 and up to "
+                    f"{most:.0f}"
+                )

@@ -29,6 +29,9 @@ logger = logging.getLogger("ckpt")
 Sharding = jax.sharding.Sharding
 
 
+_MOST_BITS = 200
+
+
 @dataclass(frozen=True, slots=True)
 class LeafInfo:
     """An array leaf as it is stored. Can stand as a leaf of `like=`.
@@ -180,9 +183,16 @@ class StepMetadata:
                     rows.append(Row(where, _what(leaf), leaf.nbytes, place))
                 else:
                     rows.append(
-                        Row(where, "a function" if leaf is ... else f"{leaf!r:.60}", None, "")
+                        Row(where, "a function" if leaf is ... else _value_text(leaf), None, "")
                     )
         return rows
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        # Python refuses to write thousands of digits, and nobody wants to read them.
+        return f"an integer of {value.bit_length()} bits"
+    return f"{value!r:.60}"
 
 
 def _what(leaf: LeafInfo) -> str:

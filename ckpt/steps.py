@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import TypeGuard
 
 import anyio
 
 from ckpt.errors import (
+    CheckpointError,
     CorruptCheckpointError,
     InvalidArgumentError,
     NotACheckpointError,
+    StepDeletedError,
     StepNotFoundError,
+    StorageError,
     located,
 )
 from ckpt.manifest import FILE_NAME, MAX_BYTES, Manifest, decode, peek_step
@@ -25,6 +29,8 @@ __all__ = [
     "latest_manifest",
     "latest_step",
     "read_manifest",
+    "refuse_deleted",
+    "while_read",
 ]
 
 # Nineteen digits hold every step a 64-bit counter can.
@@ -94,27 +100,30 @@ def _may_name_an_item(name: object) -> TypeGuard[str]:
 
 async def committed_steps(storage: Storage) -> list[int]:
     """Return every committed step of a root, ascending."""
-    candidates = _candidates(await storage.entries())
-    found: list[int] = []
     limiter = anyio.CapacityLimiter(_CONCURRENT_READS)
+    async for candidates in _listings(storage):
+        found: list[int] = []
 
-    async def look(step: int) -> None:
-        async with limiter:
-            if await _is_committed(storage, step):
-                found.append(step)
+        async def look(step: int, found: list[int]) -> None:
+            async with limiter:
+                if await _is_committed(storage, step):
+                    found.append(step)
 
-    with located():
-        async with anyio.create_task_group() as tasks:
-            for step in candidates:
-                tasks.start_soon(look, step)
+        with located():
+            async with anyio.create_task_group() as tasks:
+                for step in candidates:
+                    tasks.start_soon(look, step, found)
+        if len(found) == len(candidates):
+            break
     return sorted(found)
 
 
 async def latest_step(storage: Storage) -> int | None:
     """Return the greatest committed step, or None; reads as few manifests as that takes."""
-    for step in reversed(_candidates(await storage.entries())):
-        if await _is_committed(storage, step):
-            return step
+    async for candidates in _listings(storage):
+        for step in reversed(candidates):
+            if await _is_committed(storage, step):
+                return step
     return None
 
 
@@ -125,15 +134,28 @@ async def latest_manifest(storage: Storage) -> Manifest | None:
         CorruptCheckpointError: That step is committed, and its manifest contradicts itself.
         UnsupportedFormatError: It is of a later format.
     """
-    for step in reversed(_candidates(await storage.entries())):
-        try:
-            return await read_manifest(storage, str(step), step=step)
-        except StepNotFoundError:
-            continue
-        except CorruptCheckpointError:
-            if await _is_committed(storage, step):
-                raise
+    async for candidates in _listings(storage):
+        for step in reversed(candidates):
+            try:
+                return await read_manifest(storage, str(step), step=step)
+            except StepNotFoundError:
+                continue
+            except CorruptCheckpointError:
+                if await _is_committed(storage, step):
+                    raise
     return None
+
+
+async def _listings(storage: Storage) -> AsyncIterator[list[int]]:
+    """Yield the names of a root that may be steps, ascending, until they stay the same.
+
+    A writer that keeps one step commits the next and deletes the one before. Who listed before and
+    looks afterwards finds none of what was listed, though there was a step all the time.
+    """
+    known: list[int] | None = None
+    while (candidates := _candidates(await storage.entries())) != known:
+        yield candidates
+        known = candidates
 
 
 async def read_manifest(storage: Storage, entry: str, *, step: int | None = None) -> Manifest:
@@ -173,11 +195,67 @@ async def read_manifest(storage: Storage, entry: str, *, step: int | None = None
             "back",
             step=step,
         )
+    if manifest.unnamed and len(manifest.items) != 1:
+        raise CorruptCheckpointError(
+            f"{where}: the manifest says that one object was saved without a name, and has "
+            f"{len(manifest.items)} items",
+            step=step,
+        )
     # Items are directories: a name from a file must not lead out of the step.
     wrong = next((name for name in manifest.items if not _may_name_an_item(name)), None)
     if wrong is not None:
         raise CorruptCheckpointError(f"{where}: {wrong!r:.120} cannot be the name of an item")
     return manifest
+
+
+@contextlib.asynccontextmanager
+async def while_read(storage: Storage, entry: str, manifest: Manifest) -> AsyncIterator[None]:
+    """Tell damage that the body meets in a checkpoint from its deletion meanwhile.
+
+    Raises:
+        StepDeletedError: The body failed, and what `manifest` describes is not there any more.
+    """
+    try:
+        yield
+    except (CorruptCheckpointError, StorageError) as error:
+        await refuse_deleted(storage, entry, manifest, error)
+        raise
+
+
+async def refuse_deleted(
+    storage: Storage, entry: str, manifest: Manifest, error: Exception | None = None
+) -> None:
+    """Raise if what a manifest describes is not there any more.
+
+    Args:
+        storage: The root.
+        entry: The entry's name.
+        manifest: What was there.
+        error: What gave reason to look.
+
+    Raises:
+        StepDeletedError: It was deleted or replaced.
+    """
+    fate = await _fate_of(storage, entry, manifest)
+    if fate is not None:
+        raise StepDeletedError(
+            f"{storage.location}/{entry} was {fate} while it was read. Take the latest step, or "
+            "let the writer keep more steps",
+            step=manifest.step,
+        ) from error
+
+
+async def _fate_of(storage: Storage, entry: str, manifest: Manifest) -> str | None:
+    """Return what became of what `manifest` describes, or None if it is still there."""
+    try:
+        data = await storage.read(entry, FILE_NAME, MAX_BYTES)
+        if data is None:
+            return "deleted"
+        found = await anyio.to_thread.run_sync(lambda: decode(data, where=entry))
+    except CheckpointError:
+        # What cannot be read, or is damaged, has not been deleted.
+        return None
+    return None if found.attempt == manifest.attempt else "replaced"
 
 
 async def _is_committed(storage: Storage, step: int) -> bool:

@@ -19,17 +19,18 @@ from ckpt.events import Observer
 from ckpt.handlers.registry import HandlersLike
 from ckpt.layout.adapt import Adapt
 from ckpt.layout.formatting import Formats
+from ckpt.layout.report import VerifyReport
 from ckpt.manager import make_service, raise_unseen
-from ckpt.oneshot import Call, load_call, metadata_call, save_call
+from ckpt.oneshot import Call, load_call, metadata_call, save_call, verify_call
 from ckpt.policies import PreservationPolicy, SavePolicy
 from ckpt.requests import make_request
-from ckpt.settings import Staging
+from ckpt.settings import Staging, Timeouts
 from ckpt.stepinfo import StepMetadata
 from ckpt.steps import check_step
 from ckpt.storage.resolve import PathLike
 from ckpt.waiting import settled_here
 
-__all__ = ["CheckpointManager", "load", "metadata", "save"]
+__all__ = ["CheckpointManager", "load", "metadata", "save", "verify"]
 
 T = TypeVar("T")
 
@@ -51,6 +52,7 @@ class CheckpointManager:
         formats: Formats | None = None,
         backlog: BacklogPolicy = "wait",
         read_only: bool = False,
+        timeouts: Timeouts | None = None,
         observers: Iterable[Observer] = (),
     ) -> None:
         """Manage the steps below `root`; arguments as for `ckpt.CheckpointManager`."""
@@ -63,6 +65,7 @@ class CheckpointManager:
             formats=formats,
             backlog=backlog,
             read_only=read_only,
+            timeouts=timeouts,
             observers=observers,
         )
         self._loop = self._service.loop
@@ -74,7 +77,12 @@ class CheckpointManager:
         return self._service.storage.location
 
     def __enter__(self) -> Self:
-        self._loop.call(self._service.open)
+        try:
+            self._loop.call(self._service.open)
+        except BaseException:
+            # Nobody leaves a block that was not entered.
+            self._loop.stop()
+            raise
         return self
 
     def __exit__(
@@ -154,6 +162,11 @@ class CheckpointManager:
         """Return the metrics a step was saved with, or None."""
         return self.metadata(step).info.metrics
 
+    def verify(self, step: int | None = None, *, deep: bool = True) -> VerifyReport:
+        """Compare a step with its manifest; see `ckpt.CheckpointManager.verify`."""
+        step = None if step is None else check_step(step)
+        return self._loop.call(self._service.verify, step, deep)
+
     def delete(self, step: int) -> None:
         """Delete a committed step."""
         self._loop.call(self._service.delete, check_step(step))
@@ -201,6 +214,11 @@ def load(
 def metadata(path: PathLike) -> StepMetadata:
     """Return everything about a checkpoint but its array bytes. See `ckpt.metadata`."""
     return _run(metadata_call(path))
+
+
+def verify(path: PathLike, *, deep: bool = True) -> VerifyReport:
+    """Compare a checkpoint with its manifest. See `ckpt.verify`."""
+    return _run(verify_call(path, deep))
 
 
 def _run(call: Call[T]) -> T:

@@ -21,7 +21,7 @@ from ckpt import Adapt
 from ckpt.errors import InvalidArgumentError, TargetMismatchError
 from ckpt.surgery import concatenate, split, stack, unstack
 from ckpt.testing.compare import differences
-from tests.trees import P, bits, mesh, sharded
+from tests.trees import P, bits, mesh, plain_id, sharded
 
 GOLDEN = Path(__file__).parent / "golden_messages"
 
@@ -700,7 +700,7 @@ def test_to_stack_and_to_unstack_are_inverses(
         {"extra": True},
         {"report": 5},
     ],
-    ids=str,
+    ids=plain_id,
 )
 def test_an_option_that_cannot_be_meant_is_refused_before_anything_is_read(
     options: dict[str, Any],

@@ -102,7 +102,7 @@ def test_data_of_another_step_in_its_place_is_noticed(whole: Path, tmp_path: Pat
     shutil.copytree(whole / "state", tmp_path / "y" / "state")
     with pytest.raises(ckpt.errors.CorruptCheckpointError) as caught:
         ckpt.sync.load(tmp_path / "y")
-    assert caught.value.leaf == "small"
+    assert "small" in {each.leaf for each in (caught.value, *caught.value.others)}
 
 
 def test_every_file_is_listed_with_its_size_and_digest(whole: Path) -> None:
@@ -113,3 +113,20 @@ def test_every_file_is_listed_with_its_size_and_digest(whole: Path) -> None:
         if file.is_file() and file.name != "ckpt.json"
     }
     assert found == {name: (entry.size, entry.digest) for name, entry in manifest.files.items()}
+
+
+def test_every_damaged_leaf_is_told_at_once(tmp_path: Path) -> None:
+    """Packed leaves, and leaves of several chunks; not only the first that is met."""
+    tree = {f"leaf{n}": np.random.default_rng(n).integers(0, 255, 1000 * 4**n) for n in range(5)}
+    ckpt.sync.save(tmp_path / "x", tree)
+    for name in ("leaf1", "leaf2", "leaf4"):
+        needle = tree[name][-16:].tobytes()
+        [file] = [file for file in data_files(tmp_path / "x") if needle in file.read_bytes()]
+        file.write_bytes(file.read_bytes().replace(needle, needle[::-1]))
+    with pytest.raises(ckpt.errors.CorruptCheckpointError) as caught:
+        ckpt.sync.load(tmp_path / "x")
+    errors = [caught.value, *caught.value.others]
+    assert {error.leaf for error in errors} == {"leaf1", "leaf2", "leaf4"}
+    assert all(error.item == "state" for error in errors)
+    told = [str(caught.value), *caught.value.__notes__]
+    assert all(any(name in line for line in told) for name in ("leaf1", "leaf2", "leaf4"))

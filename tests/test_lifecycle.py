@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -16,22 +15,18 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import anyio
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt.storage import posix
-from ckpt.storage.local import LocalStorage
 from tests.children.odd import Odd, OddHandler
 from tests.children.states import state_of
 from tests.trees import abstract, assert_same, sharded
@@ -283,6 +278,8 @@ class Script:
     steps: tuple[str, ...] = ("0",)
     fires: int = 0
     raises: str | None = None
+    gives_up: bool = False
+    leaves: bool = False
 
 
 SCRIPTS = {
@@ -298,8 +295,10 @@ SCRIPTS = {
     "calls_sys_exit_in_the_block": Script(code=3),
     "raises": Script(code=1, raises="ValueError: of the script"),
     "raises_in_the_block": Script(code=1, raises="ValueError: of the script"),
-    "fails_unseen": Script(fires=1),
-    "fails_unseen_in_a_function": Script(fires=1),
+    "never_ends": Script(code=120, gives_up=True),
+    "never_ends_and_cannot_be_stopped": Script(code=120, gives_up=True, leaves=True),
+    "fails_unseen": Script(code=120, fires=1),
+    "fails_unseen_in_a_function": Script(code=120, fires=1),
     "fails_unseen_in_the_block": Script(
         code=1, raises="ckpt.errors.CheckpointError: step 1, item 'state':"
     ),
@@ -348,13 +347,18 @@ def test_a_script_ends_promptly_and_loses_no_save(
     assert code == expected.code, errors
     assert seconds < 15, "the script hung at its end"
     if expected.steps:
-        assert names(root) == {"metadata", *expected.steps}
+        left = {"metadata", *expected.steps}
+        assert names(root) > left if expected.leaves else names(root) == left
         with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
             found = mgr.restore(0)["w"]
         assert np.array_equal(found, np.arange(4 << 20, dtype=np.float32))
     else:
         assert not root.exists()
-    if expected.raises:
+    if expected.gives_up:
+        assert "the save of step 1" in errors
+        assert "given up" in errors
+        assert len(errors.splitlines()) == 1, errors
+    elif expected.raises:
         assert errors.splitlines()[-1].startswith(expected.raises)
         assert "nobody looked" not in errors
     else:
@@ -391,7 +395,8 @@ def test_an_interrupt_in_save_stops_that_save_and_leaves_nothing(tmp_path: Path)
 def test_a_forked_child_is_told_at_once(tmp_path: Path) -> None:
     with script("forks", tmp_path) as child:
         out, errors = child.communicate(timeout=PATIENCE_S)
-    assert child.returncode == 0, errors
+    # The parent ends with an error of its own, and says so.
+    assert child.returncode == 120, errors
     found, in_child, code, saved, in_parent = out.splitlines()
     assert json.loads(saved) == 2, "the fork harmed the parent"
     assert (in_child, in_parent) == ("end", "end")
@@ -1033,44 +1038,6 @@ def test_an_attempt_of_a_live_writer_is_not_swept(tmp_path: Path, phase: str) ->
         assert_same(writer.restore(0), LARGE)
         assert writer.all_steps() == [0, 1]
     assert attempts() == []
-
-
-def test_an_attempt_is_never_swept_while_it_is_being_opened(tmp_path: Path) -> None:
-    """Two threads sweep all the time; a file lock does not care who shares a process."""
-    stop = threading.Event()
-
-    def sweep() -> None:
-        async def main() -> None:
-            storage = LocalStorage(tmp_path)
-            while not stop.is_set():
-                await storage.sweep()
-
-        anyio.run(main)
-
-    opened = 0
-    with ThreadPoolExecutor(2) as sweepers:
-        futures = [sweepers.submit(sweep) for _ in range(2)]
-        try:
-            until = time.monotonic() + 3
-            while time.monotonic() < until:
-                token = uuid.uuid4().hex
-                path = tmp_path / f"1{ATTEMPT}{token}"
-                lock = posix.make_locked_directory(path, tmp_path / f".ckpt-new-{token}")
-                again = os.open(path, os.O_RDONLY)
-                try:
-                    with pytest.raises(BlockingIOError):
-                        fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                finally:
-                    os.close(again)
-                os.rmdir(path)
-                os.close(lock)
-                opened += 1
-        finally:
-            stop.set()
-        for future in futures:
-            future.result(PATIENCE_S)
-    assert opened > 100
-    assert names(tmp_path) == set()
 
 
 def test_failures_that_were_fetched_are_not_kept(tmp_path: Path) -> None:

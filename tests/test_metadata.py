@@ -45,7 +45,7 @@ def saved(tmp_path: Path) -> Path:
 
 def test_the_tree_has_the_shapes_and_dtypes_of_what_was_saved(saved: Path) -> None:
     state, tree = make_state(), ckpt.sync.metadata(saved).tree
-    is_info = lambda leaf: isinstance(leaf, ckpt.LeafInfo)  # noqa: E731
+    is_info = lambda leaf: isinstance(leaf, ckpt.stepinfo.LeafInfo)  # noqa: E731
     assert tree["step"] == 7
     assert tree["name"] == "run <b>"
     assert tree["activation"] is ...

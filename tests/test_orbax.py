@@ -393,10 +393,11 @@ def test_orbax_does_not_list_what_was_left_behind(tmp_path: Path) -> None:
     for name in (
         f"2.orbax-checkpoint-tmp-{token}",
         f"3.orbax-checkpoint-tmp-{token}.trash",
-        f".ckpt-new-{token}",
+        f".ckpt-clock-{token}",
     ):
         (root / name).mkdir()
         (root / name / "orbax.checkpoint").touch()
+    (root / f".ckpt-lease-{token}").touch()
     assert steps_by_orbax(root) == [1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-__all__ = ["P", "abstract", "assert_same", "bits", "mesh", "sharded"]
+__all__ = ["P", "abstract", "assert_same", "bits", "mesh", "plain_id", "sharded"]
 
 
 def mesh(rows: int = 2, columns: int = 4) -> Mesh:
@@ -67,3 +68,8 @@ def assert_same(found: Any, wanted: Any, *, placed: bool = True) -> None:
         if placed and isinstance(theirs, jax.Array):
             assert mine.sharding.is_equivalent_to(theirs.sharding, theirs.ndim), where
             assert mine.committed == theirs.committed, where
+
+
+def plain_id(value: object) -> str:
+    """Return a text for the id of a test: the same in every process, without addresses."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,48 @@ import numpy as np
 from ckpt.errors import CorruptCheckpointError
 from ckpt.manifest import LeafEntry, digest
 
-__all__ = ["check_chunk", "compare_digest"]
+__all__ = ["Damage", "check_chunk", "digest_error"]
+
+
+_MOST_ERRORS = 1000
+
+
+class Damage:
+    """What is found damaged while all of it is read: one broken leaf does not hide the others."""
+
+    def __init__(self) -> None:
+        self._errors: list[CorruptCheckpointError] = []
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note the damage that the body meets, one or a group, and go on behind it."""
+        try:
+            yield
+        except* CorruptCheckpointError as group:
+            for error in _flattened(group):
+                self.note(error)
+
+    def note(self, error: CorruptCheckpointError) -> None:
+        """Note a piece of damage; of very many the first will do."""
+        if len(self._errors) < _MOST_ERRORS:
+            self._errors.append(error)
+
+    def told(self) -> None:
+        """Raise all that was noted, if anything was.
+
+        Raises:
+            ExceptionGroup: Of one `CorruptCheckpointError` for every piece of damage.
+        """
+        if self._errors:
+            raise ExceptionGroup("what is stored is damaged", self._errors)
+
+
+def _flattened(group: BaseExceptionGroup[Any]) -> Iterator[CorruptCheckpointError]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _flattened(error)
+        else:
+            yield error
 
 
 def check_chunk(entry: LeafEntry, number: int, array: np.ndarray[Any, Any]) -> None:
@@ -18,15 +61,18 @@ def check_chunk(entry: LeafEntry, number: int, array: np.ndarray[Any, Any]) -> N
     Raises:
         CorruptCheckpointError: They are not what was saved; names the leaf.
     """
-    compare_digest(entry, number, digest(array.reshape(-1).view(np.uint8).data))
+    error = digest_error(entry, number, digest(array.reshape(-1).view(np.uint8).data))
+    if error is not None:
+        raise error
 
 
-def compare_digest(entry: LeafEntry, number: int, found: str) -> None:
-    """Check the digest of chunk `number` of a leaf; raises as `check_chunk`."""
-    if found != entry.digests[number]:
-        raise CorruptCheckpointError(
-            f"chunk {number} of {len(entry.digests)} is not what was saved: its digest is {found}, "
-            f"the manifest says {entry.digests[number]:.32}. The data was damaged or is missing; "
-            "restore another step",
-            leaf=entry.name,
-        )
+def digest_error(entry: LeafEntry, number: int, found: str) -> CorruptCheckpointError | None:
+    """Return what is wrong with chunk `number` of a leaf whose digest is `found`, or None."""
+    if found == entry.digests[number]:
+        return None
+    return CorruptCheckpointError(
+        f"chunk {number} of {len(entry.digests)} is not what was saved: its digest is {found}, "
+        f"the manifest says {entry.digests[number]:.32}. The data was damaged or is missing; "
+        "restore another step",
+        leaf=entry.name,
+    )

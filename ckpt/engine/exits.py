@@ -1,4 +1,4 @@
-"""What happens at interpreter exit to saves nobody waited for.
+"""What happens at interpreter exit to saves nobody waited for, and to the exit status.
 
 `atexit` is too late: by then Python has shut down its executors, and background I/O fails. The hook
 used here runs before that, while everything still works. It is the one `concurrent.futures` itself
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401  (its own hook must be registered before ours)
+import sys
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
-__all__ = ["run_at_exit"]
+__all__ = ["fail_exit", "run_at_exit"]
 
 
 def run_at_exit(method: Callable[[], None]) -> None:
@@ -27,3 +29,43 @@ def run_at_exit(method: Callable[[], None]) -> None:
 
     register = getattr(threading, "_register_atexit", atexit.register)
     register(call)
+
+
+class _Unflushable:
+    """A stream that cannot be flushed; all else goes to the stream behind it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def flush(self) -> None:
+        self._stream.flush()
+        raise OSError("a save failed that nobody looked at")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+# Set when the process has to end with an error; never unset.
+_FAILED = threading.Event()
+
+
+def fail_exit() -> None:
+    """Let this process end with exit status 120, whenever it ends by itself.
+
+    Hooks of the interpreter's exit cannot change its status, and to end the process at once would
+    leave out the hooks of others. But Python flushes the standard streams last of all, and where
+    that fails ends with 120 (documented at `sys.exit`); an error of standard error is not printed.
+    A status that was given to `sys.exit` is lost by that; the one of an error that ended the
+    program is kept.
+    """
+    _FAILED.set()
+
+
+def _spoil_standard_error() -> None:
+    # Where it is None nobody would be told either. After an uncaught error the status is 1 anyway.
+    if _FAILED.is_set() and sys.stderr is not None and getattr(sys, "last_value", None) is None:
+        sys.stderr = _Unflushable(sys.stderr)
+
+
+# Registered when this module is imported: later hooks run before, with a stream that works.
+atexit.register(_spoil_standard_error)

@@ -12,6 +12,7 @@ from ckpt.events import Recorder
 from ckpt.handlers.base import FileData
 from ckpt.layout.item_files import check_file_path
 from ckpt.manifest import FileEntry, digest
+from ckpt.settings import host_memory_bytes
 from ckpt.storage.base import Storage
 
 __all__ = ["read_item_file", "write_item_file"]
@@ -65,6 +66,13 @@ async def read_item_file(
     known = files.get(name)
     if known is None:
         raise CorruptCheckpointError(f"the manifest knows no file {path!r:.120}", item=item)
+    available = host_memory_bytes()
+    if known.size > available:
+        raise InvalidArgumentError(
+            f"the file {path!r:.120} takes {known.size} bytes of memory, and this machine has "
+            f"{available}. Leave the item out (items=), or take a larger machine",
+            item=item,
+        )
     with recorder.phase("read", known.size):
         data = await storage.read(entry, name, known.size)
     problem = None

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -194,18 +196,28 @@ class EngineLoop:
             with contextlib.suppress(RuntimeError):
                 running.schedule(running.stop.set)
 
-    def close(self) -> None:
-        """Stop the thread once its jobs have ended, and wait for that. Idempotent."""
+    def close(self, timeout: float | None = None) -> bool:
+        """Stop the thread once its jobs have ended, and wait for that. Idempotent.
+
+        Args:
+            timeout: Seconds to wait at most; None waits for as long as it takes.
+
+        Returns:
+            Whether the thread has ended.
+        """
         if not self.is_forked:
             self.check_caller()
         with self._guard:
             self.stop()
             thread = self._thread
         # Not under the guard: calls made meanwhile are told at once that this is closed.
-        if thread is not None and not self.is_forked:
-            # In slices, so that an interrupt is seen; see `waiting.settled_here`.
-            while thread.is_alive():
-                thread.join(1.0)
+        if thread is None or self.is_forked:
+            return True
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        # In slices, so that an interrupt is seen; see `waiting.settled_here`.
+        while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+            thread.join(min(left, 1.0))
+        return not thread.is_alive()
 
 
 def _run_loop(started: Future[_Running]) -> None:

@@ -19,13 +19,14 @@ import numpy as np
 
 from ckpt.engine.arena import Arena
 from ckpt.engine.buffers import Buffers
-from ckpt.engine.checks import check_chunk
+from ckpt.engine.checks import Damage, check_chunk
 from ckpt.engine.destinations import Destination, direct_view, distribute
 from ckpt.engine.files import read_item_file
+from ckpt.engine.memory import check_memory
 from ckpt.engine.placing import place_whole
-from ckpt.engine.runs import PackedRead, Run, cut_run, runs_of
+from ckpt.engine.runs import PackedRead, Run, cut_run, parts_of, runs_of
 from ckpt.engine.sources import ChunkSource, DataFiles, ItemDatabase, StoredChunk
-from ckpt.errors import located
+from ckpt.errors import CorruptCheckpointError, located
 from ckpt.events import Recorder
 from ckpt.layout.dtypes import parse_dtype
 from ckpt.layout.plan import CHUNK_ALIGNMENT, GRANULE_BYTES, aligned
@@ -51,6 +52,7 @@ class _Work:
         self.results: list[Any] = [None] * count
         self.slots = slots
         self.destinations: dict[int, Destination] = {}
+        self.damage = Damage()
 
     def add(self, reads: Sequence[tuple[int, ArrayRead]], chunks: Sequence[ChunkRead]) -> None:
         """Expect arrays that are read by way of these chunks."""
@@ -108,7 +110,9 @@ class EngineItemReader:
 
         Raises:
             CorruptCheckpointError: A chunk is missing or was changed; names the leaf.
+            InvalidArgumentError: The arrays are larger than the memory of this machine.
         """
+        check_memory(reads, entry.leaves)
         files = DataFiles(self._read_block, entry, self._buffers)
         database = ItemDatabase(self._storage.database_url(self._entry, self.item), self.item)
         work = _Work(len(reads), self._slots)
@@ -117,6 +121,8 @@ class EngineItemReader:
         in_files = [each for each in packed if each.leaf.offsets]
         in_database = [each for each in packed if not each.leaf.offsets]
         chunks = await self.in_thread(plan_chunk_reads, entry.leaves, others)
+        if in_database or any(not chunk.leaf.offsets for chunk in chunks):
+            await self._refuse_links()
         work.add(others, chunks)
         async with anyio.create_task_group() as tasks:
             if in_database:
@@ -134,7 +140,17 @@ class EngineItemReader:
                     raise
                 source = files if granule[0].leaf.offsets else database
                 tasks.start_soon(self._read_granule, source, granule, work)
+        work.damage.told()
         return work.results
+
+    async def _refuse_links(self) -> None:
+        """Refuse a database among whose files are links: TensorStore would follow them."""
+        for path, size in (await self._storage.files(self._entry)).items():
+            if size is None and f"{path}/".startswith(f"{self.item}/"):
+                raise CorruptCheckpointError(
+                    f"{self._storage.location}/{self._entry}/{path} is a symbolic link, or no "
+                    "regular file; nothing is read through it"
+                )
 
     async def _read_block(self, path: str, offset: int, target: memoryview) -> None:
         await self._storage.read_block(self._entry, f"{self.item}/{path}", offset, target)
@@ -146,19 +162,25 @@ class EngineItemReader:
         work: _Work,
     ) -> None:
         """Read packed leaves that only the database knows the places of."""
-        with self._recorder.phase("read"):
-            arrays = await read_values([each.leaf for each in wanted])
-            await self.in_thread(_check_whole, wanted, arrays)
-        await self._place_whole(wanted, arrays, work)
+        with work.damage.noted():
+            with self._recorder.phase("read"):
+                arrays = await read_values([each.leaf for each in wanted])
+                await self.in_thread(_check_whole, wanted, arrays)
+            await self._place_whole(wanted, arrays, work)
 
     async def _read_run(self, files: DataFiles, run: Run, work: _Work) -> None:
         nbytes = run.end - run.start
         try:
-            memory = self._buffers.empty((nbytes,), np.dtype(np.uint8))
-            with self._recorder.phase("read", nbytes), located(leaf=run.leaves[0].leaf.name):
-                await files.read_run(run.file, run.start, memory)
-                arrays = await self.in_thread(cut_run, run, memory)
-            await self._place_whole(run.leaves, arrays, work)
+            with work.damage.noted():
+                memory = self._buffers.empty((nbytes,), np.dtype(np.uint8))
+                with self._recorder.phase("read", nbytes):
+                    try:
+                        await files.read_run(run.file, run.start, memory)
+                    except CorruptCheckpointError as error:
+                        # Most of them may be there: which are not, only the single ones tell.
+                        await _read_singly(files, run, memory, error)
+                    arrays = await self.in_thread(cut_run, run, memory)
+                await self._place_whole(run.leaves, arrays, work)
         finally:
             work.slots.release()
 
@@ -200,13 +222,16 @@ class EngineItemReader:
                 # A chunk written with a larger budget than this reader's still has to be whole
                 # in memory to be checked.
                 memory = self._buffers.empty((scratch_bytes,), np.dtype(np.uint8))
-            with self._recorder.phase("read", nbytes):
-                buffers = _chunk_buffers(granule, views, memory)
-                stored = [StoredChunk(each.leaf, each.number, each.covered) for each in granule]
-                await source.read(stored, buffers)
-                await self.in_thread(_finish_granule, granule, views, buffers, work.destinations)
-            finished = [destination for chunk in granule for destination in work.count(chunk)]
-            await self._place(finished, work)
+            with work.damage.noted():
+                with self._recorder.phase("read", nbytes):
+                    buffers = _chunk_buffers(granule, views, memory)
+                    stored = [StoredChunk(each.leaf, each.number, each.covered) for each in granule]
+                    await source.read(stored, buffers)
+                    await self.in_thread(
+                        _finish_granule, granule, views, buffers, work.destinations
+                    )
+                finished = [destination for chunk in granule for destination in work.count(chunk)]
+                await self._place(finished, work)
         finally:
             if block is not None:
                 self._arena.free(block)
@@ -227,6 +252,30 @@ class EngineItemReader:
             placed = await self.in_thread(_place_all, finished)
         for destination, value in zip(finished, placed, strict=True):
             work.results[destination.number] = value
+
+
+async def _read_singly(
+    files: DataFiles, run: Run, memory: Array, first: CorruptCheckpointError
+) -> None:
+    """Read the leaves of a run one by one; what is damaged is told together, by leaf.
+
+    Args:
+        files: The files.
+        run: The run.
+        memory: What it is read into.
+        first: Why it could not be read at once.
+    """
+    if isinstance(first.__cause__, FileNotFoundError | NotADirectoryError):
+        # There is nothing of any of them.
+        first.locate(leaf=run.leaves[0].leaf.name)
+        if len(run.leaves) > 1:
+            first.add_note(f"{len(run.leaves)} leaves lie in it")
+        raise first
+    damage = Damage()
+    for leaf, part in parts_of(run, memory):
+        with damage.noted(), located(leaf=leaf.name):
+            await files.read_run(run.file, leaf.offsets[0], part)
+    damage.told()
 
 
 def _sorted_out(
@@ -289,15 +338,21 @@ def _finish_granule(
     destinations: dict[int, Destination],
 ) -> None:
     """Check every chunk and bring it to the regions it was not read straight into."""
+    damage = Damage()
     for chunk, view, buffer in zip(granule, views, buffers, strict=True):
-        check_chunk(chunk.leaf, chunk.number, buffer)
+        with damage.noted():
+            check_chunk(chunk.leaf, chunk.number, buffer)
         if view is None:
             distribute(chunk, buffer, destinations)
+    damage.told()
 
 
 def _check_whole(wanted: Sequence[PackedRead], arrays: Sequence[Array]) -> None:
+    damage = Damage()
     for each, array in zip(wanted, arrays, strict=True):
-        check_chunk(each.leaf, 0, array)
+        with damage.noted():
+            check_chunk(each.leaf, 0, array)
+    damage.told()
 
 
 def _place_all(finished: Sequence[Destination]) -> list[Any]:

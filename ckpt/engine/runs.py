@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.engine.checks import compare_digest
+from ckpt.engine.checks import Damage, digest_error
 from ckpt.layout.dtypes import parse_dtype
 from ckpt.layout.targets import ArrayRead
 from ckpt.manifest import LeafEntry, digest
 
-__all__ = ["PackedRead", "Run", "cut_run", "runs_of"]
+__all__ = ["PackedRead", "Run", "cut_run", "parts_of", "runs_of"]
 
 Array = np.ndarray[Any, Any]
 
@@ -65,6 +65,13 @@ def runs_of(wanted: Sequence[PackedRead], limit: int) -> Iterator[Run]:
         yield run
 
 
+def parts_of(run: Run, memory: Array) -> Iterator[tuple[LeafEntry, Array]]:
+    """Yield the leaves of a run, each with its bytes in the memory of the run."""
+    for each in run.leaves:
+        start = each.leaf.offsets[0] - run.start
+        yield each.leaf, memory[start : start + _nbytes(each.leaf)]
+
+
 def _place_of(each: PackedRead) -> tuple[int, int]:
     return each.leaf.files[0] if each.leaf.files else 0, each.leaf.offsets[0]
 
@@ -83,14 +90,15 @@ def cut_run(run: Run, memory: Array) -> list[Array]:
     would keep the whole run alive.
 
     Raises:
-        CorruptCheckpointError: The bytes of one were changed; names the leaf.
+        ExceptionGroup: Of one `CorruptCheckpointError` for every leaf whose bytes were changed.
     """
-    raw = memory.data
     arrays = []
-    for each in run.leaves:
-        leaf = each.leaf
-        start = leaf.offsets[0] - run.start
-        array: Array = np.ndarray(leaf.shape, parse_dtype(leaf.dtype), memory, start)
-        compare_digest(leaf, 0, digest(raw[start : start + array.nbytes]))
+    damage = Damage()
+    for leaf, part in parts_of(run, memory):
+        error = digest_error(leaf, 0, digest(part.data))
+        if error is not None:
+            damage.note(error)
+        array: Array = np.ndarray(leaf.shape, parse_dtype(leaf.dtype), part)
         arrays.append(array.copy())
+    damage.told()
     return arrays

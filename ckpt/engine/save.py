@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
+import logging
 import platform
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,7 +20,7 @@ from ckpt.engine.buffers import Buffers
 from ckpt.engine.plans import PlanCache
 from ckpt.engine.session import SaveSession
 from ckpt.engine.writer import EngineItemWriter
-from ckpt.errors import located
+from ckpt.errors import StorageError, located
 from ckpt.events import Observer, Recorder
 from ckpt.handlers.base import Handler, errors_of
 from ckpt.handlers.registry import Handlers
@@ -35,9 +37,14 @@ from ckpt.manifest import (
     encode,
 )
 from ckpt.settings import Staging
-from ckpt.storage.base import Storage
+from ckpt.storage.base import Attempt, Storage
 
 __all__ = ["SaveEngine", "SaveRequest", "save_step"]
+
+logger = logging.getLogger("ckpt")
+
+# Some may fail or come late before a lease runs out.
+_RENEWALS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +71,20 @@ class SaveRequest:
     overwrite: bool
 
 
-def _versions() -> dict[str, str]:
-    """Return the versions of the libraries that shape the format."""
+@functools.cache
+def _known_versions() -> tuple[tuple[str, str], ...]:
+    """Return the versions of the libraries that shape the format; they cost milliseconds."""
     versions = {"python": platform.python_version()}
     for name in ("ckpt-jax", "jax", "numpy", "tensorstore"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "unknown"
-    return versions
+    return tuple(versions.items())
+
+
+def _versions() -> dict[str, str]:
+    return dict(_known_versions())
 
 
 @dataclass(slots=True)
@@ -144,8 +156,10 @@ async def save_step(
                     created_ns,
                     on_staged,
                 )
-                tasks.start_soon(_begin, session, request, may_write)
+                keeper = anyio.CancelScope()
+                tasks.start_soon(_begin, session, request, may_write, keeper)
                 manifest = await _run(session, engine, request, on_safe)
+                keeper.cancel()
         return manifest
     finally:
         # The task group has ended, and with it every use of the staged memory.
@@ -156,13 +170,29 @@ async def save_step(
 
 
 async def _begin(
-    session: SaveSession, request: SaveRequest, may_write: Callable[[], Awaitable[object]]
+    session: SaveSession,
+    request: SaveRequest,
+    may_write: Callable[[], Awaitable[object]],
+    keeper: anyio.CancelScope,
 ) -> None:
     """Open the attempt while the tree is planned, and the way to it when it is our turn."""
     await session.storage.prepare()
     session.attempt = await session.storage.begin(request.entry)
+    session.tasks.start_soon(_keep_lease, session.storage, session.attempt, keeper)
     await may_write()
     session.attempt_ready.set()
+
+
+async def _keep_lease(storage: Storage, attempt: Attempt, keeper: anyio.CancelScope) -> None:
+    """Renew the lease of an attempt until `keeper` is cancelled."""
+    with keeper:
+        while True:
+            await anyio.sleep(storage.lease_seconds / _RENEWALS)
+            # Whether the attempt is still ours is decided when it is published.
+            try:
+                await storage.renew(attempt)
+            except StorageError as error:
+                logger.warning("the lease of an attempt was not renewed: %s", error)
 
 
 async def _run(

@@ -19,6 +19,7 @@ import tensorstore as ts
 
 from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.layout.chunks import stored_dtype, zarr_metadata
+from ckpt.redaction import redact
 from ckpt.waiting import waker
 
 __all__ = [
@@ -109,7 +110,9 @@ def translated(what: str, *, leaf: str | None = None) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        text = str(error)
+        # Also of the cause that tracebacks show: a store's answer may hold what it was asked with.
+        text = redact(str(error))
+        error.args = (text,)
         found = _STATUS.match(text)
         status = found[1] if found else ""
         reason = text.split(" [")[0].strip()

@@ -93,7 +93,7 @@ class Trace:
 
         Args:
             step: Only what happened for this step, and the spans beside it; None for everything.
-            operation: Only `"save"` or only `"restore"`; None for both.
+            operation: Only `"save"`, only `"restore"` or only `"verify"`; None for all.
 
         Raises:
             InvalidArgumentError: There is no event of that step or operation.

@@ -36,11 +36,24 @@ class Storage(Protocol):
     def location(self) -> str:
         """The root, as users write it."""
 
+    @property
+    def lease_seconds(self) -> float:
+        """How long the attempts of a writer that does not renew its leases are left alone."""
+
     async def prepare(self) -> None:
         """Make the root if it is not there; raise if it cannot hold entries."""
 
     async def entries(self) -> list[str]:
         """Return the names below the root that may be entries; committed or not, attempts not."""
+
+    async def exists(self, entry: str) -> bool:
+        """Tell whether anything bears the name of an entry, be it one or not."""
+
+    async def files(self, entry: str) -> dict[str, int | None]:
+        """Return the size in bytes of every file below an entry, by path relative to it.
+
+        What is neither a directory nor a regular file (a symbolic link, a FIFO) has the size None.
+        """
 
     async def read(self, entry: str, path: str, limit: int) -> bytes | None:
         """Return a small file of an entry, or None where entry or file is not there.
@@ -51,6 +64,9 @@ class Storage(Protocol):
 
     async def begin(self, entry: str) -> Attempt:
         """Open an attempt that no cleaner can take for dead while this process lives."""
+
+    async def renew(self, attempt: Attempt) -> None:
+        """Say that the writer of an attempt lives; to be called within `lease_seconds`, well."""
 
     async def write(self, attempt: Attempt, path: str, data: bytes) -> None:
         """Write a new small file of the attempt; durable on return."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 from pathlib import Path
@@ -95,24 +96,24 @@ def _reserve(fd: int, nbytes: int) -> None:
             raise
 
 
-def read_block(path: Path, offset: int, target: memoryview) -> None:
-    """Fill `target` with the bytes of a file from `offset` on.
+def read_block(top: Path, path: str, offset: int, target: memoryview) -> None:
+    """Fill `target` with the bytes of a file below `top` from `offset` on.
 
     What is mostly in the page cache is copied from there. What is not is read past it if offset and
     address are multiples of a sector: that is faster than through the cache, and leaves it alone.
 
     Raises:
         EOFError: The file is shorter.
-        ValueError: It is not a regular file.
+        ValueError: It is not a regular file; see `open_regular`.
         FileNotFoundError, NotADirectoryError: It is not there.
     """
-    fd, size = open_regular(path)
+    fd, size = open_regular(top, path)
     try:
         if offset + len(target) > size:
             raise EOFError(f"it has {size} bytes, {offset + len(target)} are needed")
         done = 0
         if len(target) >= _DIRECT_BYTES and not _is_cached(fd, offset, len(target)):
-            done = _read_direct(path, offset, target)
+            done = _read_direct(fd, offset, target)
         while done < len(target):
             part = target[done : done + _MOST_BYTES]
             count = os.preadv(fd, [part], offset + done)
@@ -145,19 +146,15 @@ def _is_cached(fd: int, offset: int, nbytes: int) -> bool:
     return int(np.count_nonzero(pages & 1)) * 2 > len(pages)
 
 
-def _read_direct(path: Path, offset: int, target: memoryview) -> int:
+def _read_direct(fd: int, offset: int, target: memoryview) -> int:
     """Read whole sectors past the page cache; return how many bytes that gave."""
     if not _DIRECT or offset % _SECTOR:
         return 0
     length = len(target) // _SECTOR * _SECTOR
     done = 0
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
-        fd = os.open(path, os.O_RDONLY | _DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in _WITHOUT_DIRECT:
-            return 0
-        raise
-    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _DIRECT)
         while done < length:
             count = os.preadv(fd, [target[done : min(done + _MOST_BYTES, length)]], offset + done)
             done += count
@@ -167,5 +164,6 @@ def _read_direct(path: Path, offset: int, target: memoryview) -> int:
         if error.errno not in _WITHOUT_DIRECT:
             raise
     finally:
-        os.close(fd)
+        # The rest, less than a sector, goes through the cache.
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
     return done

@@ -1,9 +1,7 @@
-"""Entries as directories of a local (POSIX) file system.
+"""Entries as directories of a local (POSIX) file system: the asynchronous face of it.
 
-An attempt is written in `<entry>.orbax-checkpoint-tmp-<id>`, a name that Orbax too takes for
-unfinished, locked by its writer for as long as the writer lives. It is published by a rename that
-refuses to replace, or by an atomic swap for `overwrite`. What is deleted is first renamed to
-`<entry>.orbax-checkpoint-tmp-<id>.trash`, so that nothing half-deleted bears a step's name.
+What is done is in `storage.attempts`, `storage.blocks` and `storage.sweeping`; here it is brought
+to threads, and errors of the system become those of the library.
 """
 
 from __future__ import annotations
@@ -12,25 +10,25 @@ import contextlib
 import errno
 import logging
 import os
-import re
-import stat
-import time
-import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-import aiofiles
 import aiofiles.os
 import anyio
 
-from ckpt.errors import CheckpointError, CorruptCheckpointError, StepExistsError, StorageError
-from ckpt.manifest import FILE_NAME
-from ckpt.storage import posix
+from ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    StorageError,
+)
+from ckpt.settings import Timeouts
+from ckpt.storage import attempts, posix
+from ckpt.storage.attempts import LocalAttempt
 from ckpt.storage.base import Attempt
 from ckpt.storage.blocks import read_block, write_block
+from ckpt.storage.sweeping import is_unfinished, sweep_root
 
 __all__ = ["LocalStorage"]
 
@@ -39,34 +37,27 @@ logger = logging.getLogger("ckpt")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Orbax skips (and lists as unfinished) every name that contains this.
-_ATTEMPT_MARK = ".orbax-checkpoint-tmp-"
-_ATTEMPT = re.compile(re.escape(_ATTEMPT_MARK) + r"[0-9a-f]{32}(\.trash)?\Z")
-_NURSERY_SECONDS = 3600
-_NURSERY = re.compile(r"^\.ckpt-new-[0-9a-f]{32}\Z")
-
-
-@dataclass(frozen=True, slots=True)
-class _LocalAttempt:
-    entry: str
-    id: str
-    path: Path
-    lock: int
-
 
 class LocalStorage:
     """A root directory on a file system with atomic rename."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, timeouts: Timeouts) -> None:
         """Use `root`, made by `prepare`; new files and directories follow the umask."""
         self._root = root
+        self._timeouts = timeouts
         # Metadata operations wait on the disk, not on a core; a few at once share journal commits.
         self._limiter: anyio.CapacityLimiter | None = None
+        self._prepared = False
 
     @property
     def location(self) -> str:
         """The root directory."""
         return str(self._root)
+
+    @property
+    def lease_seconds(self) -> float:
+        """How long the attempts of a writer that does not renew its leases are left alone."""
+        return self._timeouts.lease
 
     async def prepare(self) -> None:
         """Make the root directory, and check that it is one."""
@@ -80,6 +71,11 @@ class LocalStorage:
             # A root that a power cut takes away takes its steps along.
             for path in missing:
                 posix.fsync_path(path.parent)
+            if not missing and not self._prepared:
+                # Whoever made it may have died before that was durable; may be it is none of ours.
+                with contextlib.suppress(OSError):
+                    posix.fsync_path(self._root.parent)
+            self._prepared = True
         except (FileExistsError, NotADirectoryError) as error:
             reason = "a file of that name is there, or on the way to it"
             raise NotADirectoryError(errno.ENOTDIR, reason, str(self._root)) from error
@@ -94,59 +90,81 @@ class LocalStorage:
             return [
                 entry.name
                 for entry in found
-                if not _ATTEMPT.search(entry.name)
-                and not _NURSERY.match(entry.name)
-                and entry.is_dir(follow_symlinks=False)
+                if not is_unfinished(entry.name) and entry.is_dir(follow_symlinks=False)
             ]
         return []
+
+    async def exists(self, entry: str) -> bool:
+        """Tell whether anything bears the name of an entry."""
+        target = self._root / entry
+        with _translated("look at", target):
+            return await self._run(posix.is_there, target)
+
+    async def files(self, entry: str) -> dict[str, int | None]:
+        """Return the size of every file below an entry; see `Storage.files`."""
+        target = self._root / entry
+        with _translated("list the directory", target):
+            return await self._run(posix.list_files, target)
 
     async def read(self, entry: str, path: str, limit: int) -> bytes | None:
         """Return a small file of an entry, or None; see `Storage.read`."""
         target = self._root / entry / path
         with _translated("read", target):
             try:
-                return await self._run(posix.read_regular, target, limit)
+                return await self._run(posix.read_regular, self._root, f"{entry}/{path}", limit)
             except ValueError as error:
                 raise CorruptCheckpointError(f"{target}: {error}") from error
 
     async def begin(self, entry: str) -> Attempt:
         """Make a locked attempt directory under a fresh random name."""
-        token = uuid.uuid4().hex
-        path = self._root / f"{entry}{_ATTEMPT_MARK}{token}"
-        nursery = self._root / f".ckpt-new-{token}"
-        with _translated("make the directory", path):
-            lock = await self._run(posix.make_locked_directory, path, nursery)
-        return _LocalAttempt(entry, token, path, lock)
+        with _translated("begin an attempt at", self._root / entry):
+            return await self._run(attempts.begin, self._root, entry, self._timeouts.lease)
+
+    async def renew(self, attempt: Attempt) -> None:
+        """Let the lease of an attempt begin anew."""
+        own = _local(attempt)
+        with _translated("renew the lease of", own.path):
+            # Not behind other operations: a disk that is slow is no reason to lose the attempt.
+            await anyio.to_thread.run_sync(attempts.renew, own)
 
     async def write(self, attempt: Attempt, path: str, data: bytes) -> None:
         """Write a new file of the attempt and make it durable."""
-        target = _local(attempt).path / path
-        # A write that has begun is finished: its thread could not be stopped, only lost sight of.
-        with _translated("write", target), anyio.CancelScope(shield=True):
-            await aiofiles.os.makedirs(target.parent, exist_ok=True)
-            async with aiofiles.open(target, "xb") as file:
-                await file.write(data)
-                await file.flush()
-                await self._run(os.fsync, file.fileno())
+        await self._write(attempt, path, memoryview(data), self._limiter_of_small())
 
     async def write_block(self, attempt: Attempt, path: str, data: memoryview) -> None:
         """Write a new data file of the attempt, past the page cache if that works."""
-        target = _local(attempt).path / path
+        await self._write(attempt, path, data, None)
 
-        def write() -> None:
-            os.makedirs(target.parent, exist_ok=True)
-            write_block(target, data)
-
+    async def _write(
+        self,
+        attempt: Attempt,
+        path: str,
+        data: memoryview,
+        limiter: anyio.CapacityLimiter | None,
+    ) -> None:
+        own = _local(attempt)
+        target = own.path / path
         with _translated("write", target):
-            await anyio.to_thread.run_sync(write)
+            if target.parent not in own.made:
+                # Finished once begun: a thread cannot be stopped, only lost sight of.
+                with anyio.CancelScope(shield=True):
+                    await _make_directories(own, target.parent)
+            await anyio.to_thread.run_sync(write_block, target, data, limiter=limiter)
 
     async def read_block(self, entry: str, path: str, offset: int, target: memoryview) -> None:
         """Fill `target` from a data file of an entry; see `Storage.read_block`."""
         source = self._root / entry / path
         with _translated("read", source):
             try:
-                await anyio.to_thread.run_sync(read_block, source, offset, target)
-            except (FileNotFoundError, NotADirectoryError, EOFError, ValueError) as error:
+                await anyio.to_thread.run_sync(
+                    read_block, self._root, f"{entry}/{path}", offset, target
+                )
+            except (
+                FileNotFoundError,
+                NotADirectoryError,
+                EOFError,
+                ValueError,
+            ) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise CorruptCheckpointError(
                     f"{source}: {reason}. The step was damaged after it was committed; restore "
@@ -160,158 +178,66 @@ class LocalStorage:
     async def publish(self, attempt: Attempt, *, overwrite: bool) -> None:
         """Rename the attempt to its entry, durably; with `overwrite` swap it with the old one."""
         own = _local(attempt)
-        target = self._root / own.entry
-        with _translated("publish", target):
-            replaced = await self._run(self._publish, own, target, overwrite)
-        with contextlib.suppress(OSError):
-            os.close(own.lock)
+        with _translated("publish", self._root / own.entry):
+            replaced = await self._run(attempts.publish, own, overwrite=overwrite)
         if replaced:
-            await self._finish_removal(own.path)
-
-    def _publish(self, attempt: _LocalAttempt, target: Path, overwrite: bool) -> bool:
-        posix.fsync_directories(attempt.path)
-        # Whoever removed or replaced the attempt under its name made what is there not ours:
-        # a write makes missing directories, so the name alone proves nothing.
-        kept, named = os.fstat(attempt.lock), os.stat(attempt.path)
-        if (kept.st_dev, kept.st_ino) != (named.st_dev, named.st_ino):
-            raise FileNotFoundError(errno.ENOENT, "the attempt was removed", str(attempt.path))
-        replaced = False
-        try:
-            posix.rename_new(attempt.path, target)
-        except FileExistsError as error:
-            if not overwrite:
-                raise StepExistsError(
-                    f"{target} already exists; it was left as it is. Choose another step, or pass "
-                    "overwrite=True to replace it"
-                ) from error
-            if not stat.S_ISDIR(os.lstat(target).st_mode):
-                # The exchange would swap these as well, and hand back what cannot be removed.
-                raise StepExistsError(
-                    f"{target} is a file or a link, not a checkpoint; it was left as it is. Move "
-                    "it away, or choose another name"
-                ) from error
-            if not os.path.lexists(target / FILE_NAME):
-                raise StepExistsError(
-                    f"{target} exists and is not a checkpoint of this library, so it is never "
-                    "replaced. Move it away, or choose another name"
-                ) from error
-            posix.exchange(attempt.path, target)
-            replaced = True
-        try:
-            posix.fsync_path(self._root)
-        except OSError:
-            # Nobody knows whether the new name would outlive a power cut: the save has failed, so
-            # what it published is taken back.
-            self._take_back(attempt, target, replaced)
-            raise
-        return replaced
-
-    def _take_back(self, attempt: _LocalAttempt, target: Path, replaced: bool) -> None:
-        try:
-            if replaced:
-                posix.exchange(attempt.path, target)
-            else:
-                os.rename(target, attempt.path)
-        except OSError:
-            if replaced:
-                # The old step bears the attempt's name now; nobody may clean it up as one.
-                kept = self._root / f"{attempt.entry}.replaced-{attempt.id}"
-                with contextlib.suppress(OSError):
-                    os.rename(attempt.path, kept)
-                logger.error("the step that was being replaced was left at %s", kept)
+            await self._finish_removal(attempts.remove_hidden, own.path, own.path)
+        await self._run(attempts.end, own)
 
     async def discard(self, attempt: Attempt) -> None:
         """Remove the attempt's directory and give its lock back."""
         own = _local(attempt)
         try:
-            await self._finish_removal(own.path)
+            await self._finish_removal(attempts.discard, own, own.path)
         finally:
-            with contextlib.suppress(OSError):
-                os.close(own.lock)
+            await self._run(attempts.end, own)
 
     async def remove(self, entry: str) -> bool:
         """Rename the entry to a trash name, make that durable, then remove the bytes."""
-        target = self._root / entry
-        trash = self._root / f"{entry}{_ATTEMPT_MARK}{uuid.uuid4().hex}.trash"
-
-        def hide() -> bool:
-            try:
-                os.rename(target, trash)
-            except FileNotFoundError:
-                return False
-            posix.fsync_path(self._root)
-            return True
-
-        with _translated("delete", target):
-            if not await self._run(hide):
-                return False
+        with _translated("delete", self._root / entry):
+            trash = await self._run(attempts.hide, self._root, entry)
+        if trash is None:
+            return False
         # Also when cancelled: it is gone for everybody, only its bytes are not.
         with anyio.CancelScope(shield=True):
-            await self._finish_removal(trash)
+            await self._finish_removal(attempts.remove_hidden, trash, trash)
         return True
 
     async def sweep(self) -> list[str]:
-        """Remove attempts whose writer is dead, and trash.
-
-        A writer holds a lock on its attempt for as long as it lives, so an attempt that can be
-        locked is dead. Where the file system has no such locks nothing is swept.
-        """
+        """Remove what dead writers left; see `storage.sweeping`."""
         with _translated("clean up", self._root):
-            return await self._run(self._sweep)
+            return await self._run(sweep_root, self._root)
 
-    def _sweep(self) -> list[str]:
-        removed: list[str] = []
-        with contextlib.suppress(FileNotFoundError), os.scandir(self._root) as found:
-            names = [e.name for e in found if e.is_dir(follow_symlinks=False)]
-            ours = [name for name in names if _ATTEMPT.search(name) or _NURSERY.match(name)]
-            removed = [name for name in ours if self._sweep_one(name)]
-        return removed
-
-    def _sweep_one(self, name: str) -> bool:
-        path = self._root / name
-        try:
-            # The maker of a nursery is between mkdir and lock for a moment; an old one is dead.
-            if _NURSERY.match(name) and time.time() - path.stat().st_mtime < _NURSERY_SECONDS:
-                return False
-            lock = posix.lock_directory(path)
-        except OSError:
-            return False
-        if lock is None:
-            return False
-        try:
-            if _NURSERY.match(name):
-                os.rmdir(path)
-                return True
-            trash = path if name.endswith(".trash") else self._root / f"{name}.trash"
-            if trash != path:
-                # Out of its writer's reach first: should the writer live after all (locks that do
-                # not reach across hosts), its publishing fails cleanly instead of half.
-                os.rename(path, trash)
-            posix.remove_tree(trash)
-        except OSError:
-            return False
-        finally:
-            os.close(lock)
-        return True
-
-    async def _finish_removal(self, path: Path) -> None:
+    async def _finish_removal(self, remove: Callable[[T], object], what: T, path: Path) -> None:
         """Remove what is out of sight already; what will not go now, a later sweep removes."""
         try:
-            await self._run(posix.remove_tree, path)
+            await self._run(remove, what)
         except OSError as error:
             logger.warning("%s could not be removed, a later run will: %s", path, error)
 
     async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        if self._limiter is None:
-            self._limiter = anyio.CapacityLimiter(4)
         # Not abandoned on cancellation: a file operation that has begun is waited for.
         return await anyio.to_thread.run_sync(
-            partial(function, *args, **kwargs), limiter=self._limiter
+            partial(function, *args, **kwargs), limiter=self._limiter_of_small()
         )
 
+    def _limiter_of_small(self) -> anyio.CapacityLimiter:
+        if self._limiter is None:
+            self._limiter = anyio.CapacityLimiter(4)
+        return self._limiter
 
-def _local(attempt: Attempt) -> _LocalAttempt:
-    assert isinstance(attempt, _LocalAttempt)
+
+async def _make_directories(attempt: LocalAttempt, path: Path) -> None:
+    """Make the directories of an attempt down to `path`, level by level."""
+    for directory in [*reversed(path.parents), path]:
+        if directory.is_relative_to(attempt.path) and directory not in attempt.made:
+            with contextlib.suppress(FileExistsError):
+                await aiofiles.os.makedirs(directory)
+            attempt.made.add(directory)
+
+
+def _local(attempt: Attempt) -> LocalAttempt:
+    assert isinstance(attempt, LocalAttempt)
     return attempt
 
 

@@ -7,10 +7,8 @@ crash between any two leaves on disk.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import shutil
 import stat
@@ -21,12 +19,13 @@ __all__ = [
     "exchange",
     "fsync_directories",
     "fsync_path",
-    "lock_directory",
-    "make_locked_directory",
+    "is_there",
+    "list_files",
     "open_regular",
     "read_regular",
     "remove_tree",
     "rename_new",
+    "renameat2",
 ]
 
 _AT_FDCWD = -100
@@ -50,64 +49,13 @@ def fsync_directories(top: Path) -> None:
         fsync_path(directory)
 
 
-def lock_directory(path: Path) -> int | None:
-    """Lock a directory without waiting.
-
-    Returns:
-        A file descriptor that holds the lock until it is closed (or this process ends, however it
-        ends), or None where somebody else holds it.
-
-    Raises:
-        OSError: The directory is gone, or the file system has no such locks.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def make_locked_directory(path: Path, nursery: Path) -> int:
-    """Make the directory `path` so that it is locked from the first moment it can be seen there.
-
-    It is made and locked under the name `nursery`, then renamed: a cleaner that finds `path`
-    unlocked therefore knows that its writer is dead.
-
-    Returns:
-        The file descriptor that holds the lock.
-    """
-    os.mkdir(nursery)
-    try:
-        fd = os.open(nursery, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            # A cleaner that looks at the nursery holds its lock for a moment, so this waits. A file
-            # system without such locks is no error: what is unlocked there is never taken for
-            # dead, since the cleaner cannot lock it either.
-            with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_EX)
-            os.rename(nursery, path)
-        except BaseException:
-            os.close(fd)
-            raise
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.rmdir(nursery)
-        raise
-    return fd
-
-
 def rename_new(source: Path, target: Path) -> None:
     """Rename a directory to a name that must not exist.
 
     Raises:
         FileExistsError: The target exists.
     """
-    code = _renameat2(source, target, _RENAME_NOREPLACE)
+    code = renameat2(source, target, _RENAME_NOREPLACE)
     if code in _UNSUPPORTED:
         # rename() refuses a target that is a file or a non-empty directory; an empty directory is
         # not a step, and replacing it loses nothing.
@@ -127,15 +75,15 @@ def exchange(first: Path, second: Path) -> None:
     Raises:
         OSError: Also where the file system cannot (ENOTSUP).
     """
-    code = _renameat2(first, second, _RENAME_EXCHANGE)
+    code = renameat2(first, second, _RENAME_EXCHANGE)
     if code in _UNSUPPORTED:
         raise OSError(errno.ENOTSUP, "cannot swap two directories atomically", str(second))
     if code:
         raise OSError(code, os.strerror(code), str(second))
 
 
-def _renameat2(source: Path, target: Path, flags: int) -> int:
-    """Call renameat2(2); return 0 or the error number, ENOSYS where the platform lacks it."""
+def renameat2(source: Path, target: Path, flags: int) -> int:
+    """Rename as the system call does; return 0 or the error number, ENOSYS where it is missing."""
     if not sys.platform.startswith("linux"):
         return errno.ENOSYS
     libc = ctypes.CDLL(None, use_errno=True)
@@ -147,24 +95,34 @@ def _renameat2(source: Path, target: Path, flags: int) -> int:
     return ctypes.get_errno() if result else 0
 
 
-def open_regular(path: Path) -> tuple[int, int]:
-    """Open a regular file for reading; return its descriptor and its size.
+def open_regular(top: Path, path: str) -> tuple[int, int]:
+    """Open a regular file below a directory for reading; return its descriptor and its size.
 
-    Symbolic links in the last place are not followed and nothing but a regular file is opened, so
-    that a FIFO or device put there cannot make the reader hang.
+    No symbolic link below `top` is followed and nothing but a regular file is opened, so that a
+    link put there cannot lead out of it, and a FIFO or device cannot make the reader hang.
+
+    Args:
+        top: The directory.
+        path: Path of the file relative to it, with `/`.
 
     Raises:
         FileNotFoundError, NotADirectoryError: It is not there.
-        ValueError: It is not a regular file.
+        ValueError: It is not a regular file, or a part of the path is a link.
     """
+    *directories, name = path.split("/")
+    if {"", ".", ".."} & {*directories, name}:
+        raise ValueError("its path is not a plain one")
+    step = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
+    current = os.open(top, step & ~os.O_NOFOLLOW)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise ValueError("it is a symbolic link") from error
-        if error.errno == errno.ENXIO:
-            raise ValueError("it is a socket or a device") from error
-        raise
+        for directory in directories:
+            inner = _open_below(current, directory, step)
+            os.close(current)
+            current = inner
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = _open_below(current, name, flags)
+    finally:
+        os.close(current)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -175,23 +133,71 @@ def open_regular(path: Path) -> tuple[int, int]:
     return fd, status.st_size
 
 
-def read_regular(path: Path, limit: int) -> bytes | None:
-    """Return the content of a regular file, or None where it or its directory is not there.
+def _open_below(directory: int, name: str, flags: int) -> int:
+    try:
+        return os.open(name, flags, dir_fd=directory)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR) and _is_link(directory, name):
+            raise ValueError(f"{name!r:.120} is a symbolic link") from error
+        if error.errno == errno.ENXIO:
+            raise ValueError("it is a socket or a device") from error
+        raise
+
+
+def _is_link(directory: int, name: str) -> bool:
+    return stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode)
+
+
+def read_regular(top: Path, path: str, limit: int) -> bytes | None:
+    """Return the content of a regular file below `top`, or None where it is not there.
 
     Raises:
-        ValueError: It is not a regular file, or larger than `limit`.
+        ValueError: It is not a regular file, or larger than `limit`; see `open_regular`.
     """
     try:
-        fd, size = open_regular(path)
+        fd, size = open_regular(top, path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         if size > limit:
             raise ValueError(f"it has {size} bytes, more than the {limit} allowed")
-        with open(fd, "rb", closefd=False) as file:
-            return file.read(limit + 1)
+        parts, left = [], size
+        while left and (part := os.read(fd, left)):
+            parts.append(part)
+            left -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
     finally:
         os.close(fd)
+
+
+def is_there(path: Path) -> bool:
+    """Tell whether there is anything of that name; unlike `os.path`, an error is no answer."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def list_files(top: Path) -> dict[str, int | None]:
+    """Return the size of every file below `top` by relative path; None of what is not regular.
+
+    Raises:
+        OSError: A directory cannot be read, or `top` is none.
+    """
+    found: dict[str, int | None] = {}
+    directories = [""]
+    while directories:
+        directory = directories.pop()
+        with os.scandir(top / directory) as entries:
+            for entry in entries:
+                path = f"{directory}{entry.name}"
+                if entry.is_dir(follow_symlinks=False):
+                    directories.append(f"{path}/")
+                    continue
+                status = entry.stat(follow_symlinks=False)
+                found[path] = status.st_size if stat.S_ISREG(status.st_mode) else None
+    return found
 
 
 def remove_tree(path: Path) -> None:
@@ -201,10 +207,13 @@ def remove_tree(path: Path) -> None:
         if not isinstance(error, FileNotFoundError):
             raise error
 
-    if sys.version_info >= (3, 12):
-        shutil.rmtree(path, onexc=ignore_missing)
-    else:
-        shutil.rmtree(path, onerror=lambda f, p, info: ignore_missing(f, p, info[1]))
+    try:
+        if sys.version_info >= (3, 12):
+            shutil.rmtree(path, onexc=ignore_missing)
+        else:
+            shutil.rmtree(path, onerror=lambda f, p, info: ignore_missing(f, p, info[1]))
+    except RecursionError as error:
+        raise OSError(errno.ELOOP, "directories are nested too deeply", str(path)) from error
 
 
 def _raise(error: OSError) -> None:

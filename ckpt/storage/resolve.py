@@ -8,6 +8,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from ckpt.errors import InvalidArgumentError
+from ckpt.redaction import redact
+from ckpt.settings import Timeouts
 from ckpt.storage.base import Storage
 from ckpt.storage.local import LocalStorage
 
@@ -15,28 +17,37 @@ __all__ = ["PathLike", "open_entry", "open_root"]
 
 PathLike = str | os.PathLike[str]
 
+_DEFAULT_TIMEOUTS = Timeouts()
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/")
 
 
-def open_root(path: PathLike) -> Storage:
+def open_root(path: PathLike, timeouts: Timeouts = _DEFAULT_TIMEOUTS) -> Storage:
     """Return the storage whose root is `path`.
 
     Raises:
         InvalidArgumentError: It is not a path, or of a kind of storage this version lacks.
     """
-    return LocalStorage(_local_path(path))
+    return LocalStorage(_local_path(path), timeouts)
 
 
-def open_entry(path: PathLike) -> tuple[Storage, str]:
+def open_entry(path: PathLike, *, follow: bool = False) -> tuple[Storage, str]:
     """Return the storage and the entry of a single checkpoint at `path`.
+
+    Args:
+        path: The path.
+        follow: Take what a symbolic link of that name leads to, for readers: the links that a user
+            names are trusted, those in a checkpoint are not.
 
     Raises:
         InvalidArgumentError: As `open_root`; or the path has no last name.
     """
-    local = Path(os.path.abspath(_local_path(path)))
+    given = _local_path(path)
+    local = Path(os.path.realpath(given) if follow else os.path.abspath(given))
     if not local.name:
-        raise InvalidArgumentError(f"path={path!r}: expected the path of a directory, not a root")
-    return LocalStorage(local.parent), local.name
+        raise InvalidArgumentError(
+            f"path={_shown(path)}: expected the path of a directory, not a root"
+        )
+    return LocalStorage(local.parent, _DEFAULT_TIMEOUTS), local.name
 
 
 def _local_path(path: PathLike) -> Path:
@@ -44,19 +55,28 @@ def _local_path(path: PathLike) -> Path:
         text: object = os.fspath(path)
     except TypeError as error:
         raise InvalidArgumentError(
-            f"path={path!r:.120}: expected a string or a path object, not {type(path).__name__}"
+            f"path={_shown(path)}: expected a string or a path object, not {type(path).__name__}"
         ) from error
     if not isinstance(text, str) or not text or "\0" in text:
-        raise InvalidArgumentError(f"path={text!r:.120}: expected the path of a directory")
+        raise InvalidArgumentError(f"path={_shown(text)}: expected the path of a directory")
     scheme = _SCHEME.match(text)
     if scheme is None:
         return Path(text)
     if scheme[1].lower() != "file":
         raise InvalidArgumentError(
-            f"path={text.split('?')[0]!r:.120}: storage {scheme[1]!r} is not supported by this "
+            f"path={_shown(text)}: storage {scheme[1]!r} is not supported by this "
             "version; give a path of a local or mounted file system"
         )
     parts = urlsplit(text)
+    if parts.query or parts.fragment or "\0" in unquote(parts.path):
+        raise InvalidArgumentError(
+            f"path={_shown(text)}: a file URL has no query and no fragment; write %3F and %23"
+        )
     if parts.netloc not in ("", "localhost"):
-        raise InvalidArgumentError(f"path={text!r:.120}: a file URL of another host")
+        raise InvalidArgumentError(f"path={_shown(text)}: a file URL of another host")
     return Path(unquote(parts.path))
+
+
+def _shown(path: object) -> str:
+    # Before it is cut: a part of a secret is not recognized.
+    return redact(repr(path))[:120]

@@ -152,6 +152,22 @@ def fails_unseen() -> None:
     end()
 
 
+def never_ends() -> None:
+    limit = ckpt.Timeouts(exit=0.5)
+    KEPT.append(ckpt.sync.CheckpointManager(root, handlers=[OddHandler()], timeouts=limit))
+    KEPT[0].save(0, STATE).result()
+    KEPT[0].save(1, Odd(SMALL, hold="commit"))
+    end()
+
+
+def never_ends_and_cannot_be_stopped() -> None:
+    limit = ckpt.Timeouts(exit=0.5)
+    KEPT.append(ckpt.sync.CheckpointManager(root, handlers=[OddHandler()], timeouts=limit))
+    KEPT[0].save(0, STATE).result()
+    KEPT[0].save(1, Odd(SMALL, gate=threading.Event()))
+    end()
+
+
 def fails_unseen_in_a_function() -> None:
     mgr = manager()
     mgr.save(0, STATE)
@@ -256,6 +272,7 @@ def forks() -> None:
         "latest_step": mgr.latest_step,
         "metadata": lambda: mgr.metadata(0),
         "metrics": lambda: mgr.metrics(0),
+        "verify": lambda: mgr.verify(0),
         "delete": lambda: mgr.delete(0),
         "wait_until_finished": mgr.wait_until_finished,
         "with": enter,
@@ -317,6 +334,7 @@ def blocks_the_library() -> None:
             "latest_step": mgr.latest_step,
             "metadata": lambda: mgr.metadata(0),
             "metrics": lambda: mgr.metrics(0),
+            "verify": lambda: mgr.verify(0),
             "delete": lambda: mgr.delete(0),
             "wait_until_finished": mgr.wait_until_finished,
             "close": mgr.close,

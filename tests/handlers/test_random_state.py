@@ -12,6 +12,7 @@ import pytest
 import ckpt
 from ckpt import errors
 from ckpt.handlers.random_state import _encoded, _restored
+from tests.trees import plain_id
 
 NAMES = ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"]
 
@@ -65,7 +66,7 @@ def test_a_class_as_target_gives_a_new_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "like",
     [np.random.Generator(np.random.MT19937(0)), np.random.PCG64(0), np.random.RandomState, 3],
-    ids=str,
+    ids=plain_id,
 )
 def test_another_kind_of_generator_is_a_mismatch_and_untouched(like: Any, tmp_path: Path) -> None:
     ckpt.sync.save(tmp_path / "x", np.random.default_rng(0))

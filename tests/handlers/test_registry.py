@@ -17,6 +17,7 @@ import ckpt
 from ckpt import errors
 from ckpt.handlers import Deferred, ItemEntry, ItemReader, ItemWriter
 from ckpt.handlers.registry import find_handlers
+from tests.trees import plain_id
 
 
 @dataclass
@@ -94,7 +95,7 @@ def test_a_mapping_chooses_by_item_name_for_manager_and_calls(tmp_path: Path) ->
         ([NoteHandler("a/b")], "name"),
         ([NoteHandler(3)], "name"),
     ],
-    ids=str,
+    ids=plain_id,
 )
 def test_what_is_no_handler_is_refused(handlers: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(errors.InvalidArgumentError, match=words):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import resource
@@ -22,8 +23,10 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt.errors import CorruptCheckpointError, StorageError
+from ckpt.settings import Timeouts
 from ckpt.storage import blocks
-from ckpt.storage.blocks import read_block, write_block
+from ckpt.storage.blocks import read_block as read_below
+from ckpt.storage.blocks import write_block
 from ckpt.storage.local import LocalStorage
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -35,6 +38,10 @@ SIZES = [
 # Where memory starts within a page: direct I/O wants a sector, jax a cache line.
 SHIFTS = [0, 64, 512, 1]
 RANDOM = np.random.default_rng(0).bytes(8 * MIB)
+
+
+def read_block(path: Path, offset: int, target: memoryview) -> None:
+    read_below(path.parent, path.name, offset, target)
 
 
 def memory(nbytes: int, shift: int = 0) -> memoryview:
@@ -66,14 +73,20 @@ def place(
 
 
 def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
+    real, real_control = os.open, fcntl.fcntl
 
-    def refusing(path: Any, flags: int, *rest: Any) -> int:
+    def refusing(path: Any, flags: int, *rest: Any, **named: Any) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
-        return real(path, flags, *rest)
+        return real(path, flags, *rest, **named)
+
+    def control(fd: int, command: int, value: int = 0) -> int:
+        if command == fcntl.F_SETFL and value & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real_control(fd, command, value)
 
     monkeypatch.setattr(blocks.os, "open", refusing)
+    monkeypatch.setattr(blocks.fcntl, "fcntl", control)
 
 
 def evict(path: Path) -> None:
@@ -216,22 +229,15 @@ def test_direct_calls_that_are_refused_midway_go_on_through_the_cache(
     if call == "preadv":
         path.write_bytes(RANDOM[: 2 * MIB])
         evict(path)
-    direct, refused = [], []
-    real_open, real = os.open, getattr(os, call)
-
-    def opening(name: Any, flags: int, *rest: Any) -> int:
-        fd = real_open(name, flags, *rest)
-        if flags & os.O_DIRECT:
-            direct.append(fd)
-        return fd
+    refused: list[int] = []
+    real = getattr(os, call)
 
     def refusing(fd: int, data: Any, offset: int, *flags: int) -> int:
-        if direct and fd == direct[0] and offset >= 512 * KIB:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT and offset >= 512 * KIB:
             refused.append(offset)
             raise OSError(code, "from the device")
         return real(fd, data, offset, *flags)
 
-    monkeypatch.setattr(blocks.os, "open", opening)
     monkeypatch.setattr(blocks.os, call, refusing)
     expected = pytest.raises(OSError, match="from the device")
     with expected if code == errno.EIO else contextlib.nullcontext():
@@ -303,7 +309,7 @@ def make_socket(path: Path) -> None:
 OTHERS: dict[str, Callable[[Path], Any]] = {
     "it is not a regular file (FIFO)": os.mkfifo,
     "it is not a regular file (directory)": os.mkdir,
-    "it is a symbolic link": lambda path: path.symlink_to(path.parent / "real"),
+    "is a symbolic link": lambda path: path.symlink_to(path.parent / "real"),
     "it is a socket": make_socket,
 }
 
@@ -514,7 +520,7 @@ def test_a_restored_state_is_not_in_the_page_cache(uncached: Path) -> None:
 
 def stored(root: Path, work: Callable[[LocalStorage], Any]) -> Any:
     async def main() -> Any:
-        return await work(LocalStorage(root))
+        return await work(LocalStorage(root, Timeouts()))
 
     return anyio.run(main)
 

@@ -1,0 +1,329 @@
+"""What integrity costs: saves and restores with and without digests, and how fast `verify` is.
+
+    python -m benchmarks.integrity [--rounds N] [--dir DISK] [--memory TMPFS] [--page PAGE]
+
+The library has no switch for its digests, so they are taken out of it here, in this process. Both
+ways take turns on the same state, and each round begins with the other one. TensorStore's zarr
+driver writes and reads the same bytes with and without its `crc32c` codec, for comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+import tensorstore as ts  # noqa: TID251
+
+import ckpt.sync
+from benchmarks import figures, pagecache, workloads
+from benchmarks.managers import CkptPeer
+from benchmarks.processes import cpu_devices, in_new_process
+from benchmarks.rounds import settle
+from benchmarks.trees import size_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+START, END = "<!-- integrity:start -->", "<!-- integrity:end -->"
+# A restore, or a save, may take so much longer with digests.
+GOAL_ON_DISK, GOAL_IN_MEMORY = 0.10, 0.30
+_WITH, _WITHOUT = "with", "without"
+_NO_DIGEST = "0" * 32
+# Where digests are taken and compared, by module and name.
+_SAVING = ("staging.digest", "writer.digest", "session.digest", "save.digest")
+_RESTORING = ("reader.check_chunk", "runs.digest", "runs.digest_error")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one call took: time on the clock, and of this process on all cores."""
+
+    seconds: float
+    processor: float
+
+
+# The costs of one round, by what was measured and whether digests were taken.
+Round = dict[tuple[str, str], Cost]
+# Those of all rounds, by what was measured and then by whether digests were taken.
+Samples = dict[str, dict[str, list[Cost]]]
+
+
+def measure(states: Sequence[str], directory: Path, rounds: int, smoke: bool) -> list[list[str]]:
+    """Returns the rows of the table for one directory; call it in a fresh process."""
+    rows = []
+    for name in states:
+        tree = workloads.make(workloads.WORKLOADS[name].shapes(smoke))
+        samples: Samples = defaultdict(lambda: defaultdict(list))
+        for turn in range(rounds + 1):
+            found = _one_turn(tree, directory, turn)
+            found |= _tensorstore_turn(tree, directory, turn)
+            _tell(name, turn, rounds, found)
+            # The first round touches memory for the first time.
+            for (what, how), cost in found.items() if turn else ():
+                samples[what][how].append(cost)
+        rows += _rows(name, tree, directory, samples)
+    return rows
+
+
+def _one_turn(tree: Any, directory: Path, turn: int) -> Round:
+    place = Path(tempfile.mkdtemp(dir=directory))
+    found: Round = {}
+    peer = CkptPeer(place)
+    try:
+        target = peer.target(tree)
+        # A manager's first save and its first restore warm memory for those that follow.
+        _save(peer, 0, _copied(tree))
+        _restore(peer, 0, target)
+        for how, scope in _in_turn(turn, _SAVING):
+            copied = _copied(tree)
+            with scope():
+                found["save", how] = _save(peer, 1 if how == _WITH else 2, copied)
+            del copied
+        step = peer.place(1)
+        for what, prepare in _caches(directory):
+            for how, scope in _in_turn(turn, _RESTORING):
+                prepare(step)
+                with scope():
+                    found[f"restore, {what}", how] = _restore(peer, 1, target)
+            prepare(step)
+            found[f"verify, {what}", _WITH] = _verify(step, deep=True)
+        found["verify, shallow", _WITH] = _verify(step, deep=False)
+    finally:
+        peer.close()
+        shutil.rmtree(place)
+    return found
+
+
+def _copied(tree: Any) -> Any:
+    """Returns new arrays: what a save has seen may be cheaper to save again."""
+    return jax.block_until_ready(jax.tree.map(lambda leaf: leaf + 0, tree))
+
+
+def _caches(directory: Path) -> list[tuple[str, Callable[[Path], None]]]:
+    """Returns what the page cache can have of a step; in memory there is nothing beside it."""
+    warm = [("warm", pagecache.warm)]
+    return warm if _is_memory(directory) else [*warm, ("cold", pagecache.drop)]
+
+
+def _save(peer: CkptPeer, step: int, tree: Any) -> Cost:
+    return _clocked(lambda: peer.save_async(step, tree).wait())[0]
+
+
+def _restore(peer: CkptPeer, step: int, target: Any) -> Cost:
+    return _clocked(lambda: jax.block_until_ready(peer.restore(step, target)))[0]
+
+
+def _verify(place: Path, *, deep: bool) -> Cost:
+    cost, report = _clocked(lambda: ckpt.sync.verify(place, deep=deep))
+    if not report.ok:
+        raise RuntimeError(str(report))
+    return cost
+
+
+def _clocked(action: Callable[[], Any]) -> tuple[Cost, Any]:
+    """Returns what a call cost and its value; the disk is flushed before, untimed."""
+    settle()
+    began, used = time.perf_counter(), time.process_time()
+    value = action()
+    return Cost(time.perf_counter() - began, time.process_time() - used), value
+
+
+def _in_turn(
+    turn: int, names: Sequence[str]
+) -> list[tuple[str, Callable[[], contextlib.AbstractContextManager[None]]]]:
+    """Returns both ways, the one that was second in the last round first."""
+    both: list[tuple[str, Callable[[], contextlib.AbstractContextManager[None]]]] = [
+        (_WITH, contextlib.nullcontext),
+        (_WITHOUT, lambda: _replaced(names)),
+    ]
+    return both[turn % 2 :] + both[: turn % 2]
+
+
+@contextlib.contextmanager
+def _replaced(names: Sequence[str]) -> Iterator[None]:
+    """Takes functions out of modules of the engine for the body: nothing is digested or compared.
+
+    What is saved meanwhile is no checkpoint that could be restored.
+    """
+    kept = []
+    for name in names:
+        module = importlib.import_module(f"ckpt.engine.{name.split('.')[0]}")
+        attribute = name.split(".")[1]
+        kept.append((module, attribute, getattr(module, attribute)))
+        result = _NO_DIGEST if attribute == "digest" else None
+        setattr(module, attribute, lambda *_, result=result: result)
+    try:
+        yield
+    finally:
+        for module, attribute, function in kept:
+            setattr(module, attribute, function)
+
+
+def _tensorstore_turn(tree: Any, directory: Path, turn: int) -> Round:
+    arrays = {
+        "/".join(str(key.key) for key in path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+    found: Round = {}
+    for how in (_WITH, _WITHOUT) if turn % 2 else (_WITHOUT, _WITH):
+        place = Path(tempfile.mkdtemp(dir=directory))
+        checksum = how == _WITH
+        try:
+            found["TensorStore write", how], _ = _clocked(partial(_write, arrays, place, checksum))
+            pagecache.warm(place)
+            found["TensorStore read, warm", how], read = _clocked(
+                partial(_read, arrays, place, checksum)
+            )
+            if not turn:
+                for name, array in arrays.items():
+                    np.testing.assert_array_equal(read[name], array)
+            del read
+        finally:
+            shutil.rmtree(place)
+    return found
+
+
+def _opened(
+    arrays: dict[str, np.ndarray], place: Path, checksum: bool, **options: Any
+) -> dict[str, ts.TensorStore]:
+    """Opens one zarr array of one chunk for each array, in a database as Orbax has it."""
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+    codecs = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    codecs += [{"name": "crc32c"}] if checksum else []
+    futures = {}
+    for name, array in arrays.items():
+        chunks = {"name": "regular", "configuration": {"chunk_shape": list(array.shape)}}
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {"driver": "ocdbt", "base": place.as_uri() + "/", "path": f"{name}/"},
+            "metadata": {
+                "shape": list(array.shape),
+                "data_type": array.dtype.name,
+                "chunk_grid": chunks,
+                "codecs": codecs,
+            },
+        }
+        futures[name] = ts.open(spec, context=context, **options)
+    return {name: future.result() for name, future in futures.items()}
+
+
+def _write(arrays: dict[str, np.ndarray], place: Path, checksum: bool) -> None:
+    with ts.Transaction() as transaction:
+        stores = _opened(arrays, place, checksum, create=True)
+        futures = [
+            store.with_transaction(transaction).write(arrays[name])
+            for name, store in stores.items()
+        ]
+        for future in futures:
+            future.result()
+
+
+def _read(arrays: dict[str, np.ndarray], place: Path, checksum: bool) -> dict[str, np.ndarray]:
+    stores = _opened(arrays, place, checksum, open=True, assume_metadata=True)
+    futures = {name: store.read() for name, store in stores.items()}
+    return {name: future.result() for name, future in futures.items()}
+
+
+def _tell(name: str, turn: int, rounds: int, found: Round) -> None:
+    told = "  ".join(f"{what} {how} {cost.seconds:.3f}" for (what, how), cost in found.items())
+    sys.stderr.write(f"{name}, round {turn}/{rounds}: {told}\n")
+
+
+def _rows(name: str, tree: Any, directory: Path, samples: Samples) -> list[list[str]]:
+    nbytes = size_bytes(tree)
+    in_memory = _is_memory(directory)
+    goal = GOAL_IN_MEMORY if in_memory else GOAL_ON_DISK
+    head = [f"{figures.size(nbytes)} in {len(jax.tree.leaves(tree)):,} leaves"]
+    head.append("memory" if in_memory else "disk")
+    rows = []
+    for what, by in samples.items():
+        clock = {how: _median(costs, "seconds") for how, costs in by.items()}
+        work = {how: _median(costs, "processor") for how, costs in by.items()}
+        cost, more, met = "", figures.value(work[_WITH]), ""
+        if _WITHOUT in clock:
+            share = clock[_WITH] / clock[_WITHOUT] - 1
+            cost = f"{share:+.0%} ({_spread(by[_WITHOUT])})"
+            more = f"{figures.value(work[_WITHOUT])} {work[_WITH] / work[_WITHOUT] - 1:+.0%}"
+            if not what.startswith("TensorStore"):
+                met = f"{goal:.0%}: {'met' if share <= goal else 'missed'}"
+        elif "shallow" not in what:
+            cost = f"{nbytes / clock[_WITH] / 1e9:.2f} GB/s"
+        without = figures.value(clock.get(_WITHOUT))
+        rows.append([*head, what, figures.value(clock[_WITH]), without, cost, more, met])
+    return rows
+
+
+def _median(costs: Sequence[Cost], which: str) -> float:
+    return statistics.median(getattr(cost, which) for cost in costs)
+
+
+def _spread(costs: Sequence[Cost]) -> str:
+    """Returns how far single rounds lie from their median, as a share of it."""
+    median = _median(costs, "seconds")
+    return f"±{max(abs(cost.seconds - median) for cost in costs) / median:.0%}"
+
+
+def _is_memory(directory: Path) -> bool:
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    within = [mount for mount in mounts if directory.resolve().is_relative_to(mount[1])]
+    return max(within, key=lambda mount: len(mount[1]))[2] in ("tmpfs", "ramfs")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures what integrity costs, and prints a Markdown table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.integrity", description=__doc__)
+    add = parser.add_argument
+    add("--rounds", type=int, default=5, help="rounds after a first one that does not count")
+    add("--dir", type=Path, default=Path.cwd(), help="a directory on the disk that matters")
+    add("--memory", type=Path, default=Path("/dev/shm"), help="a directory in memory")
+    add("--state", nargs="+", choices=["large", "small"], default=["large", "small"])
+    add("--page", type=Path, help="the page whose table is made anew, between its markers")
+    add("--smoke", action="store_true", help="tiny sizes: shows that it runs, measures nothing")
+    chosen = parser.parse_args(arguments)
+    if chosen.rounds < 1:
+        parser.error("--rounds: at least 1")
+    # Restores go to host memory unless the caller's environment names another platform.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    rows = []
+    with cpu_devices(1):
+        for parent in (chosen.dir, chosen.memory):
+            if not parent.is_dir():
+                continue
+            with tempfile.TemporaryDirectory(prefix="integrity-", dir=parent) as place:
+                rows += in_new_process(
+                    measure, chosen.state, Path(place), chosen.rounds, chosen.smoke
+                )
+    head = ("state", "on", "what", "with digests", "without", "cost", "processor", "goal")
+    text = figures.table(head, rows) + (
+        f"\n\nMedians of {chosen.rounds} rounds; in parentheses how far single rounds "
+        "without digests lay from their median. Processor: time on all cores without digests, and "
+        "what they add."
+    )
+    sys.stdout.write(f"{text}\n")
+    if chosen.page and not chosen.smoke:
+        page = chosen.page.read_text()
+        before, _, rest = page.partition(START)
+        _, end, after = rest.partition(END)
+        if not end:
+            parser.error(f"--page: {chosen.page} needs one {START} and after it one {END}")
+        chosen.page.write_text(f"{before}{START}\n\n{text}\n\n{END}{after}")
+    if chosen.smoke:
+        sys.stdout.write("\n**Smoke run: sizes are tiny, the figures mean nothing.**\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Attempts on a local file system: begun, published, taken back, given up.
+
+An attempt is a directory under a name that Orbax too takes for unfinished, with a lease beside it.
+Publishing is one rename that refuses to replace, or one atomic swap for `overwrite`. The order of
+these operations is docs/design/001-commit-protocol.md. Blocking functions that raise `OSError`,
+and `StepExistsError` where the name is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import stat
+import threading
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckpt.errors import StepExistsError
+from ckpt.manifest import FILE_NAME
+from ckpt.storage import posix
+from ckpt.storage.leases import renew_lease, take_lease
+from ckpt.storage.sweeping import attempt_name, lease_name, trash_name
+
+__all__ = [
+    "LocalAttempt",
+    "begin",
+    "discard",
+    "end",
+    "hide",
+    "publish",
+    "remove_hidden",
+    "renew",
+]
+
+logger = logging.getLogger("ckpt")
+
+# Of a name in a directory, in bytes, on all common file systems.
+_LONGEST_NAME = 255
+
+
+@dataclass(slots=True)
+class LocalAttempt:
+    """One try at writing an entry.
+
+    Attributes:
+        root: The root.
+        entry: Name of the entry it will become.
+        id: Random hexadecimal id.
+        path: The directory, as long as nobody renames it.
+        directory: File descriptor of the directory, whatever its name is by now.
+        lease: File descriptor of the lease, which it keeps locked.
+        made: Directories that are there. They are not made again, so that what was removed by
+            somebody stays removed.
+        keep: Whether the bytes that bear its name must be left to a later cleaner.
+        ended: Whether the descriptors were given back; `guard` is held to look at it and use them.
+    """
+
+    root: Path
+    entry: str
+    id: str
+    path: Path
+    directory: int
+    lease: int
+    made: set[Path] = field(default_factory=set)
+    keep: bool = False
+    ended: bool = False
+    guard: threading.Lock = field(default_factory=threading.Lock)
+
+
+def begin(root: Path, entry: str, lease_seconds: float) -> LocalAttempt:
+    """Make an attempt under a fresh random name."""
+    token = uuid.uuid4().hex
+    path = root / attempt_name(entry, token)
+    if len(os.fsencode(trash_name(path.name))) > _LONGEST_NAME:
+        # It could be made, and then not be removed.
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(root / entry))
+    # The lease comes first, so that there is no moment in which the attempt looks abandoned.
+    lease = take_lease(root / lease_name(token), lease_seconds)
+    try:
+        os.mkdir(path)
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
+        _end_lease(root / lease_name(token), lease)
+        raise
+    return LocalAttempt(root, entry, token, path, directory, lease, {path})
+
+
+def publish(attempt: LocalAttempt, *, overwrite: bool) -> bool:
+    """Give an attempt the name of its entry, durably.
+
+    Returns:
+        Whether an entry was replaced; it bears the attempt's name now.
+
+    Raises:
+        StepExistsError: The entry exists, and is not to be replaced or not ours to replace.
+        OSError: It could not be published, and is not.
+    """
+    target = attempt.root / attempt.entry
+    posix.fsync_directories(attempt.path)
+    if not _bears(attempt.directory, attempt.path):
+        # Whoever removed or replaced it made what is there not ours: a write makes missing
+        # directories, so the name alone proves nothing.
+        raise FileNotFoundError(
+            errno.ENOENT,
+            "the attempt was removed while it was written, by hand or by a cleaner that took its "
+            "writer for dead. Nothing was published; save again",
+            str(attempt.path),
+        )
+    replaced = _give_name(attempt, target, overwrite)
+    try:
+        posix.fsync_path(attempt.root)
+    except OSError:
+        # Nobody knows whether the new name would outlive a power cut: the save has failed, so what
+        # it published is taken back.
+        _take_back(attempt, target, replaced)
+        raise
+    return replaced
+
+
+def _give_name(attempt: LocalAttempt, target: Path, overwrite: bool) -> bool:
+    while True:
+        try:
+            posix.rename_new(attempt.path, target)
+        except FileExistsError as error:
+            try:
+                _refuse_to_replace(target, overwrite, error)
+                posix.exchange(attempt.path, target)
+            except FileNotFoundError:
+                if not _bears(attempt.directory, attempt.path):
+                    raise
+                # The entry was deleted just now, so there is nothing to replace any more.
+                continue
+            return True
+        return False
+
+
+def _refuse_to_replace(target: Path, overwrite: bool, error: OSError) -> None:
+    """Raise unless an existing entry may be replaced.
+
+    Raises:
+        StepExistsError: It may not.
+        FileNotFoundError: It is gone.
+    """
+    if not overwrite:
+        raise StepExistsError(
+            f"{target} already exists; it was left as it is. Choose another step, or pass "
+            "overwrite=True to replace it"
+        ) from error
+    if not stat.S_ISDIR(os.lstat(target).st_mode):
+        # The exchange would swap these as well, and hand back what cannot be removed.
+        raise StepExistsError(
+            f"{target} is a file or a link, not a checkpoint; it was left as it is. Move it away, "
+            "or choose another name"
+        ) from error
+    if not posix.is_there(target / FILE_NAME) and posix.is_there(target):
+        raise StepExistsError(
+            f"{target} exists and is not a checkpoint of this library, so it is never replaced. "
+            "Move it away, or choose another name"
+        ) from error
+
+
+def _take_back(attempt: LocalAttempt, target: Path, replaced: bool) -> None:
+    """Undo a publication that is not durable; what is not surely ours is never removed."""
+    # Until it is known to be durable, a power cut may bring any of the names back.
+    attempt.keep = True
+    swap = posix.exchange if replaced else posix.rename_new
+    try:
+        if not _bears(attempt.directory, target):
+            # Somebody else has replaced or deleted it since; what is there is not ours.
+            return
+        swap(target, attempt.path)
+        if not _bears(attempt.directory, attempt.path):
+            # Somebody else came between the look and the swap: theirs goes back.
+            swap(attempt.path, target)
+            return
+        posix.fsync_path(attempt.root)
+        attempt.keep = False
+    except OSError:
+        if replaced and not _bears(attempt.directory, attempt.path):
+            # Another step bears the attempt's name now; nobody may clean it up as one.
+            kept = attempt.root / f"{attempt.entry}.replaced-{attempt.id}"
+            with contextlib.suppress(OSError):
+                os.rename(attempt.path, kept)
+            logger.error("the step that was being replaced was left at %s", kept)
+
+
+def renew(attempt: LocalAttempt) -> None:
+    """Let the lease of an attempt begin anew, unless the attempt has ended."""
+    with attempt.guard:
+        if not attempt.ended:
+            renew_lease(attempt.lease)
+
+
+def end(attempt: LocalAttempt) -> None:
+    """Give back what an attempt holds; it has been published or removed."""
+    # The number of a descriptor that was closed may be that of another file a moment later.
+    with attempt.guard:
+        if attempt.ended:
+            return
+        attempt.ended = True
+        with contextlib.suppress(OSError):
+            os.close(attempt.directory)
+        _end_lease(attempt.root / lease_name(attempt.id), attempt.lease)
+
+
+def discard(attempt: LocalAttempt) -> None:
+    """Remove what bears the name of an attempt that was not published."""
+    if attempt.keep:
+        # Out of sight; its bytes are for the cleaner, once the names around it are durable.
+        with contextlib.suppress(OSError):
+            os.rename(attempt.path, attempt.path.with_name(trash_name(attempt.path.name)))
+        return
+    remove_hidden(attempt.path)
+
+
+def _end_lease(path: Path, lease: int) -> None:
+    # One that cannot be removed now is swept later: nobody holds its lock any more.
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+    with contextlib.suppress(OSError):
+        os.close(lease)
+
+
+def hide(root: Path, entry: str) -> Path | None:
+    """Rename an entry to a name of trash, durably; return its path there, None if not there."""
+    trash = root / trash_name(attempt_name(entry, uuid.uuid4().hex))
+    try:
+        os.rename(root / entry, trash)
+    except FileNotFoundError:
+        return None
+    posix.fsync_path(root)
+    return trash
+
+
+def remove_hidden(path: Path) -> None:
+    """Remove what is no entry: an attempt, or trash."""
+    # Under that name it can be told from an attempt whose writer may live, whatever happens.
+    trash = path.with_name(trash_name(path.name))
+    if trash != path:
+        with contextlib.suppress(OSError):
+            os.rename(path, trash)
+    # By either name: a cleaner may have renamed it, and a late write made it anew.
+    for each in {path, trash}:
+        with contextlib.suppress(FileNotFoundError):
+            posix.remove_tree(each)
+
+
+def _bears(directory: int, path: Path) -> bool:
+    """Tell whether `path` is the name of an open directory, at the moment."""
+    kept = os.fstat(directory)
+    try:
+        named = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return (kept.st_dev, kept.st_ino) == (named.st_dev, named.st_ino)
