@@ -59,6 +59,17 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def reliability(session: nox.Session) -> None:
+    """Attack the library for an hour or two and record the counts in docs/reliability.md.
+
+    Arguments after -- go to `python -m tests.reliability`. Power cuts need root and loop devices.
+    """
+    session.install("-e", ".", *group("test"))
+    env = hermetic_env(session) | {"HYPOTHESIS_PROFILE": "thorough"}
+    session.run("python", "-m", "tests.reliability", *session.posargs, env=env)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting."""
     session.install(*group("lint"))

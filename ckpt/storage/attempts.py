@@ -205,7 +205,14 @@ def end(attempt: LocalAttempt) -> None:
         attempt.ended = True
         with contextlib.suppress(OSError):
             os.close(attempt.directory)
-        _end_lease(attempt.root / lease_name(attempt.id), attempt.lease)
+        lease = attempt.root / lease_name(attempt.id)
+        try:
+            is_left = posix.is_there(attempt.path)
+        except OSError:
+            is_left = True
+        # What could not be removed is left with its lease, which tells the cleaner at once that
+        # nobody owns it any more.
+        _end_lease(None if is_left else lease, attempt.lease)
 
 
 def discard(attempt: LocalAttempt) -> None:
@@ -218,10 +225,11 @@ def discard(attempt: LocalAttempt) -> None:
     remove_hidden(attempt.path)
 
 
-def _end_lease(path: Path, lease: int) -> None:
+def _end_lease(path: Path | None, lease: int) -> None:
     # One that cannot be removed now is swept later: nobody holds its lock any more.
-    with contextlib.suppress(OSError):
-        os.unlink(path)
+    if path is not None:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
     with contextlib.suppress(OSError):
         os.close(lease)
 

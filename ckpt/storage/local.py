@@ -72,8 +72,9 @@ class LocalStorage:
             for path in missing:
                 posix.fsync_path(path.parent)
             if not missing and not self._prepared:
-                # Whoever made it may have died before that was durable; may be it is none of ours.
-                with contextlib.suppress(OSError):
+                # Whoever made it may have died before that was durable. Where the directory it is
+                # in may not be opened, it was made by somebody else, long ago.
+                with contextlib.suppress(PermissionError):
                     posix.fsync_path(self._root.parent)
             self._prepared = True
         except (FileExistsError, NotADirectoryError) as error:

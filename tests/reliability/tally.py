@@ -1,0 +1,30 @@
+"""What a campaign came to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Tally"]
+
+
+@dataclass
+class Tally:
+    """Counts of one campaign.
+
+    Attributes:
+        runs: Saves, restores, processes or states that were tried.
+        faults: How many of them met what the campaign does to them; a campaign without is no proof.
+        losses: What should not have happened, one line each; a promise holds if there is none.
+    """
+
+    runs: int = 0
+    faults: int = 0
+    losses: list[str] = field(default_factory=list)
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(self.runs + other.runs, self.faults + other.faults, self.losses + other.losses)
+
+    def check(self, *, faults: int) -> None:
+        """Assert that nothing was lost, and that at least so many faults were met."""
+        assert self.losses == [], "\n".join(self.losses[:20])
+        assert self.faults >= faults, f"only {self.faults} faults were met, so little was tested"
