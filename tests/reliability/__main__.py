@@ -14,6 +14,7 @@ import tests.conftest  # noqa: F401  (sets what has to be set before jax is impo
 import argparse
 import datetime
 import importlib
+import logging
 import platform
 import sys
 import tempfile
@@ -83,6 +84,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     chosen = [each for each in CAMPAIGNS if any(part in each.function for part in options.only)]
+    # What is said of faults that were made on purpose would bury the counts.
+    logging.getLogger("ckpt").setLevel(logging.CRITICAL)
     lost = 0
     for campaign in chosen:
         count = max(1, round(campaign.count * options.scale))

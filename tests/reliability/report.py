@@ -55,8 +55,10 @@ def table(records: Sequence[Record]) -> str:
     ]
     for each in records:
         minutes = f"{each.seconds / 60:.1f}"
+        # Of some nothing is wrong with the world; that much work is the attack.
+        met = f"{each.faults:,}" if each.faults else "-"
         lines.append(
-            f"| {each.name} (`{each.campaign}`) | {each.runs:,} | {each.faults:,} | "
+            f"| {each.name} (`{each.campaign}`) | {each.runs:,} | {met} | "
             f"{'none' if not each.losses else f'**{each.losses}**'} | {minutes} | {each.on} |"
         )
     return "\n".join(lines)
