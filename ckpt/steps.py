@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import AsyncIterator, Iterable
-from typing import TypeGuard
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import TypeGuard, TypeVar
 
 import anyio
 
@@ -33,6 +33,7 @@ __all__ = [
     "while_read",
 ]
 
+T = TypeVar("T")
 # Nineteen digits hold every step a 64-bit counter can.
 _STEP = re.compile(r"^(0|[1-9][0-9]{0,18})\Z")
 _ITEM = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\Z")
@@ -101,30 +102,35 @@ def _may_name_an_item(name: object) -> TypeGuard[str]:
 async def committed_steps(storage: Storage) -> list[int]:
     """Return every committed step of a root, ascending."""
     limiter = anyio.CapacityLimiter(_CONCURRENT_READS)
-    async for candidates in _listings(storage):
-        found: list[int] = []
+    found: list[int] = []
 
-        async def look(step: int, found: list[int]) -> None:
-            async with limiter:
-                if await _is_committed(storage, step):
-                    found.append(step)
+    async def look(step: int) -> None:
+        async with limiter:
+            if await _is_committed(storage, step):
+                found.append(step)
 
+    async def look_at_all(candidates: list[int]) -> bool | None:
+        found.clear()
         with located():
             async with anyio.create_task_group() as tasks:
                 for step in candidates:
-                    tasks.start_soon(look, step, found)
-        if len(found) == len(candidates):
-            break
+                    tasks.start_soon(look, step)
+        return True if len(found) == len(candidates) else None
+
+    await _first_answer(storage, look_at_all)
     return sorted(found)
 
 
 async def latest_step(storage: Storage) -> int | None:
     """Return the greatest committed step, or None; reads as few manifests as that takes."""
-    async for candidates in _listings(storage):
+
+    async def look(candidates: list[int]) -> int | None:
         for step in reversed(candidates):
             if await _is_committed(storage, step):
                 return step
-    return None
+        return None
+
+    return await _first_answer(storage, look)
 
 
 async def latest_manifest(storage: Storage) -> Manifest | None:
@@ -134,7 +140,8 @@ async def latest_manifest(storage: Storage) -> Manifest | None:
         CorruptCheckpointError: That step is committed, and its manifest contradicts itself.
         UnsupportedFormatError: It is of a later format.
     """
-    async for candidates in _listings(storage):
+
+    async def look(candidates: list[int]) -> Manifest | None:
         for step in reversed(candidates):
             try:
                 return await read_manifest(storage, str(step), step=step)
@@ -143,19 +150,30 @@ async def latest_manifest(storage: Storage) -> Manifest | None:
             except CorruptCheckpointError:
                 if await _is_committed(storage, step):
                     raise
-    return None
+        return None
+
+    return await _first_answer(storage, look)
 
 
-async def _listings(storage: Storage) -> AsyncIterator[list[int]]:
-    """Yield the names of a root that may be steps, ascending, until they stay the same.
+async def _first_answer(
+    storage: Storage, look: Callable[[list[int]], Awaitable[T | None]]
+) -> T | None:
+    """Ask `look` about the names of a root that may be steps until it answers, or they stay.
 
     A writer that keeps one step commits the next and deletes the one before. Who listed before and
     looks afterwards finds none of what was listed, though there was a step all the time.
+
+    Args:
+        storage: The root.
+        look: Given the candidates, ascending, returns its answer; None to list again.
     """
     known: list[int] | None = None
     while (candidates := _candidates(await storage.entries())) != known:
-        yield candidates
+        answer = await look(candidates)
+        if answer is not None:
+            return answer
         known = candidates
+    return None
 
 
 async def read_manifest(storage: Storage, entry: str, *, step: int | None = None) -> Manifest:

@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import stat
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ __all__ = [
 
 _MAX_BYTES = 4096
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# A second in all; a cleaner needs less than a millisecond.
+_LOCK_TRIES, _LOCK_PAUSE_SECONDS = 200, 0.005
 # A lease in the moment of its birth says nothing yet; so do attempts whose lease somebody removed.
 WITHOUT_LEASE_SECONDS = 3600.0
 
@@ -74,13 +77,8 @@ def take_lease(path: Path, seconds: float) -> int:
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        boot = boot_id()
-        try:
-            # A cleaner that looks at it holds the lock for a moment, so this waits.
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        except OSError:
-            # No lock, so a free one will prove nothing: the time of the lease decides.
-            boot = None
+        # Without the lock a free one will prove nothing: the time of the lease decides then.
+        boot = boot_id() if _locked(fd) else None
         # Written once it is locked: whoever finds it valid and unlocked knows that its writer has
         # ended. Not synced, since after a power cut there is no writer whose lease it could be.
         content = {"boot": boot, "device": os.fstat(fd).st_dev, "seconds": seconds}
@@ -94,6 +92,22 @@ def take_lease(path: Path, seconds: float) -> int:
             os.unlink(path)
         raise
     return fd
+
+
+def _locked(lease: int) -> bool:
+    """Lock a new lease; tell whether that worked.
+
+    A cleaner that looks at it holds the lock for a moment, or for ever if it is stopped in it.
+    """
+    for _ in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(_LOCK_PAUSE_SECONDS)
+        except OSError:
+            return False
+    return False
 
 
 def renew_lease(lease: int) -> None:

@@ -13,7 +13,6 @@ import resource
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import numpy as np
 from odd import Odd, OddHandler
+from still import wait_until_main_is_still
 
 import ckpt
 import ckpt.sync
@@ -217,14 +217,7 @@ def is_interrupted() -> None:
 
     def watch() -> None:
         stuck.reached.wait()
-        # A signal that comes between Python's last look for one and the system call that waits
-        # is not seen before that call returns: so the main thread must stand still first.
-        places: list[object] = []
-        while len(set(places[-4:])) != 1 or len(places) < 4:
-            frame = sys._current_frames()[threading.main_thread().ident or 0]
-            waits = frame.f_code.co_name == "wait"
-            places.append(frame.f_lasti if waits else len(places) + 1e6)
-            time.sleep(0.03)
+        wait_until_main_is_still()
         tell("reached")
 
     threading.Thread(target=watch).start()

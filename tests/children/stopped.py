@@ -10,11 +10,11 @@ import os
 import signal
 import sys
 import threading
-import time
 from typing import Any
 
 import numpy as np
 from odd import Odd, OddHandler
+from still import wait_until_main_is_still
 
 import ckpt
 import ckpt.sync
@@ -33,14 +33,7 @@ def say_when_still(item: Odd) -> None:
 
     def watch() -> None:
         item.reached.wait()
-        # A signal that comes between Python's last look for one and the system call that waits
-        # is not seen before that call returns.
-        places: list[object] = []
-        while len(set(places[-4:])) != 1 or len(places) < 4:
-            frame = sys._current_frames()[threading.main_thread().ident or 0]
-            waits = frame.f_code.co_name == "wait"
-            places.append(frame.f_lasti if waits else len(places) + 1e6)
-            time.sleep(0.03)
+        wait_until_main_is_still()
         os.write(1, b"reached\n")
 
     threading.Thread(target=watch, daemon=True).start()

@@ -189,6 +189,33 @@ def test_a_writer_that_got_no_lock_is_not_taken_for_dead(
     assert names(tmp_path) == {"1"}
 
 
+def test_a_cleaner_that_is_stopped_with_the_lock_does_not_stop_a_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, held = fcntl.flock, []
+
+    def after_a_cleaner(fd: int, operation: int) -> None:
+        """The cleaner comes between the making of the lease and its first lock."""
+        if not held:
+            held.append(os.open(lease_of(tmp_path), os.O_RDWR))
+            real(held[0], fcntl.LOCK_EX)
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", after_a_cleaner)
+
+    async def work(storage: LocalStorage) -> None:
+        with anyio.fail_after(PATIENCE_S):
+            attempt = await storage.begin("1")
+        # It gets the lock no more, and is not taken for dead when the cleaner goes on.
+        os.close(held[0])
+        assert await storage.sweep() == []
+        await storage.write(attempt, "x", b"x")
+        await storage.publish(attempt, overwrite=False)
+
+    run(work, tmp_path)
+    assert names(tmp_path) == {"1"}
+
+
 def test_a_lease_is_not_renewed_once_its_attempt_has_ended(tmp_path: Path) -> None:
     """The number of its descriptor may be that of another file by then."""
 
