@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckpt.oneshot import load, metadata, save, verify
     from ckpt.settings import Staging, Timeouts
     from ckpt.stepinfo import StepMetadata
+    from ckpt.watching import watch
 
 __all__ = [
     "Adapt",
@@ -54,6 +55,7 @@ __all__ = [
     "surgery",
     "sync",
     "verify",
+    "watch",
 ]
 
 _HOMES = {
@@ -79,6 +81,7 @@ _HOMES = {
     "metadata": "ckpt.oneshot",
     "save": "ckpt.oneshot",
     "verify": "ckpt.oneshot",
+    "watch": "ckpt.watching",
 }
 
 

@@ -69,6 +69,8 @@ class Backlog:
         self._policy = policy
         self._queue: list[Place] = []
         self._changed = anyio.Event()
+        # Held from the decision about a save until it has joined.
+        self.deciding = anyio.Lock()
 
     @property
     def under_way(self) -> list[Place]:

@@ -7,11 +7,12 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
 from ckpt.errors import CommitTimeoutError
+from ckpt.statistics import SaveStatistics, Stopwatch
 from ckpt.waiting import settled, settled_here
 
 __all__ = ["Commit", "CommitHooks", "Progress", "Stage", "StepInfo"]
@@ -34,6 +35,7 @@ class StepInfo:
         metadata: User metadata given to `save`, or None.
         created: When the save began (UTC).
         committed: When the step was committed (UTC).
+        statistics: Where the time of the save went, or None where the step does not tell.
     """
 
     step: int | None
@@ -44,6 +46,7 @@ class StepInfo:
     metadata: Any
     created: datetime
     committed: datetime
+    statistics: SaveStatistics | None = field(default=None, compare=False)
 
     @staticmethod
     def time_of(unix_ns: int) -> datetime:
@@ -218,8 +221,9 @@ class CommitHooks:
     """The engine's side of a `Commit`: moves it along and ends it. Used on the engine's thread."""
 
     def __init__(self, commit: Commit) -> None:
-        """Drive `commit`."""
+        """Drive `commit`, which was called just now."""
         self._commit = commit
+        self.watch = Stopwatch()
 
     def stage(self, stage: Stage) -> None:
         """Say what the save is doing now."""

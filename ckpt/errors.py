@@ -8,6 +8,7 @@
     │   └── StepDeletedError                    it was deleted or replaced while it was read
     ├── NotACheckpointError (FileNotFoundError) a path that holds no committed checkpoint
     ├── StepExistsError (FileExistsError)       the step or path is taken, and stays as it is
+    ├── StepPinnedError                         a pinned step is not deleted; it stays as it is
     ├── CorruptCheckpointError                  stored bytes are missing, cut or changed
     ├── UnsupportedFormatError                  written by a newer library or a missing handler
     ├── HandlerError                            a handler, or an object it keeps, raised an error
@@ -43,6 +44,7 @@ __all__ = [
     "StepDeletedError",
     "StepExistsError",
     "StepNotFoundError",
+    "StepPinnedError",
     "StorageError",
     "TargetMismatchError",
     "UnsupportedFormatError",
@@ -154,6 +156,10 @@ class NotACheckpointError(CheckpointError, FileNotFoundError):
 
 class StepExistsError(CheckpointError, FileExistsError):
     """The step (or the one-shot path) is already there; it was left as it is."""
+
+
+class StepPinnedError(CheckpointError):
+    """The step is pinned by somebody, so it was not deleted."""
 
 
 class CorruptCheckpointError(CheckpointError):

@@ -12,27 +12,36 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
-__all__ = ["Event", "Observer", "Recorder", "emit"]
+__all__ = ["Event", "Observer", "Outcome", "Recorder", "emit"]
 
 logger = logging.getLogger("ckpt")
+
+Outcome = Literal["ok", "failed", "skipped", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One timed phase of a save or a restore.
+    """One timed phase of an operation, or the whole of one.
 
     Attributes:
-        operation: `"save"`, `"restore"` or `"verify"`.
-        phase: Of a save `plan`, `snapshot`, `stage`, `encode`, `digest`, `write`, `record`,
-            `publish` and `preserve`, and `blocked` for as long as the caller of `save()` waits; of
-            a restore `read` and `place`.
+        operation: `"save"`, `"restore"`, `"verify"` or `"delete"`.
+        phase: Of a save `wait` (for earlier saves), `plan`, `snapshot`, `stage`, `encode`,
+            `digest`, `write`, `record`, `publish` and `preserve`, and `blocked` for as long as the
+            caller of `save()` waits; of a restore `read` and `place`. `end` is the whole of an
+            operation, reported once when it has ended, however it has: the one phase with an
+            `outcome`. `preempted` is reported once when the final save of a preempted run is
+            committed: the time since the step before it was saved, which would have been lost.
         step: The step, or None for a one-shot checkpoint.
         began_ns: Monotonic clock (`time.perf_counter_ns`) at the start.
         ended_ns: The same clock at the end.
-        nbytes: Bytes of array data the phase moved; 0 where it moved none.
+        nbytes: Bytes of array data the phase moved; 0 where it moved none. Those of `plan` are
+            still to be moved.
         lane: The write lane for `digest` and `write`, else None.
         granule: Number of the granule within its item, where the phase is about one.
+        outcome: Of the phase `end` how it ended: `ok`, `failed`, `skipped` or `cancelled`.
+        reason: Why it failed or was skipped.
     """
 
     operation: str
@@ -43,6 +52,8 @@ class Event:
     nbytes: int = 0
     lane: int | None = None
     granule: int | None = None
+    outcome: Outcome | None = None
+    reason: str | None = None
 
 
 Observer = Callable[[Event], None]
@@ -64,6 +75,61 @@ class Recorder:
     operation: str
     step: int | None
     observers: tuple[Observer, ...]
+
+    def end(
+        self, began_ns: int, outcome: Outcome, *, nbytes: int = 0, reason: str | None = None
+    ) -> None:
+        """Report the whole operation, which began at `began_ns` and ends now."""
+        if self.observers:
+            ended = time.perf_counter_ns()
+            event = Event(
+                self.operation,
+                "end",
+                self.step,
+                began_ns,
+                ended,
+                nbytes,
+                outcome=outcome,
+                reason=reason,
+            )
+            emit(self.observers, event)
+
+    def preempted(self, seconds: float) -> None:
+        """Report the final save of a preempted run, so many seconds after the one before it."""
+        now = time.perf_counter_ns()
+        began = now - int(seconds * 1e9)
+        emit(self.observers, Event(self.operation, "preempted", self.step, began, now))
+
+    @contextmanager
+    def ending(self, began_ns: int) -> Iterator[list[int]]:
+        """Report the whole operation when the body ends, however it does.
+
+        Gives a list; the body adds to it how many bytes it moved.
+        """
+        moved: list[int] = []
+        with self.failing(began_ns):
+            yield moved
+        self.end(began_ns, "ok", nbytes=sum(moved))
+
+    @contextmanager
+    def failing(self, began_ns: int) -> Iterator[None]:
+        """Report the whole operation only if the body raises."""
+        try:
+            yield
+        except Exception as error:
+            self.end(began_ns, "failed", reason=str(error))
+            raise
+        except BaseException:
+            self.end(began_ns, "cancelled")
+            raise
+
+    def planned(self, began_ns: int, nbytes: int) -> None:
+        """Report the phase `plan`, which ends now, with the bytes that are to be moved."""
+        if self.observers:
+            event = Event(
+                self.operation, "plan", self.step, began_ns, time.perf_counter_ns(), nbytes
+            )
+            emit(self.observers, event)
 
     @contextmanager
     def phase(

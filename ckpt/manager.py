@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 import anyio
 
-from ckpt.backlog import BacklogPolicy, check_backlog
+from ckpt.backlog import BacklogPolicy
 from ckpt.commit import Commit
-from ckpt.engine.exits import run_at_exit
-from ckpt.engine.loop import EngineLoop
 from ckpt.events import Observer
 from ckpt.handlers.registry import HandlersLike
 from ckpt.layout.adapt import Adapt
 from ckpt.layout.formatting import Formats
 from ckpt.layout.report import VerifyReport
-from ckpt.policies import PreservationPolicy, PreserveAll, SavePolicy
-from ckpt.redaction import redact
-from ckpt.requests import make_request
-from ckpt.service import RootService, make_engine
+from ckpt.opening import make_service, raise_unseen
+from ckpt.partial import PartialSave
+from ckpt.pins import Pin
+from ckpt.policies import Deletion, Metric, Mode, PreservationPolicyLike, SavePolicyLike
 from ckpt.settings import Staging, Timeouts
+from ckpt.step_names import StepNames
 from ckpt.stepinfo import StepMetadata
-from ckpt.steps import check_step
-from ckpt.storage.resolve import PathLike, open_root
+from ckpt.storage.resolve import PathLike
 from ckpt.waiting import settled
 
-__all__ = ["CheckpointManager", "make_service", "raise_unseen"]
-
-logger = logging.getLogger("ckpt")
+__all__ = ["CheckpointManager"]
 
 
 class CheckpointManager:
@@ -50,40 +45,57 @@ class CheckpointManager:
         self,
         root: PathLike,
         *,
-        save_policy: SavePolicy | None = None,
-        preservation: PreservationPolicy | None = None,
+        save_policy: SavePolicyLike | None = None,
+        preservation: PreservationPolicyLike | None = None,
+        deletion: Deletion | None = None,
+        step_names: StepNames | None = None,
+        metadata: Mapping[str, Any] | None = None,
         handlers: HandlersLike = (),
         staging: Staging | None = None,
         formats: Formats | None = None,
         backlog: BacklogPolicy = "wait",
         read_only: bool = False,
+        create: bool = True,
+        permission_mode: int | None = None,
+        preemption_signals: Iterable[int] = (),
         timeouts: Timeouts | None = None,
         observers: Iterable[Observer] = (),
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """Manage the steps below `root`. Does no input or output yet.
 
         Args:
-            root: The directory; made at the first save if it is not there.
-            save_policy: Decides which steps are saved; None saves every step asked for.
-            preservation: Decides which steps are kept after a commit; None keeps all. The greatest
-                step and the one just saved are always kept.
+            root: The directory.
+            save_policy: Which steps are saved (`ckpt.policies`), or a function of step, previous
+                steps and `SaveContext` that returns True for those to save; None saves them all.
+            preservation: Which steps are kept after a commit (`ckpt.policies`), or a function that
+                returns True for a step to keep; None keeps all. Pinned steps, the one just saved
+                and the greatest one are always kept.
+            deletion: How steps that are not kept are deleted; `Deletion(trash=...)` moves them.
+            step_names: How the directories of steps are called (`ckpt.step_names`).
+            metadata: JSON values to keep with the root; the first that it is given stay.
             handlers: Handlers of further kinds of items, asked in order before the built-in ones;
                 or a mapping of item names to the handler of each.
             staging: How arrays get to host memory, and how much of it may be used.
             formats: How arrays are stored: `{pattern of leaf paths: ArrayFormat}`, of which the
                 first that covers a leaf counts, or a function of leaf path and
-                `jax.ShapeDtypeStruct` that returns an `ArrayFormat` or None. It is asked once for
-                trees of the same structure. A pattern that decides about no array of a save is an
-                error. PRNG keys and Python scalars have no format.
+                `jax.ShapeDtypeStruct` that returns an `ArrayFormat` or None. A pattern that decides
+                about no array of a save is an error.
             backlog: What a save does while another one is under way. `wait` takes its snapshot
-                beside it, so the call blocks for the copy only, and commits after it; while two
-                are under way already it waits for the first of them. `skip` saves nothing and
-                returns a falsy commit that says so. `supersede` waits like the first, but gives up
-                a save that has not begun to write for the newer one: the commit of that one becomes
-                falsy, with the reason in `skipped`. (With `force=True` a save is never skipped.)
+                beside it and commits after it; while two are under way it waits for the first.
+                `skip` saves nothing and returns a falsy commit that says so. `supersede` gives up a
+                save that has not begun to write for the newer one; its commit becomes falsy. (With
+                `force=True` a save is never skipped.)
             read_only: Refuse everything that writes, for evaluators.
+            create: Make the root if it is not there; otherwise opening the manager fails then.
+            permission_mode: Permissions of new directories, such as 0o750; files get those of them
+                that files can have. None lets both follow the umask.
+            preemption_signals: Signals that announce the end of the run, such as
+                `(signal.SIGTERM,)`. They are handled from the first use in the main thread until
+                the manager closes; see `reached_preemption`.
             timeouts: How long is waited for what may never come.
             observers: Called with an `Event` for every timed phase, on the library's thread.
+            clock: Tells the time in Unix seconds, for tests of policies; None is the real time.
 
         Raises:
             InvalidArgumentError: An argument cannot be meant as given.
@@ -92,13 +104,20 @@ class CheckpointManager:
             root,
             save_policy=save_policy,
             preservation=preservation,
+            deletion=deletion,
+            step_names=step_names,
+            metadata=metadata,
             handlers=handlers,
             staging=staging,
             formats=formats,
             backlog=backlog,
             read_only=read_only,
+            create=create,
+            permission_mode=permission_mode,
+            preemption_signals=preemption_signals,
             timeouts=timeouts,
             observers=observers,
+            clock=clock,
         )
         self._loop = self._service.loop
         weakref.finalize(self, self._loop.stop).atexit = False
@@ -110,10 +129,12 @@ class CheckpointManager:
 
     async def __aenter__(self) -> Self:
         try:
+            self._service.preemption.open()
             await self._loop.run(self._service.open)
         except BaseException:
             # Nobody leaves a block that was not entered.
             self._loop.stop()
+            self._service.preemption.close()
             raise
         return self
 
@@ -135,14 +156,17 @@ class CheckpointManager:
         Idempotent. Cancelling the call leaves the commits to finish.
 
         Raises:
-            CheckpointError: A save failed and its error was not fetched from its `Commit`. Several
-                arrive as an `ExceptionGroup`.
+            CheckpointError: A save failed and nobody has fetched its error; several arrive as an
+                `ExceptionGroup`.
         """
         await self._close()
         raise_unseen(self._service, None)
 
     async def _close(self) -> None:
-        await anyio.to_thread.run_sync(self._loop.close, abandon_on_cancel=True)
+        try:
+            await anyio.to_thread.run_sync(self._service.close, abandon_on_cancel=True)
+        finally:
+            self._service.preemption.close()
 
     async def save(
         self,
@@ -168,28 +192,24 @@ class CheckpointManager:
             metrics: Numbers to keep with the step; jax scalars may still be being computed.
             metadata: JSON values to keep with the step.
             force: Save even if the save policy says no.
-            overwrite: Replace the step if it exists; the old one stays until the new one is
-                published.
+            overwrite: Replace the step if it exists; the old one stays until the new is published.
 
         Returns:
-            The commit: await it for durability, or drop it and let the manager's exit tell. It is
-            falsy, with the reason in `skipped`, if the save policy said no.
+            The commit: await it for durability, or let the manager's exit tell. It is falsy, with
+            the reason in `skipped`, if the save policy said no.
 
         Raises:
             InvalidArgumentError: An argument cannot be meant as given.
             UnsupportedLeafError: A leaf cannot be stored, or was deleted; names its path.
             StepExistsError: The step exists and `overwrite` is False.
             StorageError: The store refused before the snapshot was complete.
-            HandlerError: An object with a state, or a handler of yours, raised; names the item.
+            HandlerError: An object with a state, or a handler of yours, raised.
 
-        Cancellation: the save is stopped, everything of it is removed, then the cancellation goes
-        on.
+        Cancellation: the save is stopped, and everything of it is removed, before it goes on.
         """
-        step = check_step(step)
-        request = make_request(
-            str(step), step, state, items, metrics, metadata, overwrite=overwrite
+        commit, job, staged = self._service.start_save(
+            step, state, items, metrics, metadata, force=force, overwrite=overwrite
         )
-        commit, job, staged = self._service.start_save(request, force=force)
         try:
             await settled(staged)
         except anyio.get_cancelled_exc_class():
@@ -199,6 +219,21 @@ class CheckpointManager:
             raise
         staged.result()
         return commit
+
+    def partial(
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Any = None,
+        overwrite: bool = False,
+    ) -> PartialSave:
+        """Save a step in several calls: `async with mgr.partial(step) as part`, `part.save(...)`.
+
+        Arguments and errors are those of `save`; the save policy is not asked.
+        """
+        begun = self._service.start_partial(step, metrics, metadata, overwrite=overwrite)
+        return PartialSave(begun, self)
 
     async def restore(
         self,
@@ -215,8 +250,7 @@ class CheckpointManager:
             like: The target: a tree of the structure wanted back, whose leaves say what they come
                 back as: `jax.ShapeDtypeStruct` (with its sharding and dtype), jax or numpy arrays,
                 Python scalars or their types, functions, or `...` to skip a leaf or all below a
-                key. None restores everything as
-                it was saved. For a step of several items, a dict of item names to targets.
+                key. None restores all as it was saved. For several items, a dict of targets.
             items: Load these items only: their names, or a mapping of names to targets.
             adapt: What may differ between the checkpoint and the target: leaves to select, rename,
                 cast, resize, stack or leave out. For several items a dict of item names may give
@@ -233,20 +267,51 @@ class CheckpointManager:
 
         Cancellation: reading stops, and memory is given back before the cancellation goes on.
         """
-        step = None if step is None else check_step(step)
-        return await self._loop.run(self._service.restore, step, like, items, adapt)
+        return await self._loop.run(self._service.reader.restore, step, like, items, adapt)
 
     async def should_save(self, step: int) -> bool:
-        """Tell whether the save policy wants `step`; `save` asks it itself."""
-        return await self._loop.run(self._service.should_save, check_step(step))
+        """Tell whether `save` would save `step`; ask about the step in hand only."""
+        self._service.reached_preemption(step)
+        return await self._loop.run(self._service.should_save, step)
+
+    def reached_preemption(self, step: int) -> bool:
+        """Tell whether the run is to end at `step`; does not wait.
+
+        True once one of `preemption_signals` has come; where `jax.distributed` is initialised, at
+        the step that JAX's preemption service makes all processes agree on. Ask at every step,
+        after `save`: the first save that is called for such a step is made whatever policy and
+        backlog say. The answer for a step never changes.
+
+        Raises:
+            InvalidArgumentError: Signals cannot be handled: this is not the main thread.
+        """
+        return self._service.reached_preemption(step)
 
     async def all_steps(self) -> list[int]:
         """Return every committed step, ascending; steps under way or failed are not among them."""
-        return await self._loop.run(self._service.all_steps)
+        return await self._loop.run(self._service.reader.all_steps)
 
     async def latest_step(self) -> int | None:
         """Return the greatest committed step, or None on a fresh run."""
-        return await self._loop.run(self._service.latest_step)
+        return await self._loop.run(self._service.reader.latest_step)
+
+    async def best_step(self, metric: Metric | None = None, mode: Mode | None = None) -> int | None:
+        """Return the committed step with the best metric, or None if no step has it.
+
+        Args:
+            metric: Name of a metric, or a function of all metrics of a step; None is what the
+                `BestN` in the manager's `preservation` ranks by.
+            mode: Whether the smallest (`"min"`) or the greatest (`"max"`) value is best.
+        """
+        return await self._loop.run(self._service.reader.best_step, metric, mode)
+
+    async def reload(self) -> None:
+        """Read every manifest anew; what was changed is noticed without it, too."""
+        await self._loop.run(self._service.reload)
+
+    async def root_metadata(self) -> dict[str, Any]:
+        """Return the metadata that the root was given first; empty if it was given none."""
+        return await self._loop.run(self._service.root_metadata)
 
     async def metadata(self, step: int | None = None) -> StepMetadata:
         """Return structure, shapes, dtypes and shardings of a step; reads no array bytes.
@@ -257,8 +322,7 @@ class CheckpointManager:
         Raises:
             StepNotFoundError: There is no such step, or none at all.
         """
-        step = None if step is None else check_step(step)
-        return await self._loop.run(self._service.metadata, step)
+        return await self._loop.run(self._service.reader.metadata, step)
 
     async def metrics(self, step: int | None = None) -> dict[str, float] | None:
         """Return the metrics a step was saved with, or None; `step` as in `metadata`."""
@@ -267,90 +331,69 @@ class CheckpointManager:
     async def verify(self, step: int | None = None, *, deep: bool = True) -> VerifyReport:
         """Compare a step with its manifest, and name all damage by file, item and leaf path.
 
-        Every byte of every file is read once, several files at a time, in a fixed amount of memory.
-        Nothing is written or restored, so neither devices nor the classes of items are needed.
+        Every byte is read once, in a fixed amount of memory; neither devices nor the classes of
+        items are needed.
 
         Args:
             step: The step; None is the latest.
-            deep: Read everything. Otherwise only the manifest is read, and names, kinds and sizes
-                of files are compared with it.
+            deep: Read everything; otherwise compare names, kinds and sizes of files only.
 
         Returns:
             The report; true if nothing is wrong. Damage is never raised.
 
         Raises:
-            StepNotFoundError: There is no such step, or none at all.
-            StepDeletedError: It was deleted or replaced meanwhile.
+            StepNotFoundError: There is no such step; it may have been deleted meanwhile.
             UnsupportedFormatError: It is of a later format.
 
         Cancellation: reading stops, and memory is given back before the cancellation goes on.
         """
-        step = None if step is None else check_step(step)
-        return await self._loop.run(self._service.verify, step, deep)
+        return await self._loop.run(self._service.reader.verify, step, deep)
 
-    async def delete(self, step: int) -> None:
+    async def delete(self, step: int, *, item: str | None = None) -> None:
         """Delete a committed step; it vanishes at once and whole, then its bytes are removed.
+
+        Files in it that this library did not write are moved beside it, to `<step>.others`.
+
+        Args:
+            step: The step.
+            item: Delete this one of several items only; the rest takes the step's place atomically.
+
+        Raises:
+            InvalidArgumentError: There is no such item, or no other one.
+            StepNotFoundError: There is no such step.
+            StepPinnedError: It is pinned.
+            ReadOnlyError: The manager is read-only.
+        """
+        await self._loop.run(self._service.delete, step, item)
+
+    async def pin(self, step: int, name: str) -> None:
+        """Keep a step from being deleted by anybody until it is unpinned, also after this run.
+
+        Args:
+            step: A committed step.
+            name: Why, such as `"release"`; a step may have several pins.
 
         Raises:
             StepNotFoundError: There is no such step.
-            ReadOnlyError: The manager is read-only.
         """
-        await self._loop.run(self._service.delete, check_step(step))
+        await self._loop.run(self._service.pin, step, name)
+
+    async def unpin(self, step: int, name: str) -> bool:
+        """Take back the pin of that name; return whether there was one."""
+        return await self._loop.run(self._service.unpin, step, name)
+
+    async def pins(self) -> dict[int, tuple[Pin, ...]]:
+        """Return the pinned steps; those that evaluators hold (`ckpt.watch`) are among them."""
+        return await self._loop.run(self._service.pins)
 
     def is_saving_in_progress(self) -> bool:
         """Tell whether a save is under way."""
         return self._service.saves.is_saving
 
     async def wait_until_finished(self) -> None:
-        """Wait for every save that was started, and raise what nobody has seen.
+        """Wait for every save that was started, and raise what nobody has seen, as `close` does.
 
         Steps that are no longer kept are deleted by then, too.
-
-        Raises:
-            CheckpointError: As `close`.
         """
         await self._loop.run(self._service.saves.idle)
         raise_unseen(self._service, None)
-
-
-def make_service(
-    root: PathLike,
-    *,
-    save_policy: SavePolicy | None,
-    preservation: PreservationPolicy | None,
-    handlers: HandlersLike,
-    staging: Staging | None,
-    formats: Formats | None,
-    backlog: BacklogPolicy,
-    read_only: bool,
-    timeouts: Timeouts | None,
-    observers: Iterable[Observer],
-) -> RootService:
-    """Return the service behind a manager, asyncio or plain."""
-    timeouts = timeouts or Timeouts()
-    service = RootService(
-        EngineLoop(),
-        open_root(root, timeouts),
-        make_engine(staging or Staging(), handlers, observers, formats),
-        save_policy,
-        preservation or PreserveAll(),
-        backlog=check_backlog(backlog),
-        read_only=read_only,
-        timeouts=timeouts,
-    )
-    run_at_exit(service.finish_at_exit)
-    return service
-
-
-def raise_unseen(service: RootService, error: BaseException | None) -> None:
-    """Raise what nobody has fetched; where `error` is on its way already, add it as notes."""
-    unseen = service.saves.take_errors()
-    if error is not None:
-        for each in unseen:
-            logger.error("a save failed: %s", each)
-            where = redact(service.storage.location)
-            error.add_note(f"a save to {where} failed as well: {each}")
-    elif len(unseen) == 1:
-        raise unseen[0]
-    elif unseen:
-        raise BaseExceptionGroup(f"{len(unseen)} saves failed", unseen)

@@ -11,13 +11,12 @@ milliseconds.
 
 from __future__ import annotations
 
-import mmap
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 import pydantic
-import xxhash
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from ckpt.digests import digest
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "FILE_NAME",
     "FORMAT_VERSION",
     "MAX_BYTES",
-    "Digester",
     "FileEntry",
     "ItemEntry",
     "JsonValue",
@@ -33,12 +31,12 @@ __all__ = [
     "Manifest",
     "Node",
     "ShardingEntry",
+    "Summary",
     "decode",
-    "digest",
     "encode",
     "is_whole",
-    "new_digest",
-    "peek_step",
+    "peek",
+    "peek_files",
 ]
 
 FILE_NAME = "ckpt.json"
@@ -63,6 +61,8 @@ Version = Annotated[int, Field(gt=-(10**40), lt=10**40)]
 Step = Annotated[int, Field(ge=0, lt=10**19)]
 Size = Annotated[int, Field(ge=0, le=1 << 62)]
 UnixTime = Annotated[int, Field(ge=0, le=1 << 62)]
+Seconds = Annotated[float, Field(ge=0, lt=1e12)]
+Metrics = dict[str, float | Literal["nan", "inf", "-inf"]]
 
 
 class _Model(BaseModel):
@@ -214,6 +214,7 @@ class Manifest(_Model):
         committed_ns: Unix time in nanoseconds at which the manifest was written.
         writer: Versions of the libraries that wrote the step.
         process_count: Number of processes that wrote the step.
+        statistics: Where the time of the save went until the manifest was written, in seconds.
         files: Every other file of the step, by path relative to it.
     """
 
@@ -224,12 +225,13 @@ class Manifest(_Model):
     attempt: str
     unnamed: bool
     items: dict[str, ItemEntry]
-    metrics: dict[str, float | Literal["nan", "inf", "-inf"]] | None = None
+    metrics: Metrics | None = None
     metadata: JsonValue = None
     created_ns: UnixTime
     committed_ns: UnixTime
     writer: dict[str, str]
     process_count: int
+    statistics: dict[str, Seconds] = Field(default_factory=dict)
     files: dict[str, FileEntry]
 
 
@@ -242,28 +244,23 @@ class _Header(_Model):
     step: Step | None = None
 
 
-class Digester(Protocol):
-    """A digest that is taken piece by piece."""
+class Summary(_Header):
+    """What lists of steps are made of. Attributes as in `Manifest`."""
 
-    def update(self, data: bytes | bytearray | memoryview, /) -> None:
-        """Go on with these bytes."""
-
-    def hexdigest(self) -> str:
-        """Return the digest of all of them, as `digest` would."""
-
-
-def new_digest() -> Digester:
-    """Return the digest of no bytes so far."""
-    digester: Digester = xxhash.xxh3_128()
-    return digester
+    attempt: str = ""
+    metrics: Metrics | None = None
+    created_ns: UnixTime = 0
+    committed_ns: UnixTime = 0
 
 
-def digest(data: bytes | bytearray | memoryview | mmap.mmap) -> str:
-    """Return the xxh3_128 of `data` as 32 hex digits.
+class _Files(_Model):
+    """The files of a step, without the rest."""
 
-    Source: https://xxhash.com; a checksum against accidents, not against tampering.
-    """
-    return xxhash.xxh3_128_hexdigest(memoryview(data))
+    files: dict[str, FileEntry]
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset({FILE_NAME, *self.files})
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -296,17 +293,30 @@ def is_whole(data: bytes) -> bool:
     return data.endswith(_TRAILER_KEY + found + _TRAILER_END)
 
 
-def peek_step(data: bytes) -> int | None:
-    """Return the step of a `ckpt.json`; -1 if it is not whole or not a manifest, None if one-shot.
+def peek(data: bytes) -> Summary | None:
+    """Return the summary of a `ckpt.json`; None if it is not whole or not a manifest.
 
-    A manifest of a later format is a step too, though this library cannot read it.
+    A manifest of a later format has one, too, though this library cannot read the rest.
     """
     if not is_whole(data):
-        return -1
+        return None
     try:
-        return _Header.model_validate_json(data).step
+        return Summary.model_validate_json(data)
     except pydantic.ValidationError:
-        return -1
+        pass
+    try:
+        header = _Header.model_validate_json(data)
+    except pydantic.ValidationError:
+        return None
+    return Summary(format=header.format, version=header.version, step=header.step)
+
+
+def peek_files(data: bytes) -> frozenset[str] | None:
+    """Return the files that a `ckpt.json` names, itself among them; None if it is not whole."""
+    try:
+        return None if not is_whole(data) else _Files.model_validate_json(data).names
+    except pydantic.ValidationError:
+        return None
 
 
 def decode(data: bytes, *, where: str) -> Manifest:

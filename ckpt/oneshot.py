@@ -13,12 +13,13 @@ from ckpt.commit import Commit, CommitHooks, StepInfo
 from ckpt.engine.loop import EngineLoop
 from ckpt.engine.restore import restore_items
 from ckpt.engine.verification import verify_entry
+from ckpt.entries import refuse_existing, save_entry
 from ckpt.handlers.registry import HandlersLike
+from ckpt.late_statistics import statistics_of
 from ckpt.layout.adapt import Adapt
 from ckpt.layout.formatting import Formats
 from ckpt.layout.report import VerifyReport
 from ckpt.requests import make_request, result_of, wanted_items
-from ckpt.saves import refuse_existing, save_entry
 from ckpt.service import make_engine
 from ckpt.settings import Staging
 from ckpt.stepinfo import StepMetadata, describe_step, step_info
@@ -197,7 +198,8 @@ def metadata_call(path: PathLike) -> Call[StepMetadata]:
     async def call() -> StepMetadata:
         manifest = await read_manifest(storage, entry)
         where = f"{storage.location}/{entry}"
-        return await anyio.to_thread.run_sync(describe_step, manifest, where)
+        statistics = await statistics_of(storage, entry, manifest)
+        return await anyio.to_thread.run_sync(describe_step, manifest, where, statistics)
 
     return call
 

@@ -14,7 +14,7 @@ from ckpt.manifest import Manifest
 from ckpt.stepinfo import ItemInfo
 from ckpt.steps import check_item_name
 
-__all__ = ["UNNAMED_ITEM", "make_request", "result_of", "wanted_items"]
+__all__ = ["UNNAMED_ITEM", "make_request", "plain_json", "result_of", "wanted_items"]
 
 # The name Orbax's v1 API gives, and looks for, where the caller names no item.
 UNNAMED_ITEM = "state"
@@ -59,12 +59,12 @@ def make_request(
         items=named,
         unnamed=items is None,
         metrics=None if metrics is None else dict(metrics),
-        metadata=_plain_json(metadata, step),
+        metadata=plain_json(metadata, step),
         overwrite=overwrite,
     )
 
 
-def _plain_json(metadata: Any, step: int | None) -> Any:
+def plain_json(metadata: Any, step: int | None = None) -> Any:
     """Return a copy of `metadata` made of plain JSON values."""
     try:
         return json.loads(json.dumps(metadata, allow_nan=False))

@@ -5,29 +5,36 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import anyio
 
 from ckpt.backlog import Backlog, BacklogPolicy, Place
 from ckpt.commit import Commit, CommitHooks
 from ckpt.engine.loop import EngineLoop, Job
-from ckpt.engine.save import SaveEngine, SaveRequest, save_step
+from ckpt.engine.save import SaveEngine, SaveRequest
+from ckpt.entries import refuse_existing, remove_others, save_entry
 from ckpt.errors import (
     CheckpointError,
     CommitCancelledError,
-    InvalidArgumentError,
     StepExistsError,
+    StorageError,
 )
-from ckpt.manifest import FILE_NAME, MAX_BYTES, Manifest
+from ckpt.events import Recorder
+from ckpt.late_statistics import keep_late
+from ckpt.manifest import Manifest
+from ckpt.pace import Pace
+from ckpt.policies import SaveContext, SavedStep
+from ckpt.preemption import Preemption
 from ckpt.redaction import redact
 from ckpt.stepinfo import step_info
+from ckpt.steps import check_step
 from ckpt.storage.base import Storage
 
-__all__ = ["Saves", "refuse_existing", "save_entry"]
+__all__ = ["Saves"]
 
 logger = logging.getLogger("ckpt")
 
@@ -38,11 +45,36 @@ class Root(Protocol):
     async def open(self) -> None:
         """Make the root ready for writing."""
 
-    async def refusal(self, step: int, pending: Sequence[int]) -> str | None:
-        """Return why `step` is not to be saved, or None; `pending` are being saved."""
+    async def refusal(self, step: int, context: SaveContext) -> str | None:
+        """Return why `step` is not to be saved, or None if it is."""
 
-    async def preserve(self, saved: int | None) -> None:
-        """Delete what is not kept any more."""
+    async def newest_time(self) -> float | None:
+        """Return when the save of the greatest committed step began, in Unix seconds."""
+
+    async def other_entries(self, step: int) -> list[str]:
+        """Return the entries of `step` under other names than the one it is written to."""
+
+    async def preserve(self, saved: int) -> float | None:
+        """Delete what is not kept any more, now that `saved` is committed; never raises.
+
+        Returns:
+            How many seconds that took; None if it was not done.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """What was decided about a save.
+
+    Attributes:
+        place: Its place in the backlog, or None if it is not to be.
+        refusal: Why not.
+        kept_seconds: Of a save at preemption how long ago the save before it began.
+    """
+
+    place: Place | None
+    refusal: str | None = None
+    kept_seconds: float | None = None
 
 
 class Saves:
@@ -54,18 +86,25 @@ class Saves:
         storage: Storage,
         engine: SaveEngine,
         backlog: BacklogPolicy,
+        preemption: Preemption,
     ) -> None:
         """Save to `storage`."""
         self._loop = loop
         self._storage = storage
         self._engine = engine
         self._policy: BacklogPolicy = backlog
+        self._preemption = preemption
         # Made on the engine's loop.
         self._backlog: Backlog | None = None
         # Saves under way, and ended ones whose error nobody has fetched yet.
         self._commits: dict[CommitHooks, Commit] = {}
         # Set when the deletions after a commit have ended; the next save does not wait for them.
-        self._tidying: list[anyio.Event] = []
+        self.tidying: list[anyio.Event] = []
+        self._pace = Pace()
+        self._saving: dict[Place, SavedStep] = {}
+        self._last_time: float | None = None
+        # The save at preemption, unless it has failed.
+        self._final: Place | None = None
 
     @property
     def is_saving(self) -> bool:
@@ -94,6 +133,30 @@ class Saves:
             raise
         return commit, jobs[0], staged
 
+    def is_final(self, context: SaveContext) -> bool:
+        """Tell whether a save would be the final one of a preempted run, which is always made."""
+        return context.preempted and self._final is None
+
+    def adopt(self, hooks: CommitHooks, commit: Commit) -> None:
+        """Count a save that runs elsewhere among those under way, and tell of its error."""
+        self._forget_seen()
+        self._commits[hooks] = commit
+
+    def context(self, step: int) -> SaveContext:
+        """Return the moment in which it is asked whether `step` is to be saved."""
+        self._pace.asked(step, time.perf_counter())
+        saving = tuple(self._saving.values())
+        times = [each.time for each in saving]
+        return SaveContext(
+            now=self._engine.now_ns() / 1e9,
+            preempted=self._preemption.reached(step),
+            saving=saving,
+            last_time=times[-1] if times else self._last_time,
+            step_seconds=self._pace.step_seconds,
+            lost_seconds=self._pace.lost_seconds,
+            save_seconds=self._pace.save_seconds,
+        )
+
     async def _save(
         self,
         request: SaveRequest,
@@ -103,85 +166,163 @@ class Saves:
         staged: Future[None],
     ) -> None:
         """Run one save to its end; every outcome goes to its commit, or to the waiting call."""
-        began = time.perf_counter()
-        tidied = anyio.Event()
+        began_ns = time.perf_counter_ns()
+        recorder = Recorder("save", request.step, self._engine.observers)
         backlog = self._backlog = self._backlog or Backlog(self._policy)
-        reason = None if force else backlog.refusal()
-        if reason is not None:
-            self._skip(reason, request, hooks, staged)
-            return
         scope = anyio.CancelScope()
-        place = backlog.join(request.entry, request.step, scope.cancel)
-        manifest = None
+        tidied = anyio.Event()
+        place, reason, committed = None, None, False
         try:
             with scope:
-                manifest = await self._save_in_turn(request, root, force, hooks, staged, place)
-                self._tidying.append(tidied)
+                decision = await self._decide(request, root, force, backlog, scope.cancel)
+                place, reason = decision.place, decision.refusal
+                if place is not None:
+                    manifest = await self._save_in_turn(request, root, hooks, staged, place)
+                    self.tidying.append(tidied)
+                    committed = True
         except BaseException as error:
             self._end_badly(error, request, hooks, staged)
             if not isinstance(error, Exception):
+                recorder.end(began_ns, "cancelled")
                 raise
+            recorder.end(began_ns, "failed", reason=str(error))
             return
         finally:
-            backlog.leave(place)
-        if scope.cancelled_caught:
+            if place is not None:
+                backlog.leave(place)
+                del self._saving[place]
+                blocked = hooks.watch.taken.blocked if committed else None
+                self._pace.end_save(place, time.perf_counter(), blocked)
+                if place is self._final and not committed:
+                    self._final = None
+        if place is not None and scope.cancelled_caught:
             reason = f"superseded by step {place.superseded_by} (backlog='supersede')"
+        if reason is not None:
             self._skip(reason, request, hooks, staged)
+            recorder.end(began_ns, "skipped", reason=reason)
             return
-        self._commits.pop(hooks)
-        where = f"{self._storage.location}/{request.entry}"
-        info = None if manifest is None else step_info(manifest, where)
         try:
-            if info is None:
-                staged.set_result(None)
-                return
-            hooks.finish(info)
-            seconds = time.perf_counter() - began
-            logger.info("saved step %s: %d bytes in %.2f s", info.step, info.nbytes, seconds)
-            await root.preserve(info.step)
+            self.end_well(request, manifest, hooks, recorder, began_ns, decision.kept_seconds)
+            await self.tidy(root, request, manifest, hooks)
         finally:
-            self._tidying.remove(tidied)
+            self.tidying.remove(tidied)
             tidied.set()
         # In the pause before the next save; nobody waits for it.
         await self._engine.arena.warm(lambda: backlog.is_empty and not self._loop.closed)
+
+    async def _decide(
+        self,
+        request: SaveRequest,
+        root: Root,
+        force: bool,
+        backlog: Backlog,
+        give_up: Callable[[], None],
+    ) -> _Decision:
+        """Ask policy and backlog about a save, and give it its place if they agree."""
+        step = check_step(request.step)
+        # So that the next decision knows of this save.
+        async with backlog.deciding:
+            context = self.context(step)
+            is_final = self.is_final(context)
+            if not (force or is_final):
+                refusal = await root.refusal(step, context) or backlog.refusal()
+                if refusal is not None:
+                    return _Decision(None, refusal)
+            kept_seconds = await self._kept_by(context, root) if is_final else None
+            # Who has a place gives it back: so nothing may fail, or be awaited, from here on.
+            place = backlog.join(request.entry, step, give_up)
+            self._saving[place] = SavedStep(step, context.now)
+            self._pace.begin_save(place, time.perf_counter())
+            self._final = place if is_final else self._final
+        return _Decision(place, None, kept_seconds)
+
+    async def _kept_by(self, context: SaveContext, root: Root) -> float | None:
+        """Return how long ago the newest save before the final one began, or None."""
+        last = context.last_time
+        if last is None:
+            try:
+                last = await root.newest_time()
+            except CheckpointError as error:
+                # It is for a report only.
+                logger.debug("the newest step could not be looked at: %s", error)
+        return None if last is None else max(context.now - last, 0.0)
 
     async def _save_in_turn(
         self,
         request: SaveRequest,
         root: Root,
-        force: bool,
         hooks: CommitHooks,
         staged: Future[None],
         place: Place,
-    ) -> Manifest | None:
-        """Save unless a policy says no; None then."""
+    ) -> Manifest:
+        """Save once there is room for it; what bears the step's name may have to be replaced."""
         assert self._backlog is not None
         backlog = self._backlog
-        await backlog.admitted(place)
+        with Recorder("save", request.step, self._engine.observers).phase("wait"):
+            await backlog.admitted(place)
+        hooks.watch.add_wait(hooks.watch.elapsed)
         await root.open()
         before = [other for other in backlog.under_way if other is not place]
-        await refuse_existing(self._storage, request)
+        others = await root.other_entries(check_step(request.step))
+        await refuse_existing(self._storage, request, others)
         if not request.overwrite and any(other.entry == request.entry for other in before):
             raise StepExistsError(
                 "this step is being saved at the moment. Choose another step, or pass "
                 "overwrite=True to replace it once it is there",
                 step=request.step,
             )
-        if not force and request.step is not None:
-            pending = [other.step for other in before if other.step is not None]
-            reason = await root.refusal(request.step, pending)
-            if reason is not None:
-                hooks.skip(reason)
-                return None
-        return await save_entry(
+
+        async def may_write() -> None:
+            began = time.perf_counter()
+            await place.may_write.wait()
+            hooks.watch.add_wait(time.perf_counter() - began)
+
+        manifest = await save_entry(
             self._engine,
             self._storage,
             request,
             hooks,
             on_safe=lambda: staged.set_result(None),
             on_staged=lambda: backlog.staged(place),
-            may_write=place.may_write.wait,
+            may_write=may_write,
         )
+        await remove_others(self._storage, others)
+        return manifest
+
+    def end_well(
+        self,
+        request: SaveRequest,
+        manifest: Manifest,
+        hooks: CommitHooks,
+        recorder: Recorder,
+        began_ns: int,
+        kept_seconds: float | None = None,
+    ) -> None:
+        """Tell of a step that was published; `kept_seconds` is that of `_Decision`."""
+        self._commits.pop(hooks)
+        self._last_time = manifest.created_ns / 1e9
+        info = step_info(manifest, f"{self._storage.location}/{request.entry}", hooks.watch.taken)
+        hooks.finish(info)
+        recorder.end(began_ns, "ok", nbytes=info.nbytes)
+        seconds = hooks.watch.elapsed
+        kept = ""
+        if kept_seconds is not None:
+            recorder.preempted(kept_seconds)
+            kept = f"; the run was preempted, and {kept_seconds:.0f} s of training are kept"
+        logger.info("saved step %s: %d bytes in %.2f s%s", info.step, info.nbytes, seconds, kept)
+
+    async def tidy(
+        self, root: Root, request: SaveRequest, manifest: Manifest, hooks: CommitHooks
+    ) -> None:
+        """Delete what is not kept any more, and add to the step what is known only now."""
+        seconds = await root.preserve(check_step(request.step))
+        if seconds is not None:
+            hooks.watch.note(deleted=seconds)
+        try:
+            taken = hooks.watch.taken
+            await keep_late(self._storage, request.entry, manifest.attempt, taken)
+        except StorageError as error:
+            logger.debug("the statistics of step %s were not kept: %s", request.step, error)
 
     def _skip(
         self, reason: str, request: SaveRequest, hooks: CommitHooks, staged: Future[None]
@@ -219,7 +360,7 @@ class Saves:
         """Wait until every save that was started has ended, and the deletions after it."""
         if self._backlog is not None:
             await self._backlog.idle()
-        for tidied in list(self._tidying):
+        for tidied in list(self.tidying):
             await tidied.wait()
 
     def _forget_seen(self) -> None:
@@ -253,66 +394,3 @@ class Saves:
         for error in errors:
             sys.stderr.write(f"ckpt: a save to {where} failed and nobody looked: {error}\n")
         return bool(errors)
-
-
-async def save_entry(
-    engine: SaveEngine,
-    storage: Storage,
-    request: SaveRequest,
-    hooks: CommitHooks,
-    *,
-    on_safe: Callable[[], None] = lambda: None,
-    on_staged: Callable[[], None] = lambda: None,
-    may_write: Callable[[], Awaitable[Any]] | None = None,
-) -> Manifest:
-    """Save one entry once its metrics are plain numbers; see `save_step`."""
-    if request.metrics is not None:
-        metrics = await anyio.to_thread.run_sync(_plain_metrics, request.metrics)
-        request = replace(request, metrics=metrics)
-    return await save_step(
-        engine,
-        storage,
-        request,
-        hooks,
-        on_safe=on_safe,
-        on_staged=on_staged,
-        may_write=may_write or anyio.lowlevel.checkpoint,
-    )
-
-
-async def refuse_existing(storage: Storage, request: SaveRequest) -> None:
-    """Raise before anything is staged if the entry is taken; publishing checks again.
-
-    Raises:
-        StepExistsError: It is, and is not to be replaced or not ours to replace.
-    """
-    if not await storage.exists(request.entry):
-        return
-    where = f"{storage.location}/{request.entry}"
-    if await storage.read(request.entry, FILE_NAME, MAX_BYTES) is None:
-        raise StepExistsError(
-            f"{where} exists and is not a checkpoint of this library, so it is never replaced. "
-            "Move it away, or choose another name",
-            step=request.step,
-        )
-    if not request.overwrite:
-        raise StepExistsError(
-            f"{where} already exists; it was left as it is. Choose another step, or pass "
-            "overwrite=True to replace it",
-            step=request.step,
-        )
-
-
-def _plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
-    """Return metrics as JSON has them; waits for jax scalars that are still being computed."""
-    plain: dict[str, float | str] = {}
-    for name, value in metrics.items():
-        try:
-            number = float(value)
-        except (TypeError, ValueError) as error:
-            raise InvalidArgumentError(
-                f"metrics[{name!r}]={value!r:.60}: expected a number"
-            ) from error
-        finite = number - number == 0
-        plain[str(name)] = number if finite else repr(number)
-    return plain

@@ -5,11 +5,10 @@ The asyncio and the plain manager are two faces of this one object. No bytes mov
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,48 +21,44 @@ from ckpt.engine.buffers import Buffers
 from ckpt.engine.exits import fail_exit
 from ckpt.engine.loop import EngineLoop, Job
 from ckpt.engine.plans import PlanCache
-from ckpt.engine.restore import restore_items
-from ckpt.engine.save import SaveEngine, SaveRequest
-from ckpt.engine.verification import verify_entry
+from ckpt.engine.save import SaveEngine
 from ckpt.errors import (
-    CorruptCheckpointError,
     ReadOnlyError,
-    StepDeletedError,
-    StepExistsError,
-    StepNotFoundError,
-    UnsupportedFormatError,
 )
 from ckpt.events import Observer, Recorder
 from ckpt.handlers.registry import HandlersLike, find_handlers
-from ckpt.layout.adapt import Adapt
+from ckpt.history import Previous, saved_step
+from ckpt.index import StepIndex
+from ckpt.late_statistics import drop_orphans
 from ckpt.layout.formatting import Formats, compile_formats
-from ckpt.layout.orbax_view import root_view
-from ckpt.layout.report import VerifyReport
-from ckpt.manifest import Manifest
-from ckpt.policies import PreservationPolicy, PreserveAll, SavePolicy
+from ckpt.parts import OpenSave, PartialSaves, partial_request
+from ckpt.pins import Pin, forget_expired, pin, pins, unpin
+from ckpt.policies import (
+    Deletion,
+    PreservationPolicyLike,
+    SaveContext,
+    SavePolicyLike,
+    ranking_of,
+    refusal_of,
+)
+from ckpt.preemption import Preemption
+from ckpt.reading import RootReader
 from ckpt.redaction import redact
-from ckpt.requests import result_of, wanted_items
+from ckpt.requests import make_request
+from ckpt.retention import Retention
+from ckpt.root_metadata import read_root_metadata, write_root_metadata
 from ckpt.saves import Saves
 from ckpt.settings import Staging, Timeouts
-from ckpt.stepinfo import StepMetadata, describe_step
-from ckpt.steps import (
-    committed_steps,
-    latest_manifest,
-    latest_step,
-    read_manifest,
-    while_read,
-)
+from ckpt.step_names import StepNames
+from ckpt.steps import check_step
 from ckpt.storage.base import Storage
 
 __all__ = ["RootService", "make_engine"]
 
 logger = logging.getLogger("ckpt")
 
-_ROOT_METADATA = "metadata"
 # For input and output under way to end, and what was written to be removed.
 _GIVING_UP_SECONDS = 0.5
-# A writer that deletes the latest step this often while it is read keeps nothing that one can read.
-_LATEST_TRIES = 20
 
 
 def make_engine(
@@ -71,12 +66,13 @@ def make_engine(
     handlers: HandlersLike,
     observers: Iterable[Observer],
     formats: Formats | None = None,
+    now_ns: Callable[[], int] = time.time_ns,
 ) -> SaveEngine:
     """Return an engine with a cold arena; the given handlers come before the built-in ones."""
     arena = Arena(staging.effective_budget)
     plans = PlanCache(compile_formats(formats))
     return SaveEngine(
-        staging, find_handlers(handlers), tuple(observers), arena, Buffers(arena), plans
+        staging, find_handlers(handlers), tuple(observers), arena, Buffers(arena), plans, now_ns
     )
 
 
@@ -88,191 +84,195 @@ class RootService:
         loop: EngineLoop,
         storage: Storage,
         engine: SaveEngine,
-        save_policy: SavePolicy | None,
-        preservation: PreservationPolicy,
         *,
+        save_policy: SavePolicyLike | None,
+        preservation: PreservationPolicyLike,
+        deletion: Deletion,
+        names: StepNames,
+        metadata: Mapping[str, Any] | None,
         backlog: BacklogPolicy,
         read_only: bool,
         timeouts: Timeouts,
+        preemption: Preemption,
     ) -> None:
         """Serve the root of `storage`."""
-        self._timeouts = timeouts
         self.loop = loop
         self.storage = storage
-        self.read_only = read_only
+        self._names = names
+        self.preemption = preemption
+        self._timeouts = timeouts
+        self._read_only = read_only
         self._engine = engine
         self._save_policy = save_policy
-        self._preservation = preservation
+        self._metadata = metadata
         self._opened = False
         self._swept = 0.0
-        self.saves = Saves(loop, storage, engine, backlog)
+        self._index = StepIndex(storage, names)
+        self._retention = Retention(
+            storage, self._index, preservation, deletion, engine.observers, engine.now_ns
+        )
+        self.saves = Saves(loop, storage, engine, backlog, preemption)
+        self.reader = RootReader(storage, self._index, engine, ranking_of(preservation))
+        self._partials = PartialSaves(loop, storage, engine, self.saves)
 
     def start_save(
-        self, request: SaveRequest, *, force: bool
+        self,
+        step: int,
+        state: Any,
+        items: Mapping[str, Any] | None,
+        metrics: Mapping[str, Any] | None,
+        metadata: Any,
+        *,
+        force: bool,
+        overwrite: bool,
     ) -> tuple[Commit, Job[None], Future[None]]:
         """Start a save, from any thread; see `Saves.start`."""
-        if self.read_only:
-            raise ReadOnlyError(f"{self.storage.location} was opened with read_only=True")
+        step = check_step(step)
+        entry = self._names.name(step)
+        request = make_request(entry, step, state, items, metrics, metadata, overwrite=overwrite)
+        self._refuse_writing()
+        self.reached_preemption(step)
         return self.saves.start(request, self, force=force)
+
+    def start_partial(
+        self, step: int, metrics: Mapping[str, Any] | None, metadata: Any, *, overwrite: bool
+    ) -> OpenSave:
+        """Return a save in parts; it begins with its first call."""
+        step = check_step(step)
+        entry = self._names.name(step)
+        request = partial_request(entry, step, metrics, metadata, overwrite=overwrite)
+        self._refuse_writing()
+        return self._partials.new(request, self)
+
+    def reached_preemption(self, step: int) -> bool:
+        """Tell whether the run is to end at `step`; called on the caller's thread.
+
+        The answer for a step stays what it was, so that a save and its caller agree.
+        """
+        self.preemption.open()
+        return self.preemption.reached(check_step(step))
+
+    def _refuse_writing(self) -> None:
+        if self._read_only:
+            raise ReadOnlyError(f"{self.storage.location} was opened with read_only=True")
 
     async def open(self) -> None:
         """Make the root, and remove what dead writers left in it; only the first call does."""
-        if self._opened or self.read_only:
+        if self._opened or self._read_only:
             return
         await self.storage.prepare()
         await self._sweep()
-        if _ROOT_METADATA not in await self.storage.entries():
-            await self._write_root_metadata()
+        await write_root_metadata(self.storage, self._metadata)
+        await self._retention.prepare()
         self._opened = True
 
     async def _sweep(self) -> None:
         """Remove what dead writers left in the root."""
         self._swept = time.monotonic()
         removed = await self.storage.sweep()
+        await forget_expired(self.storage)
+        await drop_orphans(self.storage)
         if removed:
             logger.debug("removed %d attempts of dead writers: %s", len(removed), removed)
 
-    async def _write_root_metadata(self) -> None:
-        attempt = await self.storage.begin(_ROOT_METADATA)
-        try:
-            for path, data in root_view().items():
-                await self.storage.write(attempt, path, data)
-            await self.storage.publish(attempt, overwrite=False)
-        except StepExistsError:
-            # Another manager was first; what it wrote is as good.
-            with anyio.CancelScope(shield=True):
-                await self.storage.discard(attempt)
-        except BaseException:
-            with anyio.CancelScope(shield=True):
-                await self.storage.discard(attempt)
-            raise
-
-    async def preserve(self, saved: int | None) -> None:
+    async def preserve(self, saved: int) -> float | None:
         """Delete what the policy does not keep; a failure is logged, the save is not touched.
 
-        What was acknowledged just now stays, though older steps may be greater: after a run went
-        back, its new steps are the ones it would resume from. What writers on other machines left
-        when they vanished is removed here, too, once their leases have run out.
+        What writers on other machines left when they vanished is removed here, too, once their
+        leases have run out.
+
+        Returns:
+            How many seconds the deletions took; None if they failed.
         """
+        began = time.perf_counter()
         try:
             if time.monotonic() - self._swept > self.storage.lease_seconds:
                 await self._sweep()
-            if isinstance(self._preservation, PreserveAll):
-                return
-            steps = await committed_steps(self.storage)
-            kept = self._preservation.keep(steps) | set(steps[-1:]) | {saved}
             with Recorder("save", saved, self._engine.observers).phase("preserve"):
-                for step in steps:
-                    if step not in kept:
-                        await self.storage.remove(str(step))
+                await self._retention.preserve(saved)
         except Exception:
             logger.warning("steps that are no longer kept could not be deleted", exc_info=True)
+            return None
+        return time.perf_counter() - began
 
-    async def refusal(self, step: int, pending: Sequence[int]) -> str | None:
-        """Return why the save policy turns `step` down, or None; `pending` are being saved."""
+    async def refusal(self, step: int, context: SaveContext) -> str | None:
+        """Return why the save policy turns `step` down, or None."""
         if self._save_policy is None:
             return None
-        previous = sorted({*await committed_steps(self.storage), *pending})
-        return self._save_policy.refusal(step, previous)
+        previous = Previous(self._index)
+        # In a thread: it may look at the steps before, or be slow.
+        return await anyio.to_thread.run_sync(
+            refusal_of, self._save_policy, step, previous, context
+        )
 
     async def should_save(self, step: int) -> bool:
-        """Return whether the save policy wants `step`."""
-        return await self.refusal(step, ()) is None
+        """Return whether the save policy wants `step`, or the run ends there."""
+        step = check_step(step)
+        context = self.saves.context(step)
+        return self.saves.is_final(context) or await self.refusal(step, context) is None
 
-    async def all_steps(self) -> list[int]:
-        """Return every committed step, ascending."""
-        return await committed_steps(self.storage)
+    async def newest_time(self) -> float | None:
+        """Return when the save of the greatest committed step began, in Unix seconds."""
+        latest = await self._index.latest()
+        return None if latest is None else saved_step(latest).time
 
-    async def latest_step(self) -> int | None:
-        """Return the greatest committed step, or None."""
-        return await latest_step(self.storage)
+    async def other_entries(self, step: int) -> list[str]:
+        """Return the entries of `step` under other names than the one it is written to."""
+        written = self._names.name(step)
+        return [entry for entry in await self._index.entries_of(step) if entry != written]
 
-    async def manifest(self, step: int | None) -> Manifest:
-        """Return the manifest of `step`, or of the latest one."""
-        if step is not None:
-            return await read_manifest(self.storage, str(step), step=step)
-        manifest = await latest_manifest(self.storage)
-        if manifest is None:
-            raise _no_step(self.storage)
-        return manifest
+    async def reload(self) -> None:
+        """Forget what was read of the root."""
+        self._index.forget()
 
-    async def metadata(self, step: int | None) -> StepMetadata:
-        """Return the metadata of `step`, or of the latest one."""
-        manifest = await self.manifest(step)
-        path = f"{self.storage.location}/{manifest.step}"
-        return await anyio.to_thread.run_sync(describe_step, manifest, path)
+    async def root_metadata(self) -> dict[str, Any]:
+        """Return the metadata of the root."""
+        return await read_root_metadata(self.storage) or {}
 
-    async def verify(self, step: int | None, deep: bool) -> VerifyReport:
-        """Compare `step`, or the latest one, with its manifest; see `engine.verification`."""
-        for _ in range(_LATEST_TRIES if step is None else 1):
-            chosen = await latest_step(self.storage) if step is None else step
-            if chosen is None:
-                raise _no_step(self.storage)
-            try:
-                return await verify_entry(
-                    self.storage, str(chosen), chosen, deep, self._engine.observers
-                )
-            except StepNotFoundError as error:
-                deleted = error
-        raise deleted
+    async def pin(self, step: int, name: str) -> None:
+        """Keep a step from being deleted, until it is unpinned."""
+        step = check_step(step)
+        self._refuse_writing()
 
-    async def restore(
-        self,
-        step: int | None,
-        like: Any,
-        items: Mapping[str, Any] | Iterable[str] | None,
-        adapt: Adapt | Mapping[str, Adapt] | None,
-    ) -> Any:
-        """Load a step, or the latest one: then the next one where it is deleted meanwhile."""
-        # It may be asked for more than once.
-        items = list(items) if isinstance(items, Iterator) else items
-        for _ in range(_LATEST_TRIES if step is None else 1):
-            manifest = await self.manifest(step)
-            try:
-                return await self._restore(manifest, like, items, adapt)
-            except StepDeletedError as error:
-                deleted = error
-        raise deleted
+        async def is_committed() -> bool:
+            return step in await self._index.refresh()
 
-    async def _restore(
-        self,
-        manifest: Manifest,
-        like: Any,
-        items: Mapping[str, Any] | Iterable[str] | None,
-        adapt: Adapt | Mapping[str, Adapt] | None,
-    ) -> Any:
-        began = time.perf_counter()
-        entry = str(manifest.step)
-        async with while_read(self.storage, entry, manifest):
-            loaded = await restore_items(
-                manifest,
-                self.storage,
-                entry,
-                wanted_items(manifest, like, items, adapt),
-                self._engine.handlers,
-                self._engine.arena,
-                self._engine.buffers,
-                self._engine.observers,
-            )
-        nbytes = sum(manifest.items[name].nbytes for name in loaded)
-        seconds = time.perf_counter() - began
-        logger.info("restored step %s: %d bytes in %.2f s", manifest.step, nbytes, seconds)
-        return result_of(manifest, loaded, named=items is not None)
+        await pin(self.storage, step, name, is_committed)
 
-    async def delete(self, step: int) -> None:
-        """Delete a step."""
-        if self.read_only:
-            raise ReadOnlyError(f"{self.storage.location} was opened with read_only=True")
+    async def unpin(self, step: int, name: str) -> bool:
+        """Take a pin back; return whether there was one."""
+        self._refuse_writing()
+        return await unpin(self.storage, check_step(step), name)
+
+    async def pins(self) -> dict[int, tuple[Pin, ...]]:
+        """Return the pinned steps, and what pins them."""
+        return dict(await pins(self.storage))
+
+    async def delete(self, step: int, item: str | None) -> None:
+        """Delete a step, or one item of it."""
+        step = check_step(step)
+        self._refuse_writing()
         # A save of the same step that is under way would be published afterwards.
         await self.saves.idle()
-        # A damaged step is one to delete, too.
-        with contextlib.suppress(CorruptCheckpointError, UnsupportedFormatError):
-            await self.manifest(step)
-        if str(step) not in await self.storage.entries():
-            raise StepNotFoundError(
-                f"{self.storage.location}/{step} is a file or a link, not a step", step=step
-            )
-        await self.storage.remove(str(step))
+        if item is None:
+            await self._retention.delete(step)
+        else:
+            await self._retention.delete_item(*await self.reader.found(step), item)
+
+    def close(self, timeout: float | None = None) -> bool:
+        """End the loop once all saves have; saves in parts that are still open are discarded.
+
+        Args:
+            timeout: Seconds to wait at most; None waits for as long as it takes.
+
+        Returns:
+            Whether the loop has ended.
+        """
+        if not self.loop.is_forked:
+            self.loop.check_caller()
+        self.loop.stop()
+        self._partials.end_all()
+        return self.loop.close(timeout)
 
     def finish_at_exit(self) -> None:
         """At interpreter exit: finish what is under way, and say loudly what failed unseen.
@@ -280,7 +280,7 @@ class RootService:
         What has not ended in time is given up. The exit status then tells, as after a failure.
         """
         given_up = []
-        if not self.loop.close(self._timeouts.exit):
+        if not self.close(self._timeouts.exit):
             given_up = self.saves.cancel_all()
             self.loop.close(_GIVING_UP_SECONDS)
         for commit in given_up:
@@ -298,7 +298,3 @@ class RootService:
         saves = getattr(self, "saves", None)
         if saves is not None and saves.tell_unseen():
             fail_exit()
-
-
-def _no_step(storage: Storage) -> StepNotFoundError:
-    return StepNotFoundError(f"{storage.location} has no committed step; save one first")

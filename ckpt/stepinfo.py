@@ -21,6 +21,7 @@ from ckpt.layout.structure import unboxed_names
 from ckpt.layout.summary import Row, html_table, sharding_text, size_text, text_table
 from ckpt.layout.targets import key_shape
 from ckpt.manifest import ItemEntry, JsonValue, LeafEntry, Manifest, ShardingEntry
+from ckpt.statistics import SaveStatistics, of_manifest
 
 __all__ = ["ItemInfo", "LeafInfo", "StepMetadata", "describe_step", "step_info"]
 
@@ -202,8 +203,14 @@ def _what(leaf: LeafInfo) -> str:
     return f"{leaf.dtype.name}{list(leaf.shape)}{host}"
 
 
-def step_info(manifest: Manifest, path: str) -> StepInfo:
-    """Return the summary of a committed step that lies at `path`."""
+def step_info(manifest: Manifest, path: str, statistics: SaveStatistics | None = None) -> StepInfo:
+    """Return the summary of a committed step that lies at `path`.
+
+    Args:
+        manifest: Its manifest.
+        path: Where it lies.
+        statistics: Where the time of the save went; None for what the manifest tells.
+    """
     metrics = manifest.metrics
     return StepInfo(
         step=manifest.step,
@@ -214,11 +221,14 @@ def step_info(manifest: Manifest, path: str) -> StepInfo:
         metadata=manifest.metadata,
         created=StepInfo.time_of(manifest.created_ns),
         committed=StepInfo.time_of(manifest.committed_ns),
+        statistics=statistics or of_manifest(manifest.statistics),
     )
 
 
-def describe_step(manifest: Manifest, path: str) -> StepMetadata:
-    """Return the metadata of a committed step; needs no devices.
+def describe_step(
+    manifest: Manifest, path: str, statistics: SaveStatistics | None = None
+) -> StepMetadata:
+    """Return the metadata of a committed step; needs no devices. Arguments as of `step_info`.
 
     Raises:
         CorruptCheckpointError: The manifest contradicts itself.
@@ -240,7 +250,7 @@ def describe_step(manifest: Manifest, path: str) -> StepMetadata:
         unbuilt |= reasons
         flat[name] = MappingProxyType(dict(zip(paths, leaves, strict=True)))
     return StepMetadata(
-        info=step_info(manifest, path),
+        info=step_info(manifest, path, statistics),
         items=MappingProxyType(trees),
         leaves=MappingProxyType(flat),
         unnamed=manifest.unnamed,

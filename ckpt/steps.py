@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import TypeGuard, TypeVar
+from collections.abc import AsyncIterator
+from typing import TypeGuard
 
 import anyio
 
@@ -19,21 +19,17 @@ from ckpt.errors import (
     StorageError,
     located,
 )
-from ckpt.manifest import FILE_NAME, MAX_BYTES, Manifest, decode, peek_step
+from ckpt.manifest import FILE_NAME, MAX_BYTES, Manifest, decode
 from ckpt.storage.base import Storage
 
 __all__ = [
     "check_item_name",
     "check_step",
-    "committed_steps",
-    "latest_manifest",
-    "latest_step",
     "read_manifest",
     "refuse_deleted",
     "while_read",
 ]
 
-T = TypeVar("T")
 # Nineteen digits hold every step a 64-bit counter can.
 _STEP = re.compile(r"^(0|[1-9][0-9]{0,18})\Z")
 _ITEM = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\Z")
@@ -56,7 +52,6 @@ RESERVED_ITEMS = frozenset(
         FILE_NAME,
     }
 )
-_CONCURRENT_READS = 16
 
 
 def check_step(step: object) -> int:
@@ -99,83 +94,6 @@ def _may_name_an_item(name: object) -> TypeGuard[str]:
     )
 
 
-async def committed_steps(storage: Storage) -> list[int]:
-    """Return every committed step of a root, ascending."""
-    limiter = anyio.CapacityLimiter(_CONCURRENT_READS)
-    found: list[int] = []
-
-    async def look(step: int) -> None:
-        async with limiter:
-            if await _is_committed(storage, step):
-                found.append(step)
-
-    async def look_at_all(candidates: list[int]) -> bool | None:
-        found.clear()
-        with located():
-            async with anyio.create_task_group() as tasks:
-                for step in candidates:
-                    tasks.start_soon(look, step)
-        return True if len(found) == len(candidates) else None
-
-    await _first_answer(storage, look_at_all)
-    return sorted(found)
-
-
-async def latest_step(storage: Storage) -> int | None:
-    """Return the greatest committed step, or None; reads as few manifests as that takes."""
-
-    async def look(candidates: list[int]) -> int | None:
-        for step in reversed(candidates):
-            if await _is_committed(storage, step):
-                return step
-        return None
-
-    return await _first_answer(storage, look)
-
-
-async def latest_manifest(storage: Storage) -> Manifest | None:
-    """Return the manifest of the greatest committed step, or None; reads each once.
-
-    Raises:
-        CorruptCheckpointError: That step is committed, and its manifest contradicts itself.
-        UnsupportedFormatError: It is of a later format.
-    """
-
-    async def look(candidates: list[int]) -> Manifest | None:
-        for step in reversed(candidates):
-            try:
-                return await read_manifest(storage, str(step), step=step)
-            except StepNotFoundError:
-                continue
-            except CorruptCheckpointError:
-                if await _is_committed(storage, step):
-                    raise
-        return None
-
-    return await _first_answer(storage, look)
-
-
-async def _first_answer(
-    storage: Storage, look: Callable[[list[int]], Awaitable[T | None]]
-) -> T | None:
-    """Ask `look` about the names of a root that may be steps until it answers, or they stay.
-
-    A writer that keeps one step commits the next and deletes the one before. Who listed before and
-    looks afterwards finds none of what was listed, though there was a step all the time.
-
-    Args:
-        storage: The root.
-        look: Given the candidates, ascending, returns its answer; None to list again.
-    """
-    known: list[int] | None = None
-    while (candidates := _candidates(await storage.entries())) != known:
-        answer = await look(candidates)
-        if answer is not None:
-            return answer
-        known = candidates
-    return None
-
-
 async def read_manifest(storage: Storage, entry: str, *, step: int | None = None) -> Manifest:
     """Return the manifest of an entry.
 
@@ -193,11 +111,7 @@ async def read_manifest(storage: Storage, entry: str, *, step: int | None = None
     where = f"{storage.location}/{entry}"
     data = await storage.read(entry, FILE_NAME, MAX_BYTES)
     if data is None and step is not None:
-        steps = await committed_steps(storage)
-        listed = f"steps {_shorten(steps)}" if steps else "no committed step"
-        raise StepNotFoundError(
-            f"there is no such step; {storage.location} has {listed}", step=step
-        )
+        raise StepNotFoundError(f"there is no such step in {storage.location}", step=step)
     if data is None:
         raise NotACheckpointError(
             f"{where} holds no committed checkpoint: there is no {FILE_NAME} in it. Give the path "
@@ -274,23 +188,3 @@ async def _fate_of(storage: Storage, entry: str, manifest: Manifest) -> str | No
         # What cannot be read, or is damaged, has not been deleted.
         return None
     return None if found.attempt == manifest.attempt else "replaced"
-
-
-async def _is_committed(storage: Storage, step: int) -> bool:
-    """A step is committed if and only if its manifest is there, whole, and its own."""
-    try:
-        data = await storage.read(str(step), FILE_NAME, MAX_BYTES)
-    except CorruptCheckpointError:
-        return False
-    return data is not None and await anyio.to_thread.run_sync(peek_step, data) == step
-
-
-def _candidates(entries: Iterable[str]) -> list[int]:
-    return sorted(int(name) for name in entries if _STEP.match(name))
-
-
-def _shorten(steps: list[int]) -> str:
-    shown = [str(step) for step in (steps if len(steps) <= 12 else [*steps[:3], *steps[-8:]])]
-    if len(steps) > 12:
-        shown.insert(3, "...")
-    return ", ".join(shown)

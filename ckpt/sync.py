@@ -8,7 +8,7 @@ any blocking call does; prefer the asyncio API there.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -20,17 +20,19 @@ from ckpt.handlers.registry import HandlersLike
 from ckpt.layout.adapt import Adapt
 from ckpt.layout.formatting import Formats
 from ckpt.layout.report import VerifyReport
-from ckpt.manager import make_service, raise_unseen
 from ckpt.oneshot import Call, load_call, metadata_call, save_call, verify_call
-from ckpt.policies import PreservationPolicy, SavePolicy
-from ckpt.requests import make_request
+from ckpt.opening import make_service, raise_unseen
+from ckpt.partial import PlainPartialSave as PartialSave
+from ckpt.pins import Pin
+from ckpt.policies import Deletion, Metric, Mode, PreservationPolicyLike, SavePolicyLike
 from ckpt.settings import Staging, Timeouts
+from ckpt.step_names import StepNames
 from ckpt.stepinfo import StepMetadata
-from ckpt.steps import check_step
 from ckpt.storage.resolve import PathLike
 from ckpt.waiting import settled_here
+from ckpt.watching import watch_sync as watch
 
-__all__ = ["CheckpointManager", "load", "metadata", "save", "verify"]
+__all__ = ["CheckpointManager", "load", "metadata", "save", "verify", "watch"]
 
 T = TypeVar("T")
 
@@ -45,28 +47,42 @@ class CheckpointManager:
         self,
         root: PathLike,
         *,
-        save_policy: SavePolicy | None = None,
-        preservation: PreservationPolicy | None = None,
+        save_policy: SavePolicyLike | None = None,
+        preservation: PreservationPolicyLike | None = None,
+        deletion: Deletion | None = None,
+        step_names: StepNames | None = None,
+        metadata: Mapping[str, Any] | None = None,
         handlers: HandlersLike = (),
         staging: Staging | None = None,
         formats: Formats | None = None,
         backlog: BacklogPolicy = "wait",
         read_only: bool = False,
+        create: bool = True,
+        permission_mode: int | None = None,
+        preemption_signals: Iterable[int] = (),
         timeouts: Timeouts | None = None,
         observers: Iterable[Observer] = (),
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """Manage the steps below `root`; arguments as for `ckpt.CheckpointManager`."""
         self._service = make_service(
             root,
             save_policy=save_policy,
             preservation=preservation,
+            deletion=deletion,
+            step_names=step_names,
+            metadata=metadata,
             handlers=handlers,
             staging=staging,
             formats=formats,
             backlog=backlog,
             read_only=read_only,
+            create=create,
+            permission_mode=permission_mode,
+            preemption_signals=preemption_signals,
             timeouts=timeouts,
             observers=observers,
+            clock=clock,
         )
         self._loop = self._service.loop
         weakref.finalize(self, self._loop.stop).atexit = False
@@ -78,10 +94,12 @@ class CheckpointManager:
 
     def __enter__(self) -> Self:
         try:
+            self._service.preemption.open()
             self._loop.call(self._service.open)
         except BaseException:
             # Nobody leaves a block that was not entered.
             self._loop.stop()
+            self._service.preemption.close()
             raise
         return self
 
@@ -91,13 +109,19 @@ class CheckpointManager:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._loop.close()
+        self._close()
         raise_unseen(self._service, error)
 
     def close(self) -> None:
         """Wait for every commit and raise what nobody has seen; see the asyncio manager."""
-        self._loop.close()
+        self._close()
         raise_unseen(self._service, None)
+
+    def _close(self) -> None:
+        try:
+            self._service.close()
+        finally:
+            self._service.preemption.close()
 
     def save(
         self,
@@ -115,11 +139,9 @@ class CheckpointManager:
         An interrupt while waiting stops the save and removes everything of it.
         """
         self._loop.check_caller()
-        step = check_step(step)
-        request = make_request(
-            str(step), step, state, items, metrics, metadata, overwrite=overwrite
+        commit, job, staged = self._service.start_save(
+            step, state, items, metrics, metadata, force=force, overwrite=overwrite
         )
-        commit, job, staged = self._service.start_save(request, force=force)
         try:
             settled_here(staged)
         except BaseException:
@@ -128,6 +150,19 @@ class CheckpointManager:
             raise
         staged.result()
         return commit
+
+    def partial(
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Any = None,
+        overwrite: bool = False,
+    ) -> PartialSave:
+        """Save a step in several calls; see the asyncio manager."""
+        self._loop.check_caller()
+        begun = self._service.start_partial(step, metrics, metadata, overwrite=overwrite)
+        return PartialSave(begun, self)
 
     def restore(
         self,
@@ -138,25 +173,40 @@ class CheckpointManager:
         adapt: Adapt | Mapping[str, Adapt] | None = None,
     ) -> Any:
         """Load a committed step; see `ckpt.CheckpointManager.restore`."""
-        step = None if step is None else check_step(step)
-        return self._loop.call(self._service.restore, step, like, items, adapt)
+        return self._loop.call(self._service.reader.restore, step, like, items, adapt)
 
     def should_save(self, step: int) -> bool:
-        """Tell whether the save policy wants `step`; `save` asks it itself."""
-        return self._loop.call(self._service.should_save, check_step(step))
+        """Tell whether `save` would save `step`; ask about the step in hand only."""
+        self._service.reached_preemption(step)
+        return self._loop.call(self._service.should_save, step)
+
+    def reached_preemption(self, step: int) -> bool:
+        """Tell whether the run is to end at `step`; see the asyncio manager. Does not wait."""
+        return self._service.reached_preemption(step)
 
     def all_steps(self) -> list[int]:
         """Return every committed step, ascending."""
-        return self._loop.call(self._service.all_steps)
+        return self._loop.call(self._service.reader.all_steps)
 
     def latest_step(self) -> int | None:
         """Return the greatest committed step, or None on a fresh run."""
-        return self._loop.call(self._service.latest_step)
+        return self._loop.call(self._service.reader.latest_step)
+
+    def best_step(self, metric: Metric | None = None, mode: Mode | None = None) -> int | None:
+        """Return the committed step with the best metric; see the asyncio manager."""
+        return self._loop.call(self._service.reader.best_step, metric, mode)
+
+    def reload(self) -> None:
+        """Read every manifest anew; seldom needed."""
+        self._loop.call(self._service.reload)
+
+    def root_metadata(self) -> dict[str, Any]:
+        """Return the metadata that the root was given first."""
+        return self._loop.call(self._service.root_metadata)
 
     def metadata(self, step: int | None = None) -> StepMetadata:
         """Return everything about a step but its array bytes."""
-        step = None if step is None else check_step(step)
-        return self._loop.call(self._service.metadata, step)
+        return self._loop.call(self._service.reader.metadata, step)
 
     def metrics(self, step: int | None = None) -> dict[str, float] | None:
         """Return the metrics a step was saved with, or None."""
@@ -164,12 +214,23 @@ class CheckpointManager:
 
     def verify(self, step: int | None = None, *, deep: bool = True) -> VerifyReport:
         """Compare a step with its manifest; see `ckpt.CheckpointManager.verify`."""
-        step = None if step is None else check_step(step)
-        return self._loop.call(self._service.verify, step, deep)
+        return self._loop.call(self._service.reader.verify, step, deep)
 
-    def delete(self, step: int) -> None:
-        """Delete a committed step."""
-        self._loop.call(self._service.delete, check_step(step))
+    def delete(self, step: int, *, item: str | None = None) -> None:
+        """Delete a committed step, or one item of it; see the asyncio manager."""
+        self._loop.call(self._service.delete, step, item)
+
+    def pin(self, step: int, name: str) -> None:
+        """Keep a step from being deleted by anybody, until it is unpinned."""
+        self._loop.call(self._service.pin, step, name)
+
+    def unpin(self, step: int, name: str) -> bool:
+        """Take back the pin of that name; return whether there was one."""
+        return self._loop.call(self._service.unpin, step, name)
+
+    def pins(self) -> dict[int, tuple[Pin, ...]]:
+        """Return the pinned steps; those that evaluators hold are among them."""
+        return self._loop.call(self._service.pins)
 
     def is_saving_in_progress(self) -> bool:
         """Tell whether a save is under way."""

@@ -15,11 +15,12 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt import errors
+from ckpt.digests import digest
 from ckpt.engine.arena import Arena
 from ckpt.engine.buffers import Buffers
 from ckpt.engine.sources import ItemDatabase, StoredChunk
 from ckpt.layout.shards import whole
-from ckpt.manifest import LeafEntry, decode, digest
+from ckpt.manifest import LeafEntry, decode
 
 STATE = {
     "a": np.ones((2, 2), np.float32),

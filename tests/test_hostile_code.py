@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import ckpt.sync
+from ckpt.digests import digest
 from ckpt.errors import CorruptCheckpointError
 from ckpt.layout.chunks import chunk_key
 from ckpt.layout.ocdbt import Entry, Index
-from ckpt.manifest import digest
 from tests.reliability.mutations import mutate, seal
 from tests.reliability.specimens import specimens
 

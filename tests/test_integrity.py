@@ -10,7 +10,8 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt.manifest import decode, digest
+from ckpt.digests import digest
+from ckpt.manifest import decode
 from tests.trees import assert_same, sharded
 
 TREE = {

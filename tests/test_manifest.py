@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from ckpt.digests import digest
 from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
 from ckpt.manifest import (
     FORMAT_VERSION,
@@ -20,10 +21,9 @@ from ckpt.manifest import (
     Node,
     ShardingEntry,
     decode,
-    digest,
     encode,
     is_whole,
-    peek_step,
+    peek,
 )
 
 TEXT = st.text(max_size=8)
@@ -180,7 +180,9 @@ def test_a_manifest_comes_back_as_it_was(written: Manifest) -> None:
     assert found == written
     # 1, 1.0 and True are equal; their text is not.
     assert found.model_dump_json() == written.model_dump_json()
-    assert peek_step(data) == written.step
+    summary = peek(data)
+    assert summary is not None
+    assert summary.step == written.step
     assert encode(found) == data
 
 
@@ -245,14 +247,14 @@ def test_every_flipped_bit_is_a_checkpoint_error() -> None:
             data[place] ^= 1 << bit
             with pytest.raises(CorruptCheckpointError, match="changed after it was written"):
                 decode(bytes(data), where="here")
-            assert peek_step(bytes(data)) == -1
+            assert peek(bytes(data)) is None
 
 
 def test_every_cut_is_found() -> None:
     for end in range(len(GOOD)):
         data = GOOD[:end]
         assert not is_whole(data)
-        assert peek_step(data) == -1
+        assert peek(data) is None
         with pytest.raises(CorruptCheckpointError, match="cut short"):
             decode(data, where="here")
 
@@ -268,7 +270,7 @@ def test_bytes_too_many_are_found(more: bytes) -> None:
 def test_other_bytes_are_no_manifest(data: bytes) -> None:
     assert not is_whole(data)
     assert read(data) is None
-    assert peek_step(data) == -1
+    assert peek(data) is None
 
 
 def test_swapped_and_zeroed_blocks_are_found() -> None:
@@ -322,7 +324,9 @@ def test_a_later_format_is_refused_as_such(change: dict[str, Any]) -> None:
     assert all(name in str(caught.value) for name in change.get("requires", []))
     # It is there all the same: a step that this library cannot read is a step.
     assert is_whole(data)
-    assert peek_step(data) == 7
+    summary = peek(data)
+    assert summary is not None
+    assert summary.step == 7
 
 
 # -- what a file may hold -------------------------------------------------------------------------
@@ -338,7 +342,7 @@ def test_any_json_with_a_fitting_checksum_is_read_or_refused(found: Any) -> None
     data = sealed_json(found)
     assert is_whole(data)
     assert read(data) is None
-    peek_step(data)
+    peek(data)
 
 
 @given(st.text(max_size=30))
@@ -350,7 +354,7 @@ def test_any_text_with_a_fitting_checksum_is_refused(text: str) -> None:
 def test_any_bytes_with_a_fitting_checksum_are_refused(body: bytes) -> None:
     assert read(sealed(body)) is None
     assert read(sealed(b'{"format":"' + body)) is None
-    assert peek_step(sealed(body)) == -1
+    assert peek(sealed(body)) is None
 
 
 @given(st.data())
@@ -383,7 +387,7 @@ def test_a_field_of_another_type_is_refused(field: str, value: Any) -> None:
 def test_deep_nesting_is_refused_quickly(opening: bytes, field: bytes) -> None:
     deep = sealed(json.dumps(document()).encode()[:-1] + b"," + field + opening * 200_000)
     assert read(deep) is None
-    assert peek_step(deep) == -1
+    assert peek(deep) is None
 
 
 NINES = [b"9" * digits for digits in (4300, 4301, 300_000)]
@@ -396,7 +400,7 @@ def test_absurd_numbers_are_read_or_refused(field: str, number: bytes) -> None:
     text = json.dumps({**document(), field: "HERE"}).encode()[:-1]
     data = sealed(text.replace(b'"HERE"', number))
     read(data)
-    peek_step(data)
+    peek(data)
 
 
 @pytest.mark.parametrize(

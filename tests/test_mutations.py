@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import ckpt
 import ckpt.sync
+from ckpt.digests import digest
 from ckpt.engine.codecs import encode_chunk
 from ckpt.errors import CheckpointError
 from ckpt.layout.formats import Blosc, Zstd
-from ckpt.manifest import digest
 from tests.reliability.mutations import OTHERS, WORDS, mutations, seal
 
 MIB = 1 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 import anyio
@@ -53,21 +54,29 @@ def test_a_reader_never_finds_no_step_where_there_always_is_one(tmp_path: Path, 
     ):
         trainer.save(0, {"n": 0}).result()
         storage = reader._service.storage
-        read = storage.read
+        read, stamps = storage.read, storage.stamps
         moved_on = False
 
         def move_on() -> None:
             trainer.save(1, {"n": 1}).result()
             trainer.wait_until_finished()
 
-        async def read_late(entry: str, path: str, limit: int) -> bytes | None:
+        async def look_late() -> None:
             nonlocal moved_on
             if not moved_on:
                 moved_on = True
                 await anyio.to_thread.run_sync(move_on)
+
+        async def read_late(entry: str, path: str, limit: int) -> bytes | None:
+            await look_late()
             return await read(entry, path, limit)
 
+        async def stamps_late(entries: Sequence[str], path: str) -> list[Hashable | None]:
+            await look_late()
+            return await stamps(entries, path)
+
         storage.read = read_late  # type: ignore[method-assign]
+        storage.stamps = stamps_late  # type: ignore[method-assign]
         found = getattr(reader, call)()
     assert moved_on
     assert found == {"latest_step": 1, "all_steps": [1], "restore": {"n": 1}}[call]

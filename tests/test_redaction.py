@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt.redaction
-from ckpt.manifest import digest
+from ckpt.digests import digest
 from ckpt.redaction import redact
 
 KEY_ID = "AKIAIOSFODNN7EXAMPLE"

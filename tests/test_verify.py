@@ -27,11 +27,12 @@ from hypothesis import strategies as st
 import ckpt
 import ckpt.sync
 from ckpt import ArrayFormat, errors
+from ckpt.digests import digest
 from ckpt.engine.scanning import Scanner
 from ckpt.engine.verification import verify_entry
 from ckpt.layout.places import parts_inside
 from ckpt.layout.report import Problem, VerifyReport
-from ckpt.manifest import Manifest, decode, digest
+from ckpt.manifest import Manifest, decode
 from ckpt.stepinfo import LeafInfo
 from ckpt.storage.local import LocalStorage
 from tests.handlers.things import Config, Recording

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.digests import digest
 from ckpt.errors import CorruptCheckpointError
-from ckpt.manifest import LeafEntry, digest
+from ckpt.manifest import LeafEntry
 
 __all__ = ["Damage", "check_chunk", "digest_error"]
 

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 import anyio
 
+from ckpt.digests import digest
 from ckpt.engine.session import SaveSession
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError
 from ckpt.events import Recorder
 from ckpt.handlers.base import FileData
 from ckpt.layout.item_files import check_file_path
-from ckpt.manifest import FileEntry, digest
+from ckpt.manifest import FileEntry
 from ckpt.settings import host_memory_bytes
 from ckpt.storage.base import Storage
 

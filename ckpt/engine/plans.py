@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from ckpt.digests import digest
 from ckpt.errors import CheckpointError
 from ckpt.layout.formatting import FormatRules, Formatted, format_leaves
 from ckpt.layout.leaves import SHAREABLE, Classifier, LeafSpec
@@ -18,7 +19,7 @@ from ckpt.layout.orbax_view import item_view
 from ckpt.layout.plan import Places, SavePlan, database_entries, plan_save
 from ckpt.layout.records import record_leaves
 from ckpt.layout.structure import Structure, unboxed_names
-from ckpt.manifest import FileEntry, ItemEntry, Node, digest
+from ckpt.manifest import FileEntry, ItemEntry, Node
 
 __all__ = ["ItemPlan", "PlanCache"]
 
@@ -75,16 +76,30 @@ class PlanCache:
     known: dict[str, _Known] = field(default_factory=dict)
 
     def plan(
-        self, item: str, structure: Structure, budget: int, formatted: bool = True
+        self,
+        item: str,
+        structure: Structure,
+        budget: int,
+        formatted: bool = True,
+        whole: bool = True,
     ) -> ItemPlan:
         """Return the plan for a tree, made anew only if another one was planned last.
 
-        Without `formatted` the rules do not apply.
+        Args:
+            item: Name of the item.
+            structure: The tree.
+            budget: The staging budget in bytes.
+            formatted: Whether the rules apply.
+            whole: Whether it is the whole item; a part has neither an index nor a view of its own,
+                and is not kept.
 
         Raises:
             UnsupportedLeafError: Leaves that cannot be stored; names the first, notes the others.
         """
         specs = self._classify(structure)
+        rules = self.rules if formatted else None
+        if not whole:
+            return _plan_part(structure, specs, rules, budget)
         known = self.known.get(item)
         if (
             known is not None
@@ -94,7 +109,7 @@ class PlanCache:
             and known.nodes == structure.nodes
         ):
             return known.plan
-        plan = _plan(structure, specs, self.rules if formatted else None, budget)
+        plan = _plan(structure, specs, rules, budget)
         self.known[item] = _Known(structure.names, structure.nodes, specs, formatted, plan)
         return plan
 
@@ -128,12 +143,8 @@ def new_data_file() -> str:
 def _plan(
     structure: Structure, specs: Sequence[LeafSpec], rules: FormatRules | None, budget: int
 ) -> ItemPlan:
-    formatted = None
-    if rules is not None:
-        paths = unboxed_names(structure.nodes, structure.names)
-        formatted = format_leaves(rules, paths, specs)
-        specs = formatted.specs
-    save = plan_save(structure.names, specs, budget)
+    plan = _plan_part(structure, specs, rules, budget)
+    save = plan.save
     entries = [] if save.is_encoded else list(database_entries(save))
     # The view is a function of what does not change; digests and files are left blank for it.
     blanks = [[""] * len(granule.chunks) for granule in save.granules]
@@ -145,5 +156,17 @@ def _plan(
         path: (data, FileEntry(size=len(data), digest=digest(data)))
         for path, data in item_view(item).items()
     }
+    return replace(plan, index=Index(entries) if entries else None, view=view)
+
+
+def _plan_part(
+    structure: Structure, specs: Sequence[LeafSpec], rules: FormatRules | None, budget: int
+) -> ItemPlan:
+    formatted = None
+    if rules is not None:
+        paths = unboxed_names(structure.nodes, structure.names)
+        formatted = format_leaves(rules, paths, specs)
+        specs = formatted.specs
+    save = plan_save(structure.names, specs, budget)
     keys = tuple(number for number, leaf in enumerate(save.leaves) if leaf.spec.kind == "key")
-    return ItemPlan(save, Index(entries) if entries else None, view, formatted, keys)
+    return ItemPlan(save, None, {}, formatted, keys)

@@ -9,6 +9,7 @@ of them are read at once.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -113,6 +114,7 @@ class EngineItemReader:
             InvalidArgumentError: The arrays are larger than the memory of this machine.
         """
         check_memory(reads, entry.leaves)
+        began_ns = time.perf_counter_ns()
         files = DataFiles(self._read_block, entry, self._buffers)
         database = ItemDatabase(self._storage.database_url(self._entry, self.item), self.item)
         work = _Work(len(reads), self._slots)
@@ -124,11 +126,14 @@ class EngineItemReader:
         if in_database or any(not chunk.leaf.offsets for chunk in chunks):
             await self._refuse_links()
         work.add(others, chunks)
+        runs = list(runs_of(in_files, limit))
+        total = sum(run.end - run.start for run in runs) + sum(map(_nbytes, chunks))
+        self._recorder.planned(began_ns, total)
         async with anyio.create_task_group() as tasks:
             if in_database:
                 tasks.start_soon(self._read_packed, database.read_values, in_database, work)
             await self._place_without_chunks(work)
-            for run in runs_of(in_files, limit):
+            for run in runs:
                 await work.slots.acquire()
                 tasks.start_soon(self._read_run, files, run, work)
             for granule in _granules(chunks, limit):

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.digests import digest
 from ckpt.engine.checks import Damage, digest_error
 from ckpt.layout.dtypes import parse_dtype
 from ckpt.layout.targets import ArrayRead
-from ckpt.manifest import LeafEntry, digest
+from ckpt.manifest import LeafEntry
 
 __all__ = ["PackedRead", "Run", "cut_run", "parts_of", "runs_of"]
 

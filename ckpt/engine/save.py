@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
 import logging
 import platform
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import anyio
 
 from ckpt.commit import CommitHooks
+from ckpt.digests import digest
 from ckpt.engine.arena import Arena
+from ckpt.engine.batches import Batches
 from ckpt.engine.buffers import Buffers
+from ckpt.engine.parts import ItemParts
 from ckpt.engine.plans import PlanCache
-from ckpt.engine.session import SaveSession
+from ckpt.engine.session import Batch, SaveSession
 from ckpt.engine.writer import EngineItemWriter
 from ckpt.errors import StorageError, located
 from ckpt.events import Observer, Recorder
@@ -33,16 +36,17 @@ from ckpt.manifest import (
     ItemEntry,
     JsonValue,
     Manifest,
-    digest,
     encode,
 )
 from ckpt.settings import Staging
 from ckpt.storage.base import Attempt, Storage
 
-__all__ = ["SaveEngine", "SaveRequest", "save_step"]
+__all__ = ["SaveEngine", "SaveRequest", "features", "keep_lease", "save_step"]
 
 logger = logging.getLogger("ckpt")
 
+# Stands for one that is still to come, so that the items keep the order in which they were given.
+_NO_ENTRY = ItemEntry(handler="")
 # Some may fail or come late before a lease runs out.
 _RENEWALS = 6
 
@@ -98,6 +102,7 @@ class SaveEngine:
         arena: The staging memory.
         buffers: Makes the memory of restored arrays.
         plans: Plans of earlier saves.
+        now_ns: Tells the time, in Unix nanoseconds.
         versions: Versions of the libraries that write.
     """
 
@@ -107,6 +112,7 @@ class SaveEngine:
     arena: Arena
     buffers: Buffers
     plans: PlanCache = field(default_factory=PlanCache)
+    now_ns: Callable[[], int] = time.time_ns
     versions: dict[str, str] = field(default_factory=_versions)
 
 
@@ -115,9 +121,8 @@ async def save_step(
     storage: Storage,
     request: SaveRequest,
     hooks: CommitHooks,
+    batches: Batches,
     *,
-    on_safe: Callable[[], None],
-    on_staged: Callable[[], None],
     may_write: Callable[[], Awaitable[object]],
 ) -> Manifest:
     """Save one step and publish it; on any failure or cancellation leave nothing behind.
@@ -125,10 +130,9 @@ async def save_step(
     Args:
         engine: The engine.
         storage: Where to.
-        request: What.
+        request: Under which name, and what beside the items.
         hooks: The commit to move along.
-        on_safe: Called once the caller may change or donate everything it passed.
-        on_staged: Called once no more staging memory is needed.
+        batches: The items; published when they have ended.
         may_write: Awaited before anything but the empty attempt is written.
 
     Returns:
@@ -140,7 +144,7 @@ async def save_step(
     Cancellation: input and output under way is waited for, the attempt is removed, and nothing of
     it is visible, unless publishing had begun: then the step is whole.
     """
-    created_ns = time.time_ns()
+    created_ns = engine.now_ns()
     recorder = Recorder("save", request.step, engine.observers)
     try:
         with located(step=request.step):
@@ -151,14 +155,15 @@ async def save_step(
                     engine.arena,
                     hooks,
                     recorder,
-                    engine.plans,
+                    # Saves in parts may go on beside others, and have a structure of their own.
+                    PlanCache(engine.plans.rules) if batches.in_parts else engine.plans,
                     tasks,
                     created_ns,
-                    on_staged,
+                    {} if batches.in_parts else None,
                 )
                 keeper = anyio.CancelScope()
                 tasks.start_soon(_begin, session, request, may_write, keeper)
-                manifest = await _run(session, engine, request, on_safe)
+                manifest = await _run(session, engine, request, batches)
                 keeper.cancel()
         return manifest
     finally:
@@ -178,12 +183,12 @@ async def _begin(
     """Open the attempt while the tree is planned, and the way to it when it is our turn."""
     await session.storage.prepare()
     session.attempt = await session.storage.begin(request.entry)
-    session.tasks.start_soon(_keep_lease, session.storage, session.attempt, keeper)
+    session.tasks.start_soon(keep_lease, session.storage, session.attempt, keeper)
     await may_write()
     session.attempt_ready.set()
 
 
-async def _keep_lease(storage: Storage, attempt: Attempt, keeper: anyio.CancelScope) -> None:
+async def keep_lease(storage: Storage, attempt: Attempt, keeper: anyio.CancelScope) -> None:
     """Renew the lease of an attempt until `keeper` is cancelled."""
     with keeper:
         while True:
@@ -199,53 +204,44 @@ async def _run(
     session: SaveSession,
     engine: SaveEngine,
     request: SaveRequest,
-    on_safe: Callable[[], None],
+    batches: Batches,
 ) -> Manifest:
     hooks = session.hooks
-    hooks.stage("staging")
-    blocked = contextlib.ExitStack()
-    blocked.enter_context(session.recorder.phase("blocked"))
-    names = list(request.items)
-    pending: dict[str, _Pending] = {}
+    pending: dict[_Pending, None] = {}
+    entries: dict[str, ItemEntry] = {}
     try:
-        async with anyio.create_task_group() as stagers:
-            for name in names:
-                # The task alone keeps the caller's object, and only while it stages.
-                stagers.start_soon(
-                    _stage_item, session, engine.handlers, name, request.items.pop(name), pending
-                )
-        if engine.plans.rules is not None:
-            engine.plans.rules.check_used(session.formatted)
-        hooks.stage("writing")
-        session.end_staging()
-        blocked.close()
-        on_safe()
-        session.returned.set()
-        entries: dict[str, ItemEntry] = {}
         async with anyio.create_task_group() as commits:
-            for name in names:
-                commits.start_soon(_commit_item, name, pending[name], entries)
+            while (batch := await batches.next()) is not None:
+                request = replace(request, unnamed=batch.unnamed)
+                entries |= dict.fromkeys(batch.items, _NO_ENTRY)
+                for each in await _stage_batch(session, engine, batch, pending):
+                    commits.start_soon(_commit_item, session, each, entries, pending)
+        if session.parts is not None:
+            await _join_parts(session, engine, entries)
     finally:
-        for each in pending.values():
+        for each in pending:
             each.close()
-    entries = {name: entries[name] for name in names}
     # Past this point a cancelled save may still be published; before it, never.
     await anyio.lowlevel.checkpoint()
     hooks.stage("publishing")
-    with session.recorder.phase("record"):
+    hooks.watch.note(written=hooks.watch.elapsed)
+    with session.recorder.phase("record"), hooks.watch.taking("merged"):
         manifest = await _record(session, engine, request, entries)
     # From here to the end nothing may come between the store and our knowing what it did.
     with session.recorder.phase("publish"), anyio.CancelScope(shield=True):
-        await session.storage.publish(await session.opened(), overwrite=request.overwrite)
+        with hooks.watch.taking("published"):
+            await session.storage.publish(await session.opened(), overwrite=request.overwrite)
         session.attempt = None
     return manifest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """An item that is staged: its handler, and the commit that the handler gave for it."""
+    """An item that is staged: who saves it, and the commit that the handler gave for it."""
 
+    name: str
     handler: Handler
+    writer: EngineItemWriter
     commit: Awaitable[ItemEntry]
 
     def close(self) -> None:
@@ -255,23 +251,85 @@ class _Pending:
             close()
 
 
+async def _stage_batch(
+    session: SaveSession, engine: SaveEngine, batch: Batch, pending: dict[_Pending, None]
+) -> list[_Pending]:
+    """Take a snapshot of all items of a batch; return them once the caller may go on."""
+    hooks = session.hooks
+    hooks.stage("staging")
+    before = set(pending)
+    with session.recorder.phase("blocked"):
+        async with anyio.create_task_group() as stagers:
+            for name in list(batch.items):
+                # The task alone keeps the caller's object, and only while it stages.
+                item = partial(_stage_item, session, engine.handlers, batch, name)
+                stagers.start_soon(item, batch.items.pop(name), pending)
+        if engine.plans.rules is not None and session.parts is None:
+            engine.plans.rules.check_used(session.formatted)
+        hooks.stage("writing")
+        session.end_staging(batch)
+    now = time.perf_counter()
+    hooks.watch.note(blocked=(hooks.watch.taken.blocked or 0.0) + now - batch.began)
+    batch.on_safe()
+    batch.returned.set()
+    return [each for each in pending if each not in before]
+
+
 async def _stage_item(
-    session: SaveSession, handlers: Handlers, name: str, item: Any, pending: dict[str, _Pending]
+    session: SaveSession,
+    handlers: Handlers,
+    batch: Batch,
+    name: str,
+    item: Any,
+    pending: dict[_Pending, None],
 ) -> None:
     handler = handlers.for_item(name, item)
+    parts = None
+    if session.parts is not None:
+        parts = session.parts.get(name)
+        if parts is not None:
+            parts.check_next(name, handler.name)
+        parts = session.parts[name] = parts or ItemParts(handler.name)
+    writer = EngineItemWriter(session, batch, name, parts)
     with errors_of(handler, name, "save it"):
-        commit = await handler.stage(item, EngineItemWriter(session, name))
+        commit = await handler.stage(item, writer)
         if not hasattr(commit, "__await__"):
             raise TypeError(f"stage returned {commit!r:.80}, which cannot be awaited")
-        pending[name] = _Pending(handler, commit)
+        pending[_Pending(name, handler, writer, commit)] = None
 
 
-async def _commit_item(name: str, item: _Pending, entries: dict[str, ItemEntry]) -> None:
-    with errors_of(item.handler, name, "save it"):
+async def _commit_item(
+    session: SaveSession,
+    item: _Pending,
+    entries: dict[str, ItemEntry],
+    pending: dict[_Pending, None],
+) -> None:
+    with errors_of(item.handler, item.name, "save it"):
         entry = await item.commit
         if not isinstance(entry, ItemEntry):
             raise TypeError(f"the commit gave {entry!r:.80}, which is no ItemEntry")
-        entries[name] = entry
+    if session.parts is None:
+        entries[item.name] = entry
+    else:
+        session.parts[item.name].entries[item.writer.part] = entry
+    item.close()
+    # Parts that are done must not add up.
+    del pending[item]
+
+
+async def _join_parts(
+    session: SaveSession, engine: SaveEngine, entries: dict[str, ItemEntry]
+) -> None:
+    """Write what lies over all parts of each item, and make the entries of the items."""
+    if engine.plans.rules is not None:
+        engine.plans.rules.check_used(session.formatted)
+    async with anyio.create_task_group() as writers:
+        for name, parts in (session.parts or {}).items():
+            with located(item=name):
+                entry, files = await anyio.to_thread.run_sync(parts.whole, session.created_ns)
+            entries[name] = entry
+            for path, data in files.items():
+                writers.start_soon(session.write, f"{name}/{path}", data)
 
 
 async def _record(
@@ -282,7 +340,7 @@ async def _record(
 ) -> Manifest:
     """Write what is left of the Orbax view, then the manifest; all of it is durable on return."""
     attempt = await session.opened()
-    committed_ns = time.time_ns()
+    committed_ns = engine.now_ns()
     files = step_view(
         request.entry,
         entries,
@@ -302,7 +360,7 @@ async def _record(
         manifest = Manifest(
             format="ckpt",
             version=FORMAT_VERSION,
-            requires=_features(entries),
+            requires=features(entries),
             step=request.step,
             attempt=attempt.id,
             unnamed=request.unnamed,
@@ -313,6 +371,7 @@ async def _record(
             committed_ns=committed_ns,
             writer=engine.versions,
             process_count=1,
+            statistics=session.hooks.watch.early(),
             files=session.files,
         )
         encoded = await anyio.to_thread.run_sync(encode, manifest)
@@ -320,7 +379,7 @@ async def _record(
     return manifest
 
 
-def _features(items: Mapping[str, ItemEntry]) -> list[str]:
+def features(items: Mapping[str, ItemEntry]) -> list[str]:
     """Return the features that a reader has to know."""
     compressed = any(leaf.codec is not None for item in items.values() for leaf in item.leaves)
     return [COMPRESSION] if compressed else []

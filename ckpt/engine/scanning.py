@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 import anyio
 import numpy as np
 
+from ckpt.digests import Digester, new_digest
 from ckpt.engine.codecs import decode_chunk
 from ckpt.engine.session import LANES
 from ckpt.errors import CorruptCheckpointError
 from ckpt.events import Recorder
 from ckpt.layout.dtypes import parse_dtype
 from ckpt.layout.places import Part, Segment, StoredPlace, parts_of, region_of, segments
-from ckpt.manifest import Digester, LeafEntry, new_digest
+from ckpt.manifest import LeafEntry
 from ckpt.storage.base import Storage
 
 __all__ = ["MOST_WHOLE_BYTES", "Scanner"]

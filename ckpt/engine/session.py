@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
 
 from ckpt.commit import CommitHooks
+from ckpt.digests import digest
 from ckpt.engine.arena import Arena, Block
+from ckpt.engine.parts import ItemParts
 from ckpt.engine.plans import PlanCache
 from ckpt.events import Recorder
 from ckpt.layout.formatting import Formatted
-from ckpt.manifest import FileEntry, digest
+from ckpt.manifest import FileEntry
 from ckpt.settings import Staging
 from ckpt.storage.base import Attempt, Storage
 
-__all__ = ["ENCODERS", "LANES", "STAGERS", "Lanes", "SaveSession"]
+__all__ = ["ENCODERS", "LANES", "STAGERS", "Batch", "Lanes", "SaveSession"]
 
 # Measured on 2 cores: direct writes of two lanes keep a disk of 2 GB/s busy, and four do where each
 # write takes longer. Two copying threads saturate the memory of a small machine.
@@ -50,6 +54,35 @@ class Lanes:
                 self._free.append(lane)
 
 
+def _do_nothing() -> None:
+    pass
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """What one call saves, and how far that is; an ordinary save is a single one.
+
+    Attributes:
+        items: The objects by item name. Emptied when staging begins.
+        unnamed: Whether the caller gave one object without a name.
+        on_safe: Called once the caller may change or donate everything it passed.
+        on_staged: Called once no more staging memory is needed.
+        began: When the call was made, by `time.perf_counter`.
+        returned: Set when the caller does not wait for it any more.
+        pressed: Set when memory is waited for, or an item to be durable: nothing is put off then.
+    """
+
+    items: dict[str, Any]
+    unnamed: bool
+    on_safe: Callable[[], None]
+    on_staged: Callable[[], None] = _do_nothing
+    began: float = field(default_factory=time.perf_counter)
+    returned: anyio.Event = field(default_factory=anyio.Event)
+    pressed: anyio.Event = field(default_factory=anyio.Event)
+    # What still stages: the handlers' calls, as one, and what goes on behind the caller's back.
+    stagings: int = 1
+
+
 @dataclass(slots=True)
 class SaveSession:
     """What the items of one save share.
@@ -63,10 +96,8 @@ class SaveSession:
         plans: Plans of earlier saves.
         tasks: Task group of the save; what it runs is durable when it has ended.
         created_ns: Unix time in nanoseconds at which the save began.
-        on_staged: Called once no more staging memory is needed.
         attempt: The attempt; it may be written to once `attempt_ready` is set.
-        returned: Set when the caller of the save does not wait for it any more.
-        pressed: Set when memory is waited for, or an item to be durable: nothing is put off then.
+        parts: The items so far, where each may arrive in several parts; else None.
         files: Size and digest of every file of the step.
         formatted: What the formats came to, for every item that was planned.
         lanes: The write lanes, shared by all items.
@@ -83,11 +114,9 @@ class SaveSession:
     plans: PlanCache
     tasks: TaskGroup
     created_ns: int
-    on_staged: Callable[[], None]
+    parts: dict[str, ItemParts] | None = None
     attempt_ready: anyio.Event = field(default_factory=anyio.Event)
     attempt: Attempt | None = None
-    returned: anyio.Event = field(default_factory=anyio.Event)
-    pressed: anyio.Event = field(default_factory=anyio.Event)
     files: dict[str, FileEntry] = field(default_factory=dict)
     formatted: list[Formatted] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
@@ -96,18 +125,17 @@ class SaveSession:
     stagers: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(STAGERS))
     held_stagers: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(STAGERS))
     encoders: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(ENCODERS))
-    # What still stages: the handlers' calls, as one, and what goes on behind the caller's back.
-    _stagings: int = 1
 
-    def begin_staging(self) -> None:
+    def begin_staging(self, batch: Batch) -> None:
         """Say that something goes on staging after the handlers' calls have returned."""
-        self._stagings += 1
+        batch.stagings += 1
 
-    def end_staging(self) -> None:
+    def end_staging(self, batch: Batch) -> None:
         """Say that it has ended, or that the handlers' calls have."""
-        self._stagings -= 1
-        if not self._stagings:
-            self.on_staged()
+        batch.stagings -= 1
+        if not batch.stagings:
+            self.hooks.watch.note(staged=self.hooks.watch.elapsed)
+            batch.on_staged()
 
     async def opened(self) -> Attempt:
         """Return the attempt, waiting until it is there."""
@@ -115,10 +143,10 @@ class SaveSession:
         assert self.attempt is not None
         return self.attempt
 
-    async def allocate(self, nbytes: int) -> Block:
+    async def allocate(self, nbytes: int, batch: Batch) -> Block:
         """Take staging memory that is given back when the save ends, at the latest."""
         if not self.arena.has_room(nbytes):
-            self.pressed.set()
+            batch.pressed.set()
         block = await self.arena.allocate(nbytes)
         self.blocks.append(block)
         return block

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ckpt.digests import digest
 from ckpt.engine.casting import cast, cast_into, is_narrowed
 from ckpt.errors import CheckpointError
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.leaves import ARRAY_KINDS, LeafSpec, scalar_array
 from ckpt.layout.plan import Granule, LeafPlan, Part
-from ckpt.manifest import digest
 from ckpt.settings import StagingMode
 
 __all__ = [

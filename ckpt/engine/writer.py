@@ -8,6 +8,7 @@ capacity bounds the memory of both.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -19,11 +20,13 @@ import anyio
 import jax
 import numpy as np
 
+from ckpt.digests import digest
 from ckpt.engine.arena import Block
 from ckpt.engine.encoding import Encoded, encode_granule
 from ckpt.engine.files import write_item_file
+from ckpt.engine.parts import ItemParts
 from ckpt.engine.plans import ItemPlan, new_data_file
-from ckpt.engine.session import ENCODERS, LANES, STAGERS, SaveSession
+from ckpt.engine.session import ENCODERS, LANES, STAGERS, Batch, SaveSession
 from ckpt.engine.staging import (
     Source,
     copies_on_host,
@@ -36,10 +39,11 @@ from ckpt.engine.staging import (
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers.base import Deferred, FileData
 from ckpt.layout.leaves import ARRAY_KINDS
+from ckpt.layout.merging import PartPlan
 from ckpt.layout.plan import Granule, LeafPlan, Place
 from ckpt.layout.records import LeafRecords, record_leaves
 from ckpt.layout.structure import Structure
-from ckpt.manifest import FileEntry, digest
+from ckpt.manifest import FileEntry
 
 __all__ = ["EngineItemWriter"]
 
@@ -102,10 +106,23 @@ class _ItemWrite:
 class EngineItemWriter:
     """The engine's `ItemWriter` for one item of one save."""
 
-    def __init__(self, session: SaveSession, item: str) -> None:
-        """Write the item called `item`."""
+    def __init__(
+        self, session: SaveSession, batch: Batch, item: str, parts: ItemParts | None = None
+    ) -> None:
+        """Write the item called `item`, or the part of it that comes with `batch`.
+
+        Args:
+            session: The save.
+            batch: What came with it.
+            item: Name of the item.
+            parts: The parts of it so far, where it may have several.
+        """
         self._session = session
+        self._batch = batch
         self._item = item
+        self._parts = parts
+        # Number of the part; 0 also of an item that is no tree.
+        self.part = 0
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Run a slow pure function off the engine's loop."""
@@ -119,22 +136,27 @@ class EngineItemWriter:
         self, structure: Structure, *, formatted: bool = True
     ) -> Awaitable[LeafRecords]:
         """Stage leaves; see `ItemWriter.stage`."""
-        session = self._session
-        if session.returned.is_set():
+        session, parts = self._session, self._parts
+        if self._batch.returned.is_set():
             # What it would take a snapshot of is the caller's again, and so is the memory for it.
             raise InvalidArgumentError(
                 "leaves are staged in Handler.stage, not in the commit that it returns"
             )
-        with session.recorder.phase("plan"):
-            budget = session.arena.capacity
-            async with session.planning:
-                plan = await self.in_thread(
-                    session.plans.plan, self._item, structure, budget, formatted
-                )
-            leaves: Sequence[Any] = structure.leaves
-            if plan.keys:
-                leaves = await self.in_thread(_with_key_data, leaves, plan.keys)
-        session.hooks.advance(total=sum(granule.nbytes for granule in plan.save.granules))
+        began_ns = time.perf_counter_ns()
+        budget = session.arena.capacity
+        async with session.planning:
+            # Before anything is staged that has no place in the tree.
+            if parts is not None:
+                self.part = await self.in_thread(parts.add, structure.nodes)
+            plan = await self.in_thread(
+                session.plans.plan, self._item, structure, budget, formatted, parts is None
+            )
+        leaves: Sequence[Any] = structure.leaves
+        if plan.keys:
+            leaves = await self.in_thread(_with_key_data, leaves, plan.keys)
+        total = sum(granule.nbytes for granule in plan.save.granules)
+        session.recorder.planned(began_ns, total)
+        session.hooks.advance(total=total)
         granules = plan.save.granules
         count = len(granules)
         blank: list[list[str]] = [[] for _ in granules]
@@ -142,7 +164,10 @@ class EngineItemWriter:
         write = _ItemWrite(plan, plan.new_data_files(), blank, count, encoded, iter(range(count)))
         if not granules:
             write.hashed.set()
-        self._start(write, self._write_index, write)
+        if parts is None:
+            self._start(write, self._write_index, write)
+        else:
+            self._start(write, self._keep_plan, write, parts)
         if plan.formatted is not None:
             session.formatted.append(plan.formatted)
         for _ in range(min(ENCODERS if encoded else LANES, count)):
@@ -156,7 +181,7 @@ class EngineItemWriter:
         }
         # What is held is staged behind the caller's back.
         if held:
-            session.begin_staging()
+            session.begin_staging(self._batch)
             self._start(write, self._stage_held, write, held)
         await self._stage_all(write, at_once, session.stagers)
         # What outlives this call must not keep the caller's arrays alive.
@@ -200,9 +225,15 @@ class EngineItemWriter:
                 writers.start_soon(session.write, f"{self._item}/{tree_file}", database.tree)
                 writers.start_soon(session.write, f"{self._item}/manifest.ocdbt", database.manifest)
 
+    async def _keep_plan(self, write: _ItemWrite, parts: ItemParts) -> None:
+        """Keep what the index over all parts of the item needs of this one."""
+        if write.unplaced:
+            await write.placed.wait()
+        parts.plans[self.part] = PartPlan(write.plan.save, write.places, write.files)
+
     async def _stage_held(self, write: _ItemWrite, sources: dict[int, list[Source]]) -> None:
         await self._stage_all(write, sources, self._session.held_stagers)
-        self._session.end_staging()
+        self._session.end_staging(self._batch)
 
     async def _stage_all(
         self, write: _ItemWrite, sources: dict[int, list[Source]], slots: anyio.Semaphore
@@ -233,7 +264,7 @@ class EngineItemWriter:
             copies = copies_on_host(granule, plan.leaves) - 1
             nbytes = granule.block_bytes + copies * granule.nbytes
             async with slots:
-                block = await session.allocate(nbytes)
+                block = await session.allocate(nbytes, self._batch)
                 with session.recorder.phase("stage", granule.nbytes, granule=number):
                     await self.in_thread(_stage, granule, plan.leaves, sources.pop(number), block)
             session.hooks.advance(staged=granule.nbytes)
@@ -259,7 +290,7 @@ class EngineItemWriter:
         if not granule.encoded:
             return memory[: granule.nbytes]
         # The cores are for the copies while the caller waits for them.
-        await _first_of(session.returned, session.pressed)
+        await _first_of(self._batch.returned, self._batch.pressed)
         async with session.encoders:
             with session.recorder.phase("encode", granule.nbytes, granule=staged.number):
                 done = await self.in_thread(encode_granule, granule, plan.leaves, memory)
@@ -278,7 +309,7 @@ class EngineItemWriter:
 
         async def take_digests() -> None:
             # Not while the caller waits: writing needs no core, this does.
-            await _first_of(session.returned, written)
+            await _first_of(self._batch.returned, written)
             with session.recorder.phase("digest", memory.nbytes, lane, number):
                 found, entry = await self.in_thread(_digests, granule, plan.leaves, memory)
             session.files[path] = entry
@@ -295,7 +326,7 @@ class EngineItemWriter:
 
     async def _finish(self, write: _ItemWrite, leaves: Sequence[Any]) -> LeafRecords:
         # The entries are made while the last granules are still being written.
-        self._session.pressed.set()
+        self._batch.pressed.set()
         await write.hashed.wait()
         with located(item=self._item):
             records = await self.in_thread(

@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from ckpt.digests import digest
 from ckpt.errors import InvalidArgumentError
-from ckpt.manifest import digest
 
 __all__ = ["ROOT", "escape_key", "join_keys", "nested", "sibling_names", "unescape_key"]
 

@@ -39,9 +39,9 @@ _EMPTY = {
 }
 
 
-def root_view() -> dict[str, bytes]:
-    """Return the files of the root's `metadata` directory."""
-    return {"_ROOT_METADATA": _json({"internal_metadata": {}, "custom_metadata": {}})}
+def root_view(metadata: Mapping[str, Any]) -> bytes:
+    """Return the file `_ROOT_METADATA` of the root's directory `metadata`."""
+    return _json({"internal_metadata": {}, "custom_metadata": dict(metadata)})
 
 
 def step_view(

@@ -1,8 +1,83 @@
-"""When to save and what to keep: pure functions of steps, no I/O."""
+"""When to save, what to keep and how it is deleted: pure functions of steps, no I/O.
+
+When to save: `FixedInterval`, `SpecificSteps`, `Continuous`, `EverySeconds`, `Initial`,
+`OnPreemption`, `BoundedOverhead`, `AnySave`, or a function of step, committed steps and context
+that returns True for steps to save.
+
+What to keep: `PreserveAll`, `LatestN`, `EveryNSteps`, `EveryNStepsClosest`, `EveryNSeconds`,
+`LatestDuration`, `BestN`, `CustomSteps`, `AnyPreservation`, or a function of a step that returns
+True for steps to keep.
+
+`refusal_of` and `steps_kept` ask any of them, as the managers do; they are for tests of policies.
+"""
 
 from __future__ import annotations
 
-from ckpt.policies.preservation import LatestN, PreservationPolicy, PreserveAll
-from ckpt.policies.saving import FixedInterval, SavePolicy
+from ckpt.policies.deletion import Deletion
+from ckpt.policies.overhead import BoundedOverhead
+from ckpt.policies.preservation import (
+    AnyPreservation,
+    CustomSteps,
+    LatestN,
+    PreservationPolicy,
+    PreservationPolicyLike,
+    PreserveAll,
+    check_preservation,
+    steps_kept,
+)
+from ckpt.policies.ranking import BestN, Metric, Mode, best_of, ranking_of
+from ckpt.policies.records import SaveContext, SavedStep
+from ckpt.policies.saving import (
+    AnySave,
+    Continuous,
+    EverySeconds,
+    FixedInterval,
+    Initial,
+    OnPreemption,
+    SavePolicy,
+    SavePolicyLike,
+    SpecificSteps,
+    check_save_policy,
+    refusal_of,
+)
+from ckpt.policies.spacing import (
+    EveryNSeconds,
+    EveryNSteps,
+    EveryNStepsClosest,
+    LatestDuration,
+)
 
-__all__ = ["FixedInterval", "LatestN", "PreservationPolicy", "PreserveAll", "SavePolicy"]
+__all__ = [
+    "AnyPreservation",
+    "AnySave",
+    "BestN",
+    "BoundedOverhead",
+    "Continuous",
+    "CustomSteps",
+    "Deletion",
+    "EveryNSeconds",
+    "EveryNSteps",
+    "EveryNStepsClosest",
+    "EverySeconds",
+    "FixedInterval",
+    "Initial",
+    "LatestDuration",
+    "LatestN",
+    "Metric",
+    "Mode",
+    "OnPreemption",
+    "PreservationPolicy",
+    "PreservationPolicyLike",
+    "PreserveAll",
+    "SaveContext",
+    "SavePolicy",
+    "SavePolicyLike",
+    "SavedStep",
+    "SpecificSteps",
+    "best_of",
+    "check_preservation",
+    "check_save_policy",
+    "ranking_of",
+    "refusal_of",
+    "steps_kept",
+]

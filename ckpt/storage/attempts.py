@@ -30,6 +30,7 @@ __all__ = [
     "discard",
     "end",
     "hide",
+    "link",
     "publish",
     "remove_hidden",
     "renew",
@@ -54,6 +55,7 @@ class LocalAttempt:
         lease: File descriptor of the lease, which it keeps locked.
         made: Directories that are there. They are not made again, so that what was removed by
             somebody stays removed.
+        mode: Permissions of its directories; None follows the umask.
         keep: Whether the bytes that bear its name must be left to a later cleaner.
         ended: Whether the descriptors were given back; `guard` is held to look at it and use them.
     """
@@ -65,13 +67,14 @@ class LocalAttempt:
     directory: int
     lease: int
     made: set[Path] = field(default_factory=set)
+    mode: int | None = None
     keep: bool = False
     ended: bool = False
     guard: threading.Lock = field(default_factory=threading.Lock)
 
 
-def begin(root: Path, entry: str, lease_seconds: float) -> LocalAttempt:
-    """Make an attempt under a fresh random name."""
+def begin(root: Path, entry: str, lease_seconds: float, mode: int | None = None) -> LocalAttempt:
+    """Make an attempt under a fresh random name, with these permissions."""
     token = uuid.uuid4().hex
     path = root / attempt_name(entry, token)
     if len(os.fsencode(trash_name(path.name))) > _LONGEST_NAME:
@@ -81,13 +84,40 @@ def begin(root: Path, entry: str, lease_seconds: float) -> LocalAttempt:
     lease = take_lease(root / lease_name(token), lease_seconds)
     try:
         os.mkdir(path)
+        if mode is not None:
+            os.chmod(path, mode)
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except BaseException:
         with contextlib.suppress(OSError):
             os.rmdir(path)
         _end_lease(root / lease_name(token), lease)
         raise
-    return LocalAttempt(root, entry, token, path, directory, lease, {path})
+    return LocalAttempt(root, entry, token, path, directory, lease, {path}, mode)
+
+
+def link(attempt: LocalAttempt, path: str) -> None:
+    """Give a regular file of the attempt's entry a second name, in the attempt.
+
+    Raises:
+        ValueError: It is not there, or no regular file, or a part of its path is a link.
+    """
+    try:
+        fd, _ = posix.open_regular(attempt.root, f"{attempt.entry}/{path}")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ValueError("it is not there") from error
+    try:
+        target = attempt.path / path
+        for directory in [*reversed(target.relative_to(attempt.path).parents)][1:]:
+            made = attempt.path / directory
+            if made not in attempt.made:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(made)
+                    if attempt.mode is not None:
+                        os.chmod(made, attempt.mode)
+                attempt.made.add(made)
+        posix.link_file(fd, attempt.root / attempt.entry / path, target)
+    finally:
+        os.close(fd)
 
 
 def publish(attempt: LocalAttempt, *, overwrite: bool) -> bool:

@@ -7,9 +7,12 @@ a fresh random name nobody else uses; publishing makes it an entry in one atomic
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol, TypeVar
 
 __all__ = ["Attempt", "Storage"]
+
+T = TypeVar("T")
 
 
 class Attempt(Protocol):
@@ -62,6 +65,21 @@ class Storage(Protocol):
             CorruptCheckpointError: The file is not a regular one, or larger than `limit` bytes.
         """
 
+    async def stamps(self, entries: Sequence[str], path: str) -> list[Hashable | None]:
+        """Return what changes whenever the file `path` of each entry may have changed.
+
+        None where entry or file is not there. Much cheaper than reading the files.
+        """
+
+    async def read_each(
+        self, entries: Sequence[str], path: str, limit: int, parse: Callable[[bytes], T]
+    ) -> list[T | None]:
+        """Read the small file `path` of many entries; return what `parse` makes of each.
+
+        None where it is not there, is no regular file or is larger than `limit` bytes. `parse` runs
+        in a thread and must not raise.
+        """
+
     async def begin(self, entry: str) -> Attempt:
         """Open an attempt that no cleaner can take for dead while this process lives."""
 
@@ -75,6 +93,16 @@ class Storage(Protocol):
         """Write a new data file of the attempt; durable on return.
 
         `data` is read until this returns, also when it raises or is cancelled.
+        """
+
+    async def link(self, attempt: Attempt, path: str) -> None:
+        """Put a file of the entry that an attempt is for into the attempt, at the same path.
+
+        It is not copied where the store can do without. Files are never changed in place, so both
+        may share its bytes, and each may be removed without the other. It must be durable already.
+
+        Raises:
+            CorruptCheckpointError: The entry has no such file, or it is no regular one.
         """
 
     async def read_block(self, entry: str, path: str, offset: int, target: memoryview) -> None:
@@ -104,5 +132,48 @@ class Storage(Protocol):
     async def remove(self, entry: str) -> bool:
         """Remove an entry: first atomically out of sight, then its bytes. False if not there."""
 
+    async def move(self, entry: str, trash: str) -> str | None:
+        """Move an entry into a folder, atomically and durably; return its path there.
+
+        None if it is not there. `trash` is a folder below the root, or a path.
+        """
+
+    async def prepare_trash(self, trash: str) -> None:
+        """Make the folder `trash`, and raise if entries cannot be moved into it."""
+
+    async def set_aside(self, entry: str, paths: Sequence[str]) -> str:
+        """Move files out of an entry, durably, into a folder beside it; return that folder."""
+
     async def sweep(self) -> list[str]:
         """Remove what provably dead writers left; return the names of what was removed."""
+
+    async def put_note(
+        self, name: str, data: bytes, *, replace: bool, durable: bool = True
+    ) -> bool:
+        """Write a small file of the root beside the entries, atomically and durably.
+
+        Args:
+            name: Folder and name (`metadata/_ROOT_METADATA`); the folder is made.
+            data: Its content.
+            replace: Whether a file of that name is replaced.
+            durable: Without it the name alone counts, at once and for everybody: the content may
+                come a moment later, and a power cut may take both. Quicker.
+
+        Returns:
+            False if it exists and is not to be replaced; it was left as it is.
+        """
+
+    async def read_note(self, name: str, limit: int) -> bytes | None:
+        """Return a file of the root, or None if it is not there; see `read`."""
+
+    async def notes(self, folder: str) -> dict[str, float]:
+        """Return the age of every file of a folder of the root, in seconds, by name.
+
+        Ages are by the store's own clock, from the last `put_note` or `touch_note`.
+        """
+
+    async def touch_note(self, name: str) -> bool:
+        """Let the age of a file of the root begin anew; False if it is not there."""
+
+    async def drop_note(self, name: str, *, durable: bool = True) -> bool:
+        """Remove a file of the root, durably or quicker; False if it is not there."""

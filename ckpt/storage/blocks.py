@@ -34,11 +34,16 @@ _MOST_BYTES = 64 << 20
 _WITHOUT_DIRECT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
-def write_block(path: Path, data: memoryview) -> None:
+def write_block(path: Path, data: memoryview, mode: int | None = None) -> None:
     """Write a new file that holds `data`, and make it durable.
 
     Direct I/O is used for data of whole sectors in memory aligned to them, where the file system
     has it; the page cache otherwise.
+
+    Args:
+        path: The file.
+        data: What it holds.
+        mode: Of these permissions it gets those that files can have; None follows the umask.
 
     Raises:
         FileExistsError: There is a file of that name.
@@ -46,6 +51,8 @@ def write_block(path: Path, data: memoryview) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     fd = os.open(path, flags, 0o666)
     try:
+        if mode is not None:
+            os.fchmod(fd, mode & 0o666)
         done = _write_direct(path, fd, data) if _may_be_direct(data) else 0
         while done < len(data):
             done += os.pwrite(fd, data[done : done + _MOST_BYTES], done)

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -24,11 +24,12 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.settings import Timeouts
-from ckpt.storage import attempts, posix
+from ckpt.storage import attempts, notes, posix
 from ckpt.storage.attempts import LocalAttempt
 from ckpt.storage.base import Attempt
 from ckpt.storage.blocks import read_block, write_block
 from ckpt.storage.sweeping import is_unfinished, sweep_root
+from ckpt.storage.trash import move_to_trash, prepare_trash, set_aside
 
 __all__ = ["LocalStorage"]
 
@@ -36,15 +37,29 @@ logger = logging.getLogger("ckpt")
 
 P = ParamSpec("P")
 T = TypeVar("T")
+# Files read by one call of a thread: a cancelled call waits for it.
+_BATCH = 256
 
 
 class LocalStorage:
     """A root directory on a file system with atomic rename."""
 
-    def __init__(self, root: Path, timeouts: Timeouts) -> None:
-        """Use `root`, made by `prepare`; new files and directories follow the umask."""
+    def __init__(
+        self, root: Path, timeouts: Timeouts, *, create: bool = True, mode: int | None = None
+    ) -> None:
+        """Use `root`.
+
+        Args:
+            root: The directory.
+            timeouts: How long leases last.
+            create: Whether `prepare` makes it.
+            mode: Permissions of new directories; files get those of them that files can have. None
+                lets both follow the umask.
+        """
         self._root = root
         self._timeouts = timeouts
+        self._create = create
+        self._mode = mode
         # Metadata operations wait on the disk, not on a core; a few at once share journal commits.
         self._limiter: anyio.CapacityLimiter | None = None
         self._prepared = False
@@ -66,8 +81,14 @@ class LocalStorage:
 
     def _prepare(self) -> None:
         missing = [path for path in (self._root, *self._root.parents) if not path.exists()]
+        if missing and not self._create:
+            reason = "it is not there, and create=False was given"
+            raise FileNotFoundError(errno.ENOENT, reason, str(self._root))
         try:
             os.makedirs(self._root, exist_ok=True)
+            if self._mode is not None:
+                for path in missing:
+                    os.chmod(path, self._mode)
             # A root that a power cut takes away takes its steps along.
             for path in missing:
                 posix.fsync_path(path.parent)
@@ -116,10 +137,39 @@ class LocalStorage:
             except ValueError as error:
                 raise CorruptCheckpointError(f"{target}: {error}") from error
 
+    async def stamps(self, entries: Sequence[str], path: str) -> list[Hashable | None]:
+        """Return identity, size and times of a file of each entry; see `Storage.stamps`."""
+        with _translated("look at the entries of", self._root):
+            return await self._run(
+                lambda: [posix.stamp(f"{self._root}/{entry}/{path}") for entry in entries]
+            )
+
+    async def read_each(
+        self, entries: Sequence[str], path: str, limit: int, parse: Callable[[bytes], T]
+    ) -> list[T | None]:
+        """Read a small file of each entry; see `Storage.read_each`."""
+
+        def read(names: Sequence[str]) -> list[T | None]:
+            found: list[T | None] = []
+            for name in names:
+                data = None
+                with contextlib.suppress(ValueError):
+                    data = posix.read_regular(self._root, f"{name}/{path}", limit)
+                found.append(None if data is None else parse(data))
+            return found
+
+        every: list[T | None] = []
+        with _translated("read the entries of", self._root):
+            for start in range(0, len(entries), _BATCH):
+                every += await self._run(read, entries[start : start + _BATCH])
+        return every
+
     async def begin(self, entry: str) -> Attempt:
         """Make a locked attempt directory under a fresh random name."""
         with _translated("begin an attempt at", self._root / entry):
-            return await self._run(attempts.begin, self._root, entry, self._timeouts.lease)
+            return await self._run(
+                attempts.begin, self._root, entry, self._timeouts.lease, self._mode
+            )
 
     async def renew(self, attempt: Attempt) -> None:
         """Let the lease of an attempt begin anew."""
@@ -150,7 +200,19 @@ class LocalStorage:
                 # Finished once begun: a thread cannot be stopped, only lost sight of.
                 with anyio.CancelScope(shield=True):
                     await _make_directories(own, target.parent)
-            await anyio.to_thread.run_sync(write_block, target, data, limiter=limiter)
+            await anyio.to_thread.run_sync(write_block, target, data, own.mode, limiter=limiter)
+
+    async def link(self, attempt: Attempt, path: str) -> None:
+        """Give a file of the attempt's entry a second name; see `Storage.link`."""
+        own = _local(attempt)
+        source = f"{own.entry}/{path}"
+        with _translated("link", self._root / source):
+            try:
+                await self._run(attempts.link, own, path)
+            except ValueError as error:
+                raise CorruptCheckpointError(
+                    f"{self._root / source}: {error}. The step was damaged after it was committed"
+                ) from error
 
     async def read_block(self, entry: str, path: str, offset: int, target: memoryview) -> None:
         """Fill `target` from a data file of an entry; see `Storage.read_block`."""
@@ -204,10 +266,57 @@ class LocalStorage:
             await self._finish_removal(attempts.remove_hidden, trash, trash)
         return True
 
+    async def move(self, entry: str, trash: str) -> str | None:
+        """Rename an entry into a folder; see `Storage.move`."""
+        with _translated("move to the trash", self._root / entry):
+            path = await self._run(move_to_trash, self._root, entry, self._root / trash)
+        return None if path is None else str(path)
+
+    async def prepare_trash(self, trash: str) -> None:
+        """Make the folder that entries are moved into."""
+        with _translated("use the trash folder", self._root / trash):
+            await self._run(prepare_trash, self._root, self._root / trash)
+
+    async def set_aside(self, entry: str, paths: Sequence[str]) -> str:
+        """Move files out of an entry; see `Storage.set_aside`."""
+        with _translated("move files of others out of", self._root / entry):
+            return str(await self._run(set_aside, self._root, entry, list(paths)))
+
     async def sweep(self) -> list[str]:
         """Remove what dead writers left; see `storage.sweeping`."""
         with _translated("clean up", self._root):
             return await self._run(sweep_root, self._root)
+
+    async def put_note(
+        self, name: str, data: bytes, *, replace: bool, durable: bool = True
+    ) -> bool:
+        """Write a small file of the root; see `Storage.put_note`."""
+        with _translated("write", self._root / name):
+            if not durable and not replace:
+                return await self._run(notes.put_brief, self._root, name, data)
+            lease = self._timeouts.lease
+            return await self._run(notes.put, self._root, name, data, lease, replace=replace)
+
+    async def read_note(self, name: str, limit: int) -> bytes | None:
+        """Return a small file of the root, or None; see `Storage.read_note`."""
+        folder, _, file = name.partition("/")
+        return await self.read(folder, file, limit)
+
+    async def notes(self, folder: str) -> dict[str, float]:
+        """Return the ages of the files of a folder of the root; see `Storage.notes`."""
+        with _translated("list the directory", self._root / folder):
+            return await self._run(notes.ages, self._root, folder)
+
+    async def touch_note(self, name: str) -> bool:
+        """Let the age of a file of the root begin anew."""
+        with _translated("renew", self._root / name):
+            # Not behind other operations: a disk that is slow is no reason to lose a lease.
+            return await anyio.to_thread.run_sync(notes.touch, self._root, name)
+
+    async def drop_note(self, name: str, *, durable: bool = True) -> bool:
+        """Remove a file of the root."""
+        with _translated("remove", self._root / name):
+            return await self._run(notes.drop, self._root, name, durable=durable)
 
     async def _finish_removal(self, remove: Callable[[T], object], what: T, path: Path) -> None:
         """Remove what is out of sight already; what will not go now, a later sweep removes."""
@@ -234,6 +343,8 @@ async def _make_directories(attempt: LocalAttempt, path: Path) -> None:
         if directory.is_relative_to(attempt.path) and directory not in attempt.made:
             with contextlib.suppress(FileExistsError):
                 await aiofiles.os.makedirs(directory)
+                if attempt.mode is not None:
+                    os.chmod(directory, attempt.mode)
             attempt.made.add(directory)
 
 

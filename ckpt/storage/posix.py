@@ -20,6 +20,7 @@ __all__ = [
     "fsync_directories",
     "fsync_path",
     "is_there",
+    "link_file",
     "list_files",
     "open_regular",
     "read_regular",
@@ -32,6 +33,10 @@ _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+# What a file system says that has no hard links, or no more of them for this file.
+_UNLINKABLE = _UNSUPPORTED | {errno.EPERM, errno.EXDEV, errno.EMLINK}
+_COPIED_BYTES = 4 << 20
 
 
 def fsync_path(path: str | os.PathLike[str]) -> None:
@@ -170,6 +175,44 @@ def read_regular(top: Path, path: str, limit: int) -> bytes | None:
         os.close(fd)
 
 
+def link_file(fd: int, source: Path, target: Path) -> None:
+    """Give a regular file a second name; copy it, durably, where the file system cannot.
+
+    Args:
+        fd: The file, opened for reading.
+        source: Its name.
+        target: The new name, which must not exist.
+
+    Raises:
+        ValueError: The name is not, or no longer, that of the open file.
+    """
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _UNLINKABLE:
+            raise
+        _copy(fd, target)
+        return
+    kept, linked = os.fstat(fd), os.lstat(target)
+    if (kept.st_dev, kept.st_ino) != (linked.st_dev, linked.st_ino):
+        raise ValueError("another file took its name meanwhile, or a part of its path is a link")
+
+
+def _copy(fd: int, target: Path) -> None:
+    copy = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        os.fchmod(copy, os.fstat(fd).st_mode & 0o666)
+        offset = 0
+        while part := os.pread(fd, _COPIED_BYTES, offset):
+            done = 0
+            while done < len(part):
+                done += os.pwrite(copy, part[done:], offset + done)
+            offset += done
+        os.fsync(copy)
+    finally:
+        os.close(copy)
+
+
 def is_there(path: Path) -> bool:
     """Tell whether there is anything of that name; unlike `os.path`, an error is no answer."""
     try:
@@ -177,6 +220,21 @@ def is_there(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
+
+
+def stamp(path: str) -> tuple[int, ...] | None:
+    """Return what changes whenever a file may have changed; None where it is not there."""
+    try:
+        status = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return (
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+    )
 
 
 def list_files(top: Path) -> dict[str, int | None]:

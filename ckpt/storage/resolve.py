@@ -18,16 +18,42 @@ __all__ = ["PathLike", "open_entry", "open_root"]
 PathLike = str | os.PathLike[str]
 
 _DEFAULT_TIMEOUTS = Timeouts()
+# With the set-group bit, so that a group keeps what its members make.
+_MOST_PERMISSIONS = 0o7777
+_OWNER = 0o700
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/")
 
 
-def open_root(path: PathLike, timeouts: Timeouts = _DEFAULT_TIMEOUTS) -> Storage:
+def open_root(
+    path: PathLike,
+    timeouts: Timeouts = _DEFAULT_TIMEOUTS,
+    *,
+    create: bool = True,
+    permission_mode: int | None = None,
+) -> Storage:
     """Return the storage whose root is `path`.
 
+    Args:
+        path: The root.
+        timeouts: How long leases last.
+        create: Whether the root is made if it is not there.
+        permission_mode: Permissions of new directories; files get those that files can have. None
+            lets both follow the umask.
+
     Raises:
-        InvalidArgumentError: It is not a path, or of a kind of storage this version lacks.
+        InvalidArgumentError: It is not a path, or of a kind of storage this version lacks; or the
+            mode is none that the owner could use.
     """
-    return LocalStorage(_local_path(path), timeouts)
+    if permission_mode is not None and (
+        type(permission_mode) is not int
+        or not 0 <= permission_mode <= _MOST_PERMISSIONS
+        or permission_mode & _OWNER != _OWNER
+    ):
+        raise InvalidArgumentError(
+            f"permission_mode={permission_mode!r:.60}: expected the permissions of a directory in "
+            "which its owner may do everything, such as 0o750"
+        )
+    return LocalStorage(_local_path(path), timeouts, create=create, mode=permission_mode)
 
 
 def open_entry(path: PathLike, *, follow: bool = False) -> tuple[Storage, str]:

@@ -21,7 +21,14 @@ from pathlib import Path
 from ckpt.storage.leases import WITHOUT_LEASE_SECONDS, is_abandoned, opened_lease
 from ckpt.storage.posix import fsync_path, remove_tree
 
-__all__ = ["attempt_name", "is_unfinished", "lease_name", "sweep_root", "trash_name"]
+__all__ = [
+    "attempt_name",
+    "is_unfinished",
+    "lease_name",
+    "store_time",
+    "sweep_root",
+    "trash_name",
+]
 
 # Orbax skips (and lists as unfinished) every name that contains this.
 _MARK = ".orbax-checkpoint-tmp-"
@@ -31,6 +38,8 @@ _PROBE_PREFIX = ".ckpt-clock-"
 _ATTEMPT = re.compile(re.escape(_MARK) + r"([0-9a-f]{32})(\.trash)?\Z")
 _LEASE = re.compile("^" + re.escape(_LEASE_PREFIX) + r"([0-9a-f]{32})\Z")
 _PROBE = re.compile("^" + re.escape(_PROBE_PREFIX) + r"[0-9a-f]{32}\Z")
+# A folder of notes, other than those that Orbax names; see `storage.notes`.
+_NOTES = re.compile(r"^\.ckpt-[a-z]+\Z")
 
 
 def attempt_name(entry: str, token: str) -> str:
@@ -49,8 +58,8 @@ def trash_name(name: str) -> str:
 
 
 def is_unfinished(name: str) -> bool:
-    """Tell whether a directory of a root with that name is an attempt, trash, or a probe."""
-    return _ATTEMPT.search(name) is not None or _PROBE.match(name) is not None
+    """Tell whether a directory of a root with that name is an attempt, trash, a probe or notes."""
+    return any((_ATTEMPT.search(name), _PROBE.match(name), _NOTES.match(name)))
 
 
 def sweep_root(root: Path) -> list[str]:
@@ -58,10 +67,10 @@ def sweep_root(root: Path) -> list[str]:
 
     @cache
     def now() -> float:
-        return _store_time(root)
+        return store_time(root)
 
     attempts: dict[str, str | None] = {}
-    trash, probes = [], []
+    trash, empty = [], []
     with contextlib.suppress(FileNotFoundError), os.scandir(root) as found:
         for each in found:
             name = each.name
@@ -74,16 +83,16 @@ def sweep_root(root: Path) -> list[str]:
                     trash.append(name)
                 else:
                     attempts[match[1]] = name
-            elif _PROBE.match(name):
-                probes.append(name)
+            elif _PROBE.match(name) or _NOTES.match(name):
+                empty.append(name)
     if trash and not _is_durable(root):
         trash = []
     swept = [name for name in trash if _removed(root / name)]
     for token, attempt in attempts.items():
         if _sweep(root, token, attempt, now):
             swept.append(attempt or lease_name(token))
-    for name in probes:
-        # Of a cleaner that died; one that lives does not mind.
+    for name in empty:
+        # Of a process that died; one that lives does not mind. Notes are not removed here.
         with contextlib.suppress(OSError):
             os.rmdir(root / name)
     return swept
@@ -133,7 +142,7 @@ def _removed(trash: Path) -> bool:
     return True
 
 
-def _store_time(root: Path) -> float:
+def store_time(root: Path) -> float:
     """Return the time of the clock that stamps the files of `root`, in seconds."""
     probe = root / f"{_PROBE_PREFIX}{uuid.uuid4().hex}"
     try:

@@ -329,6 +329,13 @@ def blocks_the_library() -> None:
             "metrics": lambda: mgr.metrics(0),
             "verify": lambda: mgr.verify(0),
             "delete": lambda: mgr.delete(0),
+            "best_step": lambda: mgr.best_step("loss", "min"),
+            "reload": mgr.reload,
+            "root_metadata": mgr.root_metadata,
+            "pin": lambda: mgr.pin(0, "release"),
+            "unpin": lambda: mgr.unpin(0, "release"),
+            "pins": mgr.pins,
+            "partial": lambda: mgr.partial(9),
             "wait_until_finished": mgr.wait_until_finished,
             "close": mgr.close,
         }

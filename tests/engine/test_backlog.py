@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
-from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import anyio
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,43 +15,10 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt import errors
-from ckpt.handlers.base import Deferred
-from ckpt.manifest import ItemEntry
+from ckpt import errors, policies
 from ckpt.waiting import settled_here
+from tests.gates import PATIENCE_S, Gate, GateHandler
 from tests.trees import assert_same
-
-PATIENCE_S = 60
-
-
-class Gate:
-    """An item whose save becomes durable only when the gate is opened."""
-
-    def __init__(self) -> None:
-        self.opened = threading.Event()
-
-    def open(self) -> None:
-        self.opened.set()
-
-
-class GateHandler:
-    name = "gate"
-
-    def accepts(self, item: Any) -> bool:
-        return isinstance(item, Gate)
-
-    async def stage(self, item: Gate, writer: Any) -> Awaitable[ItemEntry]:
-        async def commit() -> ItemEntry:
-            opened = await anyio.to_thread.run_sync(
-                item.opened.wait, PATIENCE_S, abandon_on_cancel=True
-            )
-            assert opened
-            return ItemEntry(handler=self.name)
-
-        return Deferred(commit)
-
-    async def load(self, entry: Any, like: Any, reader: Any) -> Any:
-        return None
 
 
 def plain(root: Path, **options: Any) -> ckpt.sync.CheckpointManager:
@@ -221,8 +185,8 @@ def test_a_policy_sees_what_is_being_saved(tmp_path: Path) -> None:
     seen: list[list[int]] = []
 
     class Look:
-        def refusal(self, step: int, previous: Any) -> str | None:
-            seen.append(list(previous))
+        def refusal(self, step: int, previous: Any, context: policies.SaveContext) -> str | None:
+            seen.append([each.step for each in context.saving])
             return None
 
     gate = Gate()

@@ -49,7 +49,7 @@ def test_copies_from_the_device_overlap_writes_to_the_store(tmp_path: Path) -> N
         assert sum(e.nbytes for e in found[phase]) == 64 * MIB
         assert sorted(e.granule for e in found[phase]) == list(range(16))
     for phase in ("plan", "snapshot", "record", "publish"):
-        assert len(found[phase]) == 1
+        assert len([e for e in found[phase] if e.operation == "save"]) == 1
 
 
 def test_an_array_larger_than_the_budget_is_saved_within_it(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 import ckpt
 import ckpt.sync
+from ckpt.digests import digest
 from ckpt.engine import staging
 from ckpt.engine.staging import (
     copy_granule,
@@ -32,7 +33,6 @@ from ckpt.layout import plan as plan_module
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.leaves import classify
 from ckpt.layout.plan import SavePlan, plan_save
-from ckpt.manifest import digest
 from tests.trees import P, abstract, assert_same, mesh, sharded
 
 Array = np.ndarray[Any, Any]

@@ -129,8 +129,8 @@ def check_root(root: Path, mode: str, acks: list[int], *, rebooted: bool = False
 def _let_time_pass(root: Path) -> None:
     """Make all that is unfinished in `root` a day old."""
     then = time.time() - 86400
-    for path in root.iterdir():
-        if ATTEMPT in path.name or path.name.startswith(".ckpt-"):
+    for path in [*root.iterdir(), *(root / ".ckpt-pins").glob("*")]:
+        if ATTEMPT in path.name or ".ckpt-" in str(path.relative_to(root)):
             os.utime(path, (then, then))
 
 

@@ -30,6 +30,7 @@ from ckpt.errors import (
     StepExistsError,
     StepNotFoundError,
 )
+from ckpt.policies import SaveContext, SavedStep
 from ckpt.testing.compare import differences
 from ckpt.testing.faults import Crash, at
 from ckpt.testing.files import FaultyFiles
@@ -52,7 +53,7 @@ WHO = st.sampled_from([0, 1])
 class NotSeven:
     """A save policy that has something against one step."""
 
-    def refusal(self, step: int, previous: Sequence[int]) -> str | None:
+    def refusal(self, step: int, previous: Sequence[SavedStep], context: SaveContext) -> str | None:
         return "not this one" if step == REFUSED else None
 
 

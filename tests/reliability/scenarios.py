@@ -17,8 +17,9 @@ import numpy as np
 
 import ckpt
 import ckpt.sync
+from ckpt.digests import digest
 from ckpt.handlers.json import JsonHandler
-from ckpt.manifest import FILE_NAME, decode, digest
+from ckpt.manifest import FILE_NAME, decode
 from ckpt.policies import LatestN
 from ckpt.testing.compare import differences
 from ckpt.testing.faults import Operation, Plan
@@ -204,10 +205,13 @@ def template(scenario: Scenario, root: Path, *, large: bool = True) -> None:
 def age(root: Path, *, all_of_it: bool = False) -> None:
     """Let two hours pass for leases whose writer died before it had written anything into them.
 
-    Of all else it is known at once that nobody works on it; but after a power cut leases may be
-    lost, and then `all_of_it` has to be so old.
+    So, too, for the marks of deletions, which are leases without a lock. Of all else it is known at
+    once that nobody works on it; but after a power cut leases may be lost, and then `all_of_it` has
+    to be so old.
     """
     then = time.time() - 7200
+    for path in (root / ".ckpt-pins").glob("*"):
+        os.utime(path, (then, then))
     for name in leftovers(root):
         path = root / name
         if all_of_it or (name.startswith(".ckpt-lease-") and not path.stat().st_size):

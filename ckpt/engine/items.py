@@ -1,0 +1,106 @@
+"""Deleting one item of a committed step: the step is published anew without it."""
+
+from __future__ import annotations
+
+import anyio
+
+from ckpt.digests import digest
+from ckpt.engine.save import features, keep_lease
+from ckpt.errors import InvalidArgumentError, located
+from ckpt.layout.orbax_view import step_view
+from ckpt.manifest import FILE_NAME, FileEntry, Manifest, encode
+from ckpt.steps import refuse_deleted, while_read
+from ckpt.storage.base import Attempt, Storage
+
+__all__ = ["delete_item"]
+
+
+async def delete_item(storage: Storage, entry: str, manifest: Manifest, item: str) -> Manifest:
+    """Take one item out of a committed entry.
+
+    Everything else is put into a new attempt without being copied, where the store can do that, and
+    the attempt takes the place of the old step in one atomic act: at every instant one of the two
+    is there, whole. Then the old one is removed. Metrics, metadata and times stay what they were.
+
+    Args:
+        storage: The root.
+        entry: The entry's name.
+        manifest: What is there now.
+        item: Name of the item.
+
+    Returns:
+        The manifest of what is there afterwards.
+
+    Raises:
+        InvalidArgumentError: The step has no such item, or no other one; names those it has.
+        StepDeletedError: It was deleted or replaced meanwhile.
+        CorruptCheckpointError: A file of another item is missing, or is no regular one.
+        StorageError: The store refused.
+
+    Cancellation: what has begun is waited for, and the step is as it was, unless publishing had
+    begun: then the item is gone.
+    """
+    items = {name: each for name, each in manifest.items.items() if name != item}
+    if item not in manifest.items:
+        raise InvalidArgumentError(
+            f"item={item!r:.120}: the step has no such item, only {', '.join(items)}",
+            step=manifest.step,
+        )
+    if not items:
+        raise InvalidArgumentError(
+            f"item={item!r:.120} is the only item of the step; delete the step instead",
+            step=manifest.step,
+        )
+    attempt: Attempt | None = await storage.begin(entry)
+    assert attempt is not None
+    try:
+        with located(step=manifest.step):
+            async with anyio.create_task_group() as tasks:
+                keeper = anyio.CancelScope()
+                tasks.start_soon(keep_lease, storage, attempt, keeper)
+                kept = manifest.model_copy(
+                    update={
+                        "items": items,
+                        "attempt": attempt.id,
+                        "requires": features(items),
+                    }
+                )
+                async with while_read(storage, entry, manifest):
+                    kept = await _write_rest(storage, attempt, manifest, kept, item)
+                await refuse_deleted(storage, entry, manifest)
+                # From here on nothing may come between the store and our knowing what it did.
+                with anyio.CancelScope(shield=True):
+                    await storage.publish(attempt, overwrite=True)
+                    attempt = None
+                keeper.cancel()
+    finally:
+        if attempt is not None:
+            with anyio.CancelScope(shield=True):
+                await storage.discard(attempt)
+    return kept
+
+
+async def _write_rest(
+    storage: Storage, attempt: Attempt, old: Manifest, new: Manifest, item: str
+) -> Manifest:
+    """Fill an attempt with all but one item; return its manifest, which is written last."""
+    entry = attempt.entry
+    written = step_view(
+        entry, new.items, old.metrics, old.metadata, old.created_ns, old.committed_ns, old.files
+    )
+    linked = {
+        path: known
+        for path, known in old.files.items()
+        if path not in written and not path.startswith(f"{item}/")
+    }
+    with located():
+        async with anyio.create_task_group() as tasks:
+            for path in linked:
+                tasks.start_soon(storage.link, attempt, path)
+            for path, data in written.items():
+                tasks.start_soon(storage.write, attempt, path, data)
+    made = {path: FileEntry(size=len(data), digest=digest(data)) for path, data in written.items()}
+    new = new.model_copy(update={"files": linked | made})
+    encoded = await anyio.to_thread.run_sync(encode, new)
+    await storage.write(attempt, FILE_NAME, encoded)
+    return new

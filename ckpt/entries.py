@@ -1,0 +1,121 @@
+"""The save of one entry: whether it may be written, and its metrics as numbers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import anyio
+
+from ckpt.commit import CommitHooks
+from ckpt.engine.batches import Batches
+from ckpt.engine.save import SaveEngine, SaveRequest, save_step
+from ckpt.engine.session import Batch
+from ckpt.errors import InvalidArgumentError, StepExistsError, StorageError
+from ckpt.manifest import FILE_NAME, MAX_BYTES, Manifest
+from ckpt.storage.base import Storage
+
+__all__ = ["refuse_existing", "remove_others", "save_entry"]
+
+logger = logging.getLogger("ckpt")
+
+
+async def save_entry(
+    engine: SaveEngine,
+    storage: Storage,
+    request: SaveRequest,
+    hooks: CommitHooks,
+    *,
+    batches: Batches | None = None,
+    on_safe: Callable[[], None] = lambda: None,
+    on_staged: Callable[[], None] = lambda: None,
+    may_write: Callable[[], Awaitable[Any]] | None = None,
+) -> Manifest:
+    """Save one entry once its metrics are plain numbers; see `save_step`.
+
+    Args:
+        engine: The engine.
+        storage: Where to.
+        request: What.
+        hooks: The commit to move along.
+        batches: The items, where they come call by call; None for those of the request.
+        on_safe: Called once the caller may change or donate the items of the request.
+        on_staged: Called once they need no more staging memory.
+        may_write: Awaited before anything but the empty attempt is written.
+    """
+    if request.metrics is not None:
+        metrics = await anyio.to_thread.run_sync(_plain_metrics, request.metrics)
+        request = replace(request, metrics=metrics)
+    if batches is None:
+        began = hooks.watch.began
+        batch = Batch(request.items, request.unnamed, on_safe, on_staged, began)
+        batches = Batches.of(batch)
+    return await save_step(
+        engine,
+        storage,
+        request,
+        hooks,
+        batches,
+        may_write=may_write or anyio.lowlevel.checkpoint,
+    )
+
+
+async def refuse_existing(
+    storage: Storage, request: SaveRequest, others: Sequence[str] = ()
+) -> None:
+    """Raise before anything is staged if the entry is taken; publishing checks again.
+
+    Args:
+        storage: The root.
+        request: What is to be saved.
+        others: Entries that are the same step under other names.
+
+    Raises:
+        StepExistsError: It is, and is not to be replaced or not ours to replace.
+    """
+    for entry in (request.entry, *others):
+        if not await storage.exists(entry):
+            continue
+        where = f"{storage.location}/{entry}"
+        if await storage.read(entry, FILE_NAME, MAX_BYTES) is None:
+            raise StepExistsError(
+                f"{where} exists and is not a checkpoint of this library, so it is never replaced. "
+                "Move it away, or choose another name",
+                step=request.step,
+            )
+        if not request.overwrite:
+            raise StepExistsError(
+                f"{where} already exists; it was left as it is. Choose another step, or pass "
+                "overwrite=True to replace it",
+                step=request.step,
+            )
+
+
+async def remove_others(storage: Storage, others: Sequence[str]) -> None:
+    """Remove what was a step under other names, now that it is there under the one written now.
+
+    What cannot be removed is logged: the save has succeeded, and what it wrote is what counts.
+    """
+    with anyio.CancelScope(shield=True):
+        for entry in others:
+            try:
+                await storage.remove(entry)
+            except StorageError as error:
+                logger.warning("%s/%s was replaced and is left: %s", storage.location, entry, error)
+
+
+def _plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
+    """Return metrics as JSON has them; waits for jax scalars that are still being computed."""
+    plain: dict[str, float | str] = {}
+    for name, value in metrics.items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"metrics[{name!r}]={value!r:.60}: expected a number"
+            ) from error
+        finite = number - number == 0
+        plain[str(name)] = number if finite else repr(number)
+    return plain

@@ -1,0 +1,151 @@
+"""What policies are made of and what they answer, checked; pure."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from ckpt.errors import CheckpointError, InvalidArgumentError
+
+__all__ = [
+    "ask",
+    "check_bool",
+    "check_count",
+    "check_seconds",
+    "check_steps",
+    "name_of",
+    "truth_of",
+    "whole_number",
+    "why_no_policy",
+]
+
+T = TypeVar("T")
+
+
+def check_count(policy: str, value: object, *, name: str = "", most: int | None = None) -> None:
+    """Raise unless `value` is a whole number, 1 or more.
+
+    Raises:
+        InvalidArgumentError: It is not, or is greater than `most`.
+    """
+    if type(value) is not int or value < 1 or (most is not None and value > most):
+        range_ = "1 or more" if most is None else f"from 1 to {most}"
+        raise InvalidArgumentError(
+            f"{policy}({_named(name)}{value!r:.60}): expected a whole number, {range_}"
+        )
+
+
+def check_seconds(policy: str, value: object, *, name: str = "", zero: bool = False) -> None:
+    """Raise unless `value` is a finite number of seconds above 0, or 0 if that may be.
+
+    Raises:
+        InvalidArgumentError: It is not.
+    """
+    seconds = value if isinstance(value, int | float) and not isinstance(value, bool) else -1
+    # A whole number may be too large for a float.
+    if not 0 <= seconds <= sys.float_info.max or (seconds == 0 and not zero):
+        least = "0 or more" if zero else "more than 0"
+        raise InvalidArgumentError(
+            f"{policy}({_named(name)}{value!r:.60}): expected a finite number of seconds, {least}"
+        )
+
+
+def check_bool(policy: str, value: object, *, name: str) -> None:
+    """Raise unless `value` is True or False.
+
+    Raises:
+        InvalidArgumentError: It is not.
+    """
+    if not isinstance(value, bool):
+        raise InvalidArgumentError(f"{policy}({name}={value!r:.60}): expected True or False")
+
+
+def check_steps(policy: str, steps: object) -> frozenset[int]:
+    """Return `steps` as a set.
+
+    Raises:
+        InvalidArgumentError: It cannot be iterated over, or one of them is no step.
+    """
+    if not isinstance(steps, Iterable):
+        raise InvalidArgumentError(
+            f"{policy}({steps!r:.60}): expected steps, such as {policy}([100, 1000])"
+        )
+    found = set()
+    for step in steps:
+        number = whole_number(step)
+        if number is None or number < 0:
+            raise InvalidArgumentError(
+                f"{policy}(...{step!r:.60}...): expected steps: whole numbers, 0 or more"
+            )
+        found.add(number)
+    return frozenset(found)
+
+
+def whole_number(value: object) -> int | None:
+    """Return a Python or numpy integer as an int, None for anything else; bool is none."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def why_no_policy(
+    policy: object, method: str, *, several: str, other: tuple[str, str]
+) -> str | None:
+    """Return what could be meant by something that is no policy, None for what is one.
+
+    Args:
+        policy: One is an instance with the method, or a function; neither may be async.
+        method: The method.
+        several: How several are given as one.
+        other: A method of what is given elsewhere, and a hint at where.
+    """
+    foreign, where = other
+    if hasattr(policy, foreign) and not hasattr(policy, method):
+        return where
+    if isinstance(policy, type):
+        return f"it is a class; give an instance: {policy.__name__}(...)"
+    if isinstance(policy, list | tuple | set | frozenset):
+        return f"give several as {several}(first, second)"
+    function = getattr(policy, method, policy)
+    if inspect.iscoroutinefunction(function):
+        return "it is async, and a decision is made at once"
+    return None if callable(function) else f"it is of type {type(policy).__name__}"
+
+
+def ask(policy: object, question: Callable[..., T], *arguments: object) -> T:
+    """Return what a policy answers.
+
+    Raises:
+        InvalidArgumentError: It raised something; what the library raised itself is passed on.
+    """
+    try:
+        return question(*arguments)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"{name_of(policy)} raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def truth_of(answer: object) -> bool | None:
+    """Return a bool, or a scalar of numpy or jax that is one, as a bool; None for others."""
+    if isinstance(answer, bool):
+        return answer
+    kind = getattr(getattr(answer, "dtype", None), "kind", None)
+    return bool(answer) if kind == "b" and getattr(answer, "shape", None) == () else None
+
+
+def name_of(policy: object) -> str:
+    """Return how messages call a policy."""
+    return getattr(policy, "__qualname__", None) or f"{policy!r:.120}"
+
+
+def _named(name: str) -> str:
+    return f"{name}=" if name else ""

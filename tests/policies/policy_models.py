@@ -1,0 +1,231 @@
+"""What each policy promises, once more: slow, and so plain that it can be checked by reading.
+
+Also strategies for steps, policies and compositions of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from hypothesis import strategies as st
+
+from ckpt import policies as p
+from ckpt.policies import SaveContext, SavedStep
+
+# ---------------------------------------------------------------- what is kept
+
+
+def kept(policy: Any, steps: Sequence[SavedStep], now: float) -> set[int]:
+    """Return what a policy should keep: asked of every step by itself, against all others."""
+    if isinstance(policy, p.AnyPreservation):
+        return {step for member in policy.policies for step in kept(member, steps, now)}
+    chosen = {one.step for one in steps if is_chosen(policy, one, steps, now)}
+    most = getattr(policy, "max_to_keep", None)
+    if most is not None:
+        chosen = {step for step in chosen if sum(other > step for other in chosen) < most}
+    return chosen
+
+
+def is_chosen(policy: Any, one: SavedStep, steps: Sequence[SavedStep], now: float) -> bool:
+    match policy:
+        case p.PreserveAll():
+            return True
+        case p.LatestN(n):
+            return sum(other.step > one.step for other in steps) < n
+        case p.CustomSteps(wanted):
+            return one.step in list(wanted)
+        case p.EveryNSteps():
+            return is_nth(policy, one, steps)
+        case p.EveryNStepsClosest():
+            return is_closest(policy, one, steps)
+        case p.EveryNSeconds(seconds):
+            rivals = [o for o in steps if span_of(o, seconds) == span_of(one, seconds)]
+            return one == min(rivals, key=lambda o: (o.time, -o.step))
+        case p.LatestDuration(seconds):
+            return now - one.time <= seconds
+        case p.BestN():
+            return is_among_the_best(policy, one, steps)
+        case _:
+            return bool(policy(one.step))
+
+
+def is_nth(policy: p.EveryNSteps, one: SavedStep, steps: Sequence[SavedStep]) -> bool:
+    if policy.exact:
+        return one.step in range(0, one.step + 1, policy.n)
+    start = max(multiple for multiple in range(0, one.step + 1, policy.n))
+    return not any(start <= other.step < one.step for other in steps)
+
+
+def is_closest(policy: p.EveryNStepsClosest, one: SavedStep, steps: Sequence[SavedStep]) -> bool:
+    def multiple_of(saved: SavedStep) -> int:
+        multiples = range(0, saved.step + policy.n + 1, policy.n)
+        return min(multiples, key=lambda m: (abs(saved.step - m), -m))
+
+    rivals = [o for o in steps if multiple_of(o) == multiple_of(one)]
+    return one == min(rivals, key=lambda o: (abs(o.step - multiple_of(o)), -o.step))
+
+
+def span_of(saved: SavedStep, seconds: float) -> int:
+    return math.floor(Fraction(saved.time) / Fraction(seconds))
+
+
+def is_among_the_best(policy: p.BestN, one: SavedStep, steps: Sequence[SavedStep]) -> bool:
+    def value_of(saved: SavedStep) -> float | None:
+        if saved.metrics is None:
+            return None
+        if isinstance(policy.metric, str):
+            return saved.metrics.get(policy.metric)
+        try:
+            return policy.metric(saved.metrics)
+        except KeyError:
+            return None
+
+    def is_better(a: SavedStep, b: SavedStep) -> bool:
+        x, y = value_of(a), value_of(b)
+        if x is None or y is None:
+            return x is not None or (y is None and a.step > b.step)
+        if math.isnan(x) or math.isnan(y):
+            return not math.isnan(x) or (math.isnan(y) and a.step > b.step)
+        if x == y:
+            return a.step > b.step
+        return x < y if policy.mode == "min" else x > y
+
+    if value_of(one) is None and policy.keep_without_metrics:
+        return True
+    return sum(is_better(other, one) for other in steps) < policy.n
+
+
+# ---------------------------------------------------------------- what is saved
+
+
+def is_saved(policy: Any, step: int, previous: Sequence[SavedStep], c: SaveContext) -> bool:
+    """Tell whether a policy should want a step."""
+    times = [saved.time for saved in previous][-1:] if c.last_time is None else [c.last_time]
+
+    def is_due(seconds: float) -> bool:
+        return all(not last <= c.now < last + seconds for last in times)
+
+    match policy:
+        case p.FixedInterval(n):
+            return step in range(0, step + 1, n)
+        case p.SpecificSteps(wanted):
+            return step in list(wanted)
+        case p.Continuous(seconds):
+            return len(c.saving) == 0 and (seconds == 0 or is_due(seconds))
+        case p.EverySeconds(seconds):
+            return is_due(seconds)
+        case p.Initial():
+            return len(previous) + len(c.saving) == 0
+        case p.OnPreemption():
+            return c.preempted
+        case p.AnySave(members):
+            return any(is_saved(member, step, previous, c) for member in members)
+        case p.BoundedOverhead():
+            if len(c.saving) > 0:
+                return False
+            if c.lost_seconds is None or c.step_seconds is None:
+                return c.lost_seconds is None
+            most = math.inf if policy.at_most_seconds is None else policy.at_most_seconds
+            due = min(max(c.lost_seconds / policy.fraction, policy.at_least_seconds), most)
+            due = max(due, (c.save_seconds or 0) + 2 * c.step_seconds)
+            return all(c.now < last or c.now - last >= due for last in times)
+        case _:
+            return bool(policy(step, previous, c))
+
+
+# ---------------------------------------------------------------- strategies
+
+COUNTS = st.integers(1, 7)
+SECONDS = st.integers(1, 40) | st.sampled_from([0.5, 7.25])
+# Few values, so that there are ties.
+NUMBERS = st.sampled_from([-1.0, 0.0, 0.5, 2.0, math.inf, -math.inf, math.nan])
+METRICS = st.none() | st.dictionaries(st.sampled_from(["loss", "accuracy"]), NUMBERS, max_size=2)
+
+
+def is_odd(step: int) -> bool:
+    return step % 2 == 1
+
+
+def loss_and_more(metrics: Any) -> float:
+    return float(metrics["loss"]) + metrics.get("accuracy", 0.0)
+
+
+@st.composite
+def saved_steps(draw: st.DrawFn, most: int = 25) -> list[SavedStep]:
+    """Steps, ascending; their times ascend, too, or have nothing to do with them."""
+    numbers = draw(st.lists(st.integers(0, 60), unique=True, max_size=most).map(sorted))
+    times = draw(st.lists(st.integers(0, 200), min_size=len(numbers), max_size=len(numbers)))
+    if draw(st.booleans()):
+        times = sorted(times)
+    return [
+        SavedStep(step, float(time), draw(METRICS))
+        for step, time in zip(numbers, times, strict=True)
+    ]
+
+
+SIMPLE_PRESERVATION: list[st.SearchStrategy[Any]] = [
+    st.just(p.PreserveAll()),
+    st.builds(p.LatestN, COUNTS),
+    st.builds(p.EveryNSteps, COUNTS, st.booleans(), st.none() | COUNTS),
+    st.builds(p.EveryNStepsClosest, COUNTS, st.none() | COUNTS),
+    st.builds(p.EveryNSeconds, SECONDS),
+    st.builds(p.LatestDuration, SECONDS),
+    st.builds(
+        p.BestN,
+        COUNTS,
+        st.sampled_from(["loss", "accuracy", "nothing", loss_and_more]),
+        st.sampled_from(["min", "max"]),
+        st.booleans(),
+    ),
+    st.builds(p.CustomSteps, st.sets(st.integers(0, 60), max_size=5)),
+    st.just(is_odd),
+]
+PRESERVATION: st.SearchStrategy[Any] = st.recursive(
+    st.one_of(SIMPLE_PRESERVATION),
+    lambda inner: st.lists(inner, min_size=1, max_size=3).map(lambda m: p.AnyPreservation(*m)),
+    max_leaves=4,
+)
+
+
+def wants_tens(step: int, previous: Sequence[SavedStep], context: SaveContext) -> bool:
+    return step % 10 == 0
+
+
+SIMPLE_SAVING: list[st.SearchStrategy[Any]] = [
+    st.builds(p.FixedInterval, COUNTS),
+    st.builds(p.SpecificSteps, st.sets(st.integers(0, 60), max_size=5)),
+    st.builds(p.Continuous, st.just(0) | SECONDS),
+    st.builds(p.EverySeconds, SECONDS),
+    st.just(p.Initial()),
+    st.just(p.OnPreemption()),
+    st.builds(
+        p.BoundedOverhead,
+        st.sampled_from([0.01, 0.25]),
+        st.integers(0, 5),
+        st.none() | st.integers(5, 20),
+    ),
+    st.just(wants_tens),
+]
+SAVING: st.SearchStrategy[Any] = st.recursive(
+    st.one_of(SIMPLE_SAVING),
+    lambda inner: st.lists(inner, min_size=1, max_size=3).map(lambda m: p.AnySave(*m)),
+    max_leaves=4,
+)
+
+
+@st.composite
+def contexts(draw: st.DrawFn) -> SaveContext:
+    times = st.integers(0, 200).map(float)
+    saving = draw(st.lists(st.builds(SavedStep, st.integers(61, 70), times), max_size=2))
+    return SaveContext(
+        now=draw(times),
+        preempted=draw(st.booleans()),
+        saving=tuple(saving),
+        last_time=draw(st.none() | times),
+        step_seconds=draw(st.none() | st.sampled_from([0.0, 0.5, 4.0])),
+        lost_seconds=draw(st.none() | st.sampled_from([0.0, 0.125, 3.0])),
+        save_seconds=draw(st.none() | st.integers(0, 30).map(float)),
+    )

@@ -1,0 +1,276 @@
+"""When a manager saves: what policies are told, and what comes before them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt
+import ckpt.sync
+from ckpt import errors, policies
+from ckpt.policies import SaveContext, SavedStep
+from tests.gates import PATIENCE_S, Gate, GateHandler
+
+
+def plain(root: Path, **settings: Any) -> ckpt.sync.CheckpointManager:
+    return ckpt.sync.CheckpointManager(root, handlers=[GateHandler()], **settings)
+
+
+def test_a_refused_save_does_not_wait_for_those_under_way(tmp_path: Path) -> None:
+    gate = Gate()
+    with plain(tmp_path, save_policy=policies.FixedInterval(2)) as mgr:
+        under_way = [
+            mgr.save(0, items={"state": {"n": 0}, "gate": gate}),
+            mgr.save(2, items={"state": {"n": 2}, "gate": gate}),
+        ]
+        try:
+            # Two are under way, so a save that is made would wait for the first of them.
+            commit = mgr.save(3, {"n": 3})
+            assert not commit
+            assert commit.done()
+            assert "multiple of 2" in str(commit.skipped)
+        finally:
+            gate.open()
+        assert all(each.result(PATIENCE_S) for each in under_way)
+        assert mgr.all_steps() == [0, 2]
+
+
+def test_a_policy_is_told_what_there_is(tmp_path: Path) -> None:
+    told: list[tuple[int, list[SavedStep], SaveContext]] = []
+    now = 1000.0
+
+    def look(step: int, previous: Sequence[SavedStep], context: SaveContext) -> bool:
+        told.append((step, list(previous), context))
+        return step % 2 == 0
+
+    with plain(tmp_path, save_policy=look, clock=lambda: now) as mgr:
+        for step in range(4):
+            now += 10.0
+            commit = mgr.save(step, {"n": step}, metrics={"loss": step / 2})
+            commit.result(PATIENCE_S)
+            mgr.wait_until_finished()
+    steps = [step for step, _, _ in told]
+    assert steps == [0, 1, 2, 3]
+    zero, two = SavedStep(0, 1010.0, {"loss": 0.0}), SavedStep(2, 1030.0, {"loss": 1.0})
+    assert [previous for _, previous, _ in told] == [[], [zero], [zero], [zero, two]]
+    contexts = [context for _, _, context in told]
+    assert [context.now for context in contexts] == [1010.0, 1020.0, 1030.0, 1040.0]
+    assert [context.last_time for context in contexts] == [None, 1010.0, 1010.0, 1030.0]
+    assert all(context.saving == () and not context.preempted for context in contexts)
+    assert contexts[0].save_seconds is None
+    assert contexts[3].save_seconds is not None
+    # A new manager goes by what is on the disk.
+    told.clear()
+    with plain(tmp_path, save_policy=look, clock=lambda: now) as mgr:
+        assert not mgr.should_save(5)
+        assert told[0][1] == [zero, two]
+        assert told[0][2].last_time is None
+
+
+def test_the_newest_step_alone_can_be_looked_at(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def look(step: int, previous: Sequence[SavedStep], context: SaveContext) -> bool:
+        seen.append((bool(previous), previous[-1].step if previous else None, len(previous)))
+        return True
+
+    with plain(tmp_path, save_policy=look) as mgr:
+        for step in range(3):
+            mgr.save(step, {"n": 0}).result(PATIENCE_S)
+    assert seen == [(False, None, 0), (True, 0, 1), (True, 1, 2)]
+
+
+def test_time_since_the_last_save_counts_saves_of_earlier_runs(tmp_path: Path) -> None:
+    now = 1000.0
+    settings: dict[str, Any] = {
+        "save_policy": policies.EverySeconds(100),
+        "clock": lambda: now,
+    }
+    with plain(tmp_path, **settings) as mgr:
+        assert mgr.save(0, {"n": 0})
+        now += 99.0
+        mgr.wait_until_finished()
+        assert not mgr.save(1, {"n": 0})
+    with plain(tmp_path, **settings) as mgr:
+        assert not mgr.should_save(2)
+        now += 1.0
+        assert mgr.should_save(2)
+
+
+def test_a_failed_save_is_no_last_save(tmp_path: Path) -> None:
+    now = 1000.0
+    with plain(tmp_path, save_policy=policies.EverySeconds(100), clock=lambda: now) as mgr:
+        with pytest.raises(errors.UnsupportedLeafError):
+            mgr.save(1, {"n": object()})
+        assert mgr.save(2, {"n": 1})
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("no idea"), "yes", 1, None])
+def test_a_policy_that_fails_is_an_error_of_the_call_and_nothing_is_left(
+    tmp_path: Path, answer: Any
+) -> None:
+    def policy(step: int, previous: Any, context: Any) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with plain(tmp_path, save_policy=policy) as mgr:
+        with pytest.raises(errors.InvalidArgumentError, match="policy") as caught:
+            mgr.save(4, {"n": 1})
+        assert caught.value.step == 4
+        with pytest.raises(errors.InvalidArgumentError, match="policy"):
+            mgr.should_save(4)
+        # It is asked about nothing that is forced.
+        assert mgr.save(4, {"n": 1}, force=True).result(PATIENCE_S)
+        assert mgr.all_steps() == [4]
+
+
+@pytest.mark.parametrize(
+    "policy", [policies.FixedInterval, 3, policies.LatestN(3), "all"], ids=repr
+)
+def test_what_is_no_save_policy_is_refused_at_once(tmp_path: Path, policy: Any) -> None:
+    with pytest.raises(errors.InvalidArgumentError):
+        plain(tmp_path, save_policy=policy)
+
+
+@pytest.mark.parametrize(
+    "policy", [policies.LatestN, 3, policies.FixedInterval(3), "all"], ids=repr
+)
+def test_what_is_no_preservation_policy_is_refused_at_once(tmp_path: Path, policy: Any) -> None:
+    with pytest.raises(errors.InvalidArgumentError):
+        plain(tmp_path, preservation=policy)
+
+
+def test_saves_called_at_the_same_time_know_of_each_other(tmp_path: Path) -> None:
+    """`Continuous` never has two under way, though both are asked about before one begins."""
+
+    async def main() -> None:
+        continuous = policies.Continuous()
+        handlers = [GateHandler()]
+        async with ckpt.CheckpointManager(
+            tmp_path, save_policy=continuous, handlers=handlers
+        ) as mgr:
+            gate = Gate()
+            commits: list[ckpt.Commit] = []
+
+            async def save(step: int) -> None:
+                commits.append(await mgr.save(step, items={"state": {"n": step}, "gate": gate}))
+
+            try:
+                await asyncio.gather(*(save(step) for step in range(5)))
+            finally:
+                gate.open()
+            assert sum(bool(commit) for commit in commits) == 1
+
+    asyncio.run(main())
+
+
+def test_the_final_save_of_a_preempted_run_is_made_whatever_policy_and_backlog_say(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    events: list[ckpt.Event] = []
+    now = 1000.0
+    gate = Gate()
+    with (
+        plain(
+            tmp_path,
+            save_policy=policies.FixedInterval(1000),
+            backlog="skip",
+            preemption_signals=[signal.SIGUSR1],
+            observers=[events.append],
+            clock=lambda: now,
+        ) as mgr,
+        caplog.at_level(logging.INFO, "ckpt"),
+    ):
+        first = mgr.save(0, items={"state": {"n": 0}, "gate": gate})
+        now += 60.0
+        assert not mgr.save(1, {"n": 1})
+        assert not mgr.reached_preemption(1)
+        signal.raise_signal(signal.SIGUSR1)
+        # The answer for a step never changes, so that the save of it and the question agree.
+        assert not mgr.reached_preemption(1)
+        now += 5.0
+        assert mgr.should_save(2)
+        final = mgr.save(2, {"n": 2})
+        assert mgr.reached_preemption(2)
+        gate.open()
+        assert first.result(PATIENCE_S)
+        assert final.result(PATIENCE_S)
+        # One final save: who goes on all the same goes by the policy again.
+        assert not mgr.save(3, {"n": 3})
+        assert not mgr.should_save(3)
+        assert mgr.reached_preemption(3)
+        mgr.wait_until_finished()
+        assert mgr.all_steps() == [0, 2]
+    (kept,) = [event for event in events if event.phase == "preempted"]
+    assert kept.step == 2
+    assert (kept.ended_ns - kept.began_ns) / 1e9 == pytest.approx(65.0)
+    assert any("preempted" in line and "65 s" in line for line in caplog.messages)
+
+
+def test_a_final_save_that_failed_was_none(tmp_path: Path) -> None:
+    with plain(
+        tmp_path,
+        save_policy=policies.FixedInterval(1000),
+        preemption_signals=[signal.SIGUSR1],
+    ) as mgr:
+        signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(errors.UnsupportedLeafError):
+            mgr.save(1, {"n": object()})
+        assert mgr.save(2, {"n": 2})
+        assert not mgr.save(3, {"n": 3})
+
+
+def test_every_operation_ends_with_one_event_and_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    events: list[ckpt.Event] = []
+    gate = Gate()
+    with (
+        plain(tmp_path, save_policy=policies.FixedInterval(2), observers=[events.append]) as mgr,
+        caplog.at_level(logging.INFO, "ckpt"),
+    ):
+        mgr.save(0, {"n": 1.0}).result(PATIENCE_S)
+        mgr.save(1, {"n": 1.0})
+        with pytest.raises(errors.UnsupportedLeafError):
+            mgr.save(2, {"n": object()})
+        cancelled = mgr.save(4, items={"state": {"n": 4}, "gate": gate})
+        cancelled.cancel()
+        assert cancelled.exception(PATIENCE_S) is not None
+        mgr.restore(0)
+        with pytest.raises(errors.TargetMismatchError):
+            mgr.restore(0, like={"m": 1.0})
+        mgr.verify(0)
+        mgr.delete(0)
+        for missing in (mgr.restore, mgr.verify, mgr.delete):
+            with pytest.raises(errors.StepNotFoundError):
+                missing(77)
+    ends = [event for event in events if event.phase == "end"]
+    assert [(each.operation, each.step, each.outcome) for each in ends] == [
+        ("save", 0, "ok"),
+        ("save", 1, "skipped"),
+        ("save", 2, "failed"),
+        ("save", 4, "cancelled"),
+        ("restore", 0, "ok"),
+        ("restore", 0, "failed"),
+        ("verify", 0, "ok"),
+        ("delete", 0, "ok"),
+        ("restore", 77, "failed"),
+        ("verify", 77, "failed"),
+        ("delete", 77, "failed"),
+    ]
+    assert all(each.outcome is None for each in events if each.phase != "end")
+    assert "multiple of 2" in str(ends[1].reason)
+    assert "'n'" in str(ends[2].reason)
+    assert [line.split()[0] for line in caplog.messages] == [
+        "saved",
+        "restored",
+        "verified",
+        "deleted",
+    ]

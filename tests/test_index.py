@@ -1,0 +1,109 @@
+"""Lists of steps: right whatever others do, and cheap."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt
+import ckpt.sync
+from ckpt.index import StepIndex
+from ckpt.manifest import decode, encode
+from ckpt.storage import posix
+from ckpt.storage.resolve import open_root
+
+
+def make_root(root: Path, count: int) -> None:
+    """Make a root of many steps, all of which are copies of one but for the number."""
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        mgr.save(0, {"n": 1.5}, metrics={"loss": 2.0}).result()
+    manifest = decode((root / "0" / "ckpt.json").read_bytes(), where="0")
+    for step in range(1, count):
+        os.mkdir(root / str(step))
+        copy = manifest.model_copy(update={"step": step})
+        (root / str(step) / "ckpt.json").write_bytes(encode(copy))
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that are read, in order."""
+    seen: list[str] = []
+    read: Callable[..., Any] = posix.read_regular
+
+    def counted(top: Path, path: str, limit: int) -> Any:
+        if path.endswith("ckpt.json"):
+            seen.append(path)
+        return read(top, path, limit)
+
+    monkeypatch.setattr(posix, "read_regular", counted)
+    return seen
+
+
+def test_a_root_of_many_steps_is_opened_without_reading_them(
+    tmp_path: Path, reads: list[str]
+) -> None:
+    make_root(tmp_path, 10_000)
+    reads.clear()
+    with ckpt.sync.CheckpointManager(tmp_path, save_policy=ckpt.policies.FixedInterval(100)) as mgr:
+        assert reads == []
+        assert mgr.latest_step() == 9999
+        assert reads == ["9999/ckpt.json"]
+        assert mgr.restore() == {"n": 1.5}
+        assert not mgr.should_save(10_001)
+        assert mgr.save(10_100, {"n": 3})
+        mgr.wait_until_finished()
+        assert len(reads) < 10
+        assert mgr.all_steps() == [*range(10_000), 10_100]
+        assert len(reads) < 10_010
+        reads.clear()
+        # What has not changed is not read again.
+        assert mgr.all_steps() == [*range(10_000), 10_100]
+        assert mgr.best_step("loss", "min") == 9999
+        assert reads == []
+        mgr.reload()
+        mgr.latest_step()
+        assert reads == ["10100/ckpt.json"]
+
+
+def test_what_others_do_to_a_root_is_seen_at_once(tmp_path: Path) -> None:
+    make_root(tmp_path, 5)
+    with (
+        ckpt.sync.CheckpointManager(tmp_path, read_only=True) as mgr,
+        ckpt.sync.CheckpointManager(tmp_path) as other,
+    ):
+        assert mgr.all_steps() == [0, 1, 2, 3, 4]
+        other.delete(2)
+        assert mgr.all_steps() == [0, 1, 3, 4]
+        other.save(2, {"n": 2}, metrics={"loss": 1.0}).result()
+        assert mgr.all_steps() == [0, 1, 2, 3, 4]
+        assert mgr.best_step("loss", "min") == 2
+        other.save(2, {"n": 2}, metrics={"loss": 3.0}, overwrite=True).result()
+        assert mgr.best_step("loss", "min") == 4
+        assert mgr.best_step("loss", "max") == 2
+        (tmp_path / "4" / "ckpt.json").write_bytes(b"damaged")
+        assert mgr.all_steps() == [0, 1, 2, 3]
+        assert mgr.latest_step() == 3
+        shutil.rmtree(tmp_path / "3")
+        (tmp_path / "1").rename(tmp_path / "17")
+        assert mgr.all_steps() == [0, 2]
+        (tmp_path / "17").rename(tmp_path / "1")
+        assert mgr.all_steps() == [0, 1, 2]
+
+
+def test_the_index_remembers_no_more_than_there_is(tmp_path: Path) -> None:
+    async def main() -> None:
+        index = StepIndex(open_root(tmp_path))
+        assert list(await index.refresh()) == [0, 1, 2, 3, 4]
+        for step in range(4):
+            shutil.rmtree(tmp_path / str(step))
+        assert list(await index.refresh()) == [4]
+        assert len(index._known) == 1
+
+    make_root(tmp_path, 5)
+    asyncio.run(main())

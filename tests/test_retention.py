@@ -1,0 +1,325 @@
+"""What a manager deletes, how, and what it never touches."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckpt
+import ckpt.sync
+from ckpt import errors, policies
+from ckpt.storage import attempts, posix
+
+Deletion = policies.Deletion
+
+
+def plain(root: Path, **settings: Any) -> ckpt.sync.CheckpointManager:
+    return ckpt.sync.CheckpointManager(root, **settings)
+
+
+def save_all(mgr: ckpt.sync.CheckpointManager, steps: Sequence[int], **metrics: float) -> None:
+    for step in steps:
+        mgr.save(step, {"n": step}, metrics=metrics or None).result()
+        mgr.wait_until_finished()
+
+
+def names(root: Path) -> set[str]:
+    return set(os.listdir(root)) - {"metadata"}
+
+
+def test_the_latest_stays_whatever_the_metric_says(tmp_path: Path) -> None:
+    """Orbax's `best_fn` deletes the step that one would resume from."""
+    best = policies.BestN(1, metric="loss", mode="min")
+    with plain(tmp_path, preservation=best) as mgr:
+        for step, loss in enumerate([0.1, 0.5, 0.9, 0.7]):
+            mgr.save(step, {"n": step}, metrics={"loss": loss}).result()
+            mgr.wait_until_finished()
+            assert mgr.all_steps() == sorted({0, step})
+            assert mgr.latest_step() == step
+            assert mgr.best_step() == 0
+
+
+def test_the_latest_may_go_where_that_is_asked_for(tmp_path: Path) -> None:
+    best = policies.BestN(1, metric="loss", mode="min")
+    with plain(tmp_path, preservation=best, deletion=Deletion(keep_latest=False)) as mgr:
+        for step, loss in enumerate([0.1, 0.5, 0.9]):
+            mgr.save(step, {"n": step}, metrics={"loss": loss}).result()
+            mgr.wait_until_finished()
+            # What was acknowledged just now is never deleted by its own save.
+            assert mgr.all_steps() == sorted({0, step})
+        mgr.save(1, {"n": 1}, metrics={"loss": 0.0}).result()
+        mgr.wait_until_finished()
+        assert mgr.all_steps() == [1]
+
+
+def test_a_function_says_what_is_kept(tmp_path: Path) -> None:
+    with plain(tmp_path, preservation=lambda step: step % 4 == 0) as mgr:
+        save_all(mgr, range(10))
+        assert mgr.all_steps() == [0, 4, 8, 9]
+
+
+def test_a_policy_that_fails_deletes_nothing_and_fails_no_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(step: int) -> bool:
+        raise RuntimeError("no idea")
+
+    with plain(tmp_path, preservation=broken) as mgr, caplog.at_level(logging.WARNING, "ckpt"):
+        save_all(mgr, range(3))
+        assert mgr.all_steps() == [0, 1, 2]
+    assert "no idea" in caplog.text
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_steps_are_moved_to_a_trash_folder_whole(tmp_path: Path, absolute: bool) -> None:
+    root = tmp_path / "root"
+    folder = tmp_path / "bin" / "of mine" if absolute else root / "trash"
+    trash = folder if absolute else "trash"
+    with plain(root, preservation=policies.LatestN(1), deletion=Deletion(trash=trash)) as mgr:
+        save_all(mgr, [1, 2, 3])
+        assert mgr.all_steps() == [3]
+        assert sorted(os.listdir(folder)) == ["1", "2"]
+        # The same step again gets a name of its own.
+        mgr.save(2, {"n": -2}).result()
+        mgr.delete(2)
+        assert sorted(os.listdir(folder)) == ["1", "2", "2-1"]
+        (folder / "1").rename(root / "1")
+        assert mgr.restore(1) == {"n": 1}
+    assert ckpt.sync.load(folder / "2-1") == {"n": -2}
+    assert ckpt.sync.verify(folder / "2")
+
+
+def test_a_trash_that_cannot_be_renamed_into_is_refused_when_the_manager_opens(
+    tmp_path: Path,
+) -> None:
+    if not os.path.isdir("/dev/shm") or os.stat("/dev/shm").st_dev == os.stat(tmp_path).st_dev:
+        pytest.skip("there is no second file system")
+    trash = Path("/dev/shm") / f"ckpt-trash-{os.getpid()}"
+    try:
+        with (
+            pytest.raises(errors.StorageError, match="another file system") as caught,
+            plain(tmp_path, deletion=Deletion(trash=trash)),
+        ):
+            pass
+        assert caught.value.errno == errno.EXDEV
+    finally:
+        trash.rmdir()
+
+
+def test_nothing_that_others_wrote_is_touched(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "weights.bin").write_text("of another library")
+    (tmp_path / "backup").mkdir()
+    (tmp_path / "5").write_text("a file that looks like a step")
+    with plain(tmp_path, preservation=policies.LatestN(1)) as mgr:
+        save_all(mgr, [8])
+        plots = tmp_path / "8" / "plots"
+        plots.mkdir()
+        (plots / "loss.png").write_bytes(b"picture")
+        (tmp_path / "8" / "eval.json").write_text("{}")
+        with caplog.at_level(logging.WARNING, "ckpt"):
+            save_all(mgr, [9])
+        assert mgr.all_steps() == [9]
+        for step in (7, 5):
+            with pytest.raises(errors.StepNotFoundError):
+                mgr.delete(step)
+    assert "eval.json" in caplog.text
+    assert names(tmp_path) == {"notes.txt", "7", "backup", "5", "8.others", "9"}
+    assert (tmp_path / "7" / "weights.bin").read_text() == "of another library"
+    assert (tmp_path / "8.others" / "plots" / "loss.png").read_bytes() == b"picture"
+    assert (tmp_path / "8.others" / "eval.json").read_text() == "{}"
+
+
+def test_files_of_others_never_replace_each_other(tmp_path: Path) -> None:
+    with plain(tmp_path) as mgr:
+        for text in ("first", "second"):
+            save_all(mgr, [3])
+            (tmp_path / "3" / "eval.json").write_text(text)
+            mgr.delete(3)
+    kept = tmp_path / "3.others"
+    assert {path.read_text() for path in kept.iterdir()} == {"first", "second"}
+
+
+def test_pinned_steps_stay_until_they_are_unpinned(tmp_path: Path) -> None:
+    with plain(tmp_path, preservation=policies.LatestN(1)) as mgr:
+        save_all(mgr, [1, 2])
+        mgr.pin(2, "release")
+        save_all(mgr, [3, 4])
+        assert mgr.all_steps() == [2, 4]
+        assert [each.name for each in mgr.pins()[2]] == ["release"]
+        with pytest.raises(errors.StepPinnedError, match="release") as caught:
+            mgr.delete(2)
+        assert caught.value.step == 2
+        with pytest.raises(errors.StepPinnedError, match="release"):
+            mgr.delete(2, item="state")
+        with pytest.raises(errors.StepNotFoundError):
+            mgr.pin(3, "late")
+    # It is known to everybody, also later.
+    with plain(tmp_path, preservation=policies.LatestN(1)) as mgr:
+        save_all(mgr, [5])
+        assert mgr.all_steps() == [2, 5]
+        assert mgr.unpin(2, "release")
+        assert not mgr.unpin(2, "release")
+        save_all(mgr, [6])
+        assert mgr.all_steps() == [6]
+
+
+def test_deletions_are_bounded_in_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with plain(tmp_path) as mgr:
+        save_all(mgr, range(9))
+    guard = threading.Lock()
+    running, most = 0, 0
+    whole: Callable[..., Any] = attempts.hide
+
+    together = threading.Barrier(3)
+
+    def hide(*args: Any) -> Any:
+        nonlocal running, most
+        with guard:
+            running += 1
+            most = max(most, running)
+        try:
+            together.wait(30)
+            return whole(*args)
+        finally:
+            with guard:
+                running -= 1
+
+    monkeypatch.setattr(attempts, "hide", hide)
+    one = policies.LatestN(1)
+    with plain(tmp_path, preservation=one, deletion=Deletion(concurrency=3)) as mgr:
+        # Nine go, three at a time: any other number would wait at the barrier for ever.
+        save_all(mgr, [9])
+        assert mgr.all_steps() == [9]
+    assert most == 3
+
+
+def test_one_that_cannot_be_deleted_does_not_keep_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with plain(tmp_path) as mgr:
+        save_all(mgr, range(5))
+    whole: Callable[..., Any] = attempts.hide
+
+    def hide(root: Path, entry: str) -> Any:
+        if entry == "1":
+            raise OSError(errno.EIO, "no luck", entry)
+        return whole(root, entry)
+
+    with plain(tmp_path, preservation=policies.LatestN(1)) as mgr:
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "ckpt"):
+            patch.setattr(attempts, "hide", hide)
+            assert mgr.save(5, {"n": 5}).result()
+            mgr.wait_until_finished()
+            assert mgr.all_steps() == [1, 5]
+        assert "no luck" in caplog.text
+        # The next save tries again.
+        save_all(mgr, [6])
+        assert mgr.all_steps() == [6]
+
+
+def test_a_deletion_that_is_cut_off_is_finished_by_the_next_manager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remove_nothing(path: Path) -> None:
+        raise OSError(errno.EIO, "cut off", str(path))
+
+    one = policies.LatestN(1)
+    with plain(tmp_path, preservation=one) as mgr, monkeypatch.context() as patch:
+        patch.setattr(posix, "remove_tree", remove_nothing)
+        save_all(mgr, [1, 2])
+        assert mgr.all_steps() == [2]
+        assert len(names(tmp_path)) > 1
+    with plain(tmp_path) as mgr:
+        assert mgr.all_steps() == [2]
+    assert names(tmp_path) == {"2"}
+
+
+def test_one_line_and_one_event_for_every_deletion(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    events: list[ckpt.Event] = []
+    with (
+        plain(tmp_path, preservation=policies.LatestN(1), observers=[events.append]) as mgr,
+        caplog.at_level(logging.INFO, "ckpt"),
+    ):
+        save_all(mgr, range(4))
+        mgr.pin(3, "x")
+        with pytest.raises(errors.StepPinnedError):
+            mgr.delete(3)
+    lines = [line for line in caplog.messages if line.startswith("deleted")]
+    assert [line.split()[2] for line in lines] == ["0", "1", "2"]
+    ends = [(e.step, e.outcome) for e in events if e.operation == "delete" and e.phase == "end"]
+    assert ends == [(0, "ok"), (1, "ok"), (2, "ok"), (3, "skipped")]
+
+
+@pytest.mark.parametrize("deletion", ["trash", 3, Deletion, {"trash": "x"}])
+def test_what_is_no_deletion_is_refused(tmp_path: Path, deletion: Any) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match="deletion"):
+        plain(tmp_path, deletion=deletion)
+
+
+def test_two_thousand_steps_with_every_policy_on(tmp_path: Path) -> None:
+    """Under a clock that tells what the test wants; what is kept is what the policies say."""
+    now = 1_000_000.0
+    save_policy = policies.AnySave(
+        policies.Initial(),
+        policies.FixedInterval(50),
+        policies.SpecificSteps([3, 777]),
+        policies.EverySeconds(400),
+        policies.Continuous(300),
+        # Saving takes real time, so under this clock nearly none.
+        policies.BoundedOverhead(1e-6),
+        policies.OnPreemption(),
+        lambda step, previous, context: step == 1999,
+    )
+    members = (
+        policies.LatestN(3),
+        policies.EveryNSteps(500),
+        policies.EveryNStepsClosest(400),
+        policies.EveryNSeconds(3000),
+        policies.LatestDuration(900),
+        policies.BestN(2, metric="loss", mode="min"),
+        policies.CustomSteps([777]),
+        lambda step: step == 3,
+    )
+    preservation = policies.AnyPreservation(*members)
+    model: dict[int, policies.SavedStep] = {}
+    saved = 0
+    with plain(
+        tmp_path, save_policy=save_policy, preservation=preservation, clock=lambda: now
+    ) as mgr:
+        for step in range(2000):
+            now += 10.0
+            loss = float((step * 7919) % 1000)
+            commit = mgr.save(step, {"n": np.int64(step)}, metrics={"loss": loss})
+            if step in (0, 3, 777, 1999) or step % 50 == 0:
+                assert commit, commit.skipped
+            if not commit:
+                assert f"{step}" in str(commit.skipped)
+                continue
+            commit.result()
+            mgr.wait_until_finished()
+            saved += 1
+            model[step] = policies.SavedStep(step, now, {"loss": loss})
+            every = [model[each] for each in sorted(model)]
+            kept = set().union(*(policies.steps_kept(each, every, now) for each in members))
+            model = {each: model[each] for each in sorted(kept | {step, max(model)})}
+            assert mgr.all_steps() == sorted(model)
+        assert 60 < saved < 1000
+        assert {3, 777, 1500, 1999} <= set(model)
+        for each in model:
+            assert mgr.restore(each) == {"n": each}
+        losses = {each: model[each].metrics or {} for each in model}
+        assert mgr.best_step() == min(losses, key=lambda each: (losses[each]["loss"], -each))
