@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from ckpt.errors import InvalidArgumentError
 from ckpt.observers.intervals import Interval, measure
-from ckpt.observers.timeline import BLOCKED, SaveTimes, Timeline
-from ckpt.observers.tracks import SPANS, Entry, Track, rate, tracks
+from ckpt.observers.timeline import BLOCKED, PREEMPTED, SaveTimes, Timeline
+from ckpt.observers.tracks import SPANS, WHOLE, Entry, Track, rate, tracks
 
 __all__ = ["LEFT", "RIGHT", "WIDTH", "Band", "Bar", "Chart", "Row", "Tick", "chart"]
 
@@ -133,14 +133,16 @@ def chart(timeline: Timeline) -> Chart:
     Raises:
         InvalidArgumentError: It has no events.
     """
-    if not timeline.events:
+    # What was nearly lost lies far before what was done about it.
+    events = [event for event in timeline.events if event.phase != PREEMPTED]
+    if not events:
         raise InvalidArgumentError(
             "there is nothing to draw: the timeline has no events. Pass a Trace to the manager, "
             "observers=[trace], and draw trace.timeline(step) after a save of that step"
         )
     saves = timeline.saves()
-    began = min([e.began_ns for e in timeline.events] + [save.began_ns for save in saves])
-    ended = max([e.ended_ns for e in timeline.events] + [save.returned_ns for save in saves])
+    began = min([e.began_ns for e in events] + [save.began_ns for save in saves])
+    ended = max([e.ended_ns for e in events] + [save.returned_ns for save in saves])
     duration = max(ended - began, 1)
     window = (began - round(_MARGINS[0] * duration), ended + round(_MARGINS[1] * duration) + 1)
 
@@ -154,9 +156,7 @@ def chart(timeline: Timeline) -> Chart:
 
     bands = _bands(timeline, saves, x_of)
     top = _TOP if bands else _TOP_PLAIN
-    # What the phase `blocked` says is drawn as a band, not as a row.
-    shown = [track for track in tracks(timeline) if track.label != BLOCKED]
-    rows, bottom = _rows(shown, top, place, x_of)
+    rows, bottom = _rows(_shown(tracks(timeline)), top, place, x_of)
     return Chart(
         width=WIDTH,
         height=bottom + _AXIS,
@@ -215,6 +215,15 @@ def _digits(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def _shown(found: Sequence[Track]) -> list[Track]:
+    """Return the tracks that are drawn as rows."""
+    # What the phase `blocked` says is drawn as a band.
+    rows = [track for track in found if track.label != BLOCKED]
+    # A bar over all others says nothing, unless there are no others.
+    parted = {track.group for track in rows if not track.label.startswith(WHOLE)}
+    return [t for t in rows if not (t.label.startswith(WHOLE) and t.group in parted)]
+
+
 def _rows(
     found: Sequence[Track],
     y: float,
@@ -223,7 +232,7 @@ def _rows(
 ) -> tuple[tuple[Row, ...], float]:
     operations = {track.group for track in found} - {SPANS}
     rows: list[Row] = []
-    previous = found[0].group
+    previous = found[0].group if found else ""
     for track in found:
         if track.group != previous:
             y, previous = y + _GAP, track.group

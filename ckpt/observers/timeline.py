@@ -1,5 +1,8 @@
 """What happened when: the phases of saves and restores beside the caller's own work. Pure.
 
+The phase `end` is the whole of an operation, so it says where one save of a step ends and another
+begins, and no more. The phase `preempted` is no work at all: it says what would have been lost.
+
 Three instants make up a save. It *begins* where its first phase begins, or where the caller's own
 `"blocked"` span around the call of `save()` does. `save()` *returns*, and the caller goes on, at
 the end of that span; where there is none, at the end of the `blocked` phase. It is *published* at
@@ -15,9 +18,13 @@ from dataclasses import dataclass, field
 from ckpt.events import Event
 from ckpt.observers.intervals import Interval, intersect, measure, merge
 
-__all__ = ["BLOCKED", "SaveTimes", "Span", "Timeline"]
+__all__ = ["BLOCKED", "END", "PREEMPTED", "SaveTimes", "Span", "Timeline"]
 
 BLOCKED = "blocked"
+END = "end"
+PREEMPTED = "preempted"
+# Those that a save may begin with.
+_FIRST = ("wait", BLOCKED, "plan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +97,7 @@ class Timeline:
 
         Args:
             step: The step; None for all.
-            operation: `"save"` or `"restore"`; None for both.
+            operation: `"save"`, `"restore"`, `"verify"` or `"delete"`; None for all.
 
         Returns:
             Those events, and the spans that were running between the first and the last of them.
@@ -104,26 +111,33 @@ class Timeline:
         )
         if not events:
             return Timeline()
-        began = min(event.began_ns for event in events)
-        ended = max(event.ended_ns for event in events)
+        # What was nearly lost lies before, and what ran then did not run beside the save.
+        near = [event for event in events if event.phase != PREEMPTED] or events
+        began = min(event.began_ns for event in near)
+        ended = max(event.ended_ns for event in near)
         touching = (span for span in self.spans if span.began_ns <= ended)
         return Timeline(events, tuple(span for span in touching if span.ended_ns >= began))
 
     def saves(self) -> tuple[SaveTimes, ...]:
         """Return the saves in the order of their first phases.
 
-        Events name their step and no more. A step that is planned again after it was published is
-        a save of its own; one that failed and was tried again counts as a single long one.
+        Events name their step and no more. A step that is planned again after it was published, or
+        after the save of it has ended, is a save of its own. One that was skipped is none.
         """
         runs: dict[int | None, list[list[Event]]] = {}
-        for event in sorted(self.events, key=lambda event: event.began_ns):
-            if event.operation == "save":
+        for event in sorted(self.events, key=_place):
+            if event.operation == "save" and event.phase != PREEMPTED:
                 of_step = runs.setdefault(event.step, [[]])
-                if event.phase in (BLOCKED, "plan") and _last(of_step[-1], "publish") is not None:
+                if event.phase in _FIRST and _is_over(of_step[-1]):
                     of_step.append([])
                 of_step[-1].append(event)
         blocked = [span for span in self.spans if span.name == BLOCKED]
-        found = [_times(run, blocked) for of_step in runs.values() for run in of_step]
+        worked = (
+            [event for event in run if event.phase != END]
+            for of_step in runs.values()
+            for run in of_step
+        )
+        found = [_times(run, blocked) for run in worked if run]
         return tuple(sorted(found, key=lambda save: save.began_ns))
 
     def overlapped(self) -> list[Interval]:
@@ -159,6 +173,19 @@ class Timeline:
             for phase in ("stage", "write")
         )
         return _share(intersect(staging, writing), staging)
+
+
+def _place(event: Event) -> int:
+    """Return what events are sorted by: a whole comes after its parts."""
+    return event.ended_ns if event.phase == END else event.began_ns
+
+
+def _is_over(run: Sequence[Event]) -> bool:
+    # The end of another save of this step, refused while this one goes on, began later than this.
+    return any(
+        event.phase == "publish" or (event.phase == END and event.began_ns <= run[0].began_ns)
+        for event in run
+    )
 
 
 def _times(run: Sequence[Event], blocked: Sequence[Span]) -> SaveTimes:

@@ -93,7 +93,7 @@ class Trace:
 
         Args:
             step: Only what happened for this step, and the spans beside it; None for everything.
-            operation: Only `"save"`, only `"restore"` or only `"verify"`; None for all.
+            operation: Only `"save"`, `"restore"`, `"verify"` or `"delete"`; None for all.
 
         Raises:
             InvalidArgumentError: There is no event of that step or operation.
@@ -118,8 +118,8 @@ class Trace:
         """Write everything collected as a trace file in the JSON format of Chrome.
 
         ui.perfetto.dev and chrome://tracing open it. Your spans, the saves and the restores are
-        processes of it; every lane and every other kind of phase is a thread. Time 0 is the
-        beginning of the first event or span.
+        processes of it; every lane and every other kind of phase is a thread, and the whole of each
+        operation, with its outcome. Time 0 is the beginning of the first event or span.
 
         Args:
             path: The file to write, usually `*.json`; replaced if it is there.

@@ -14,16 +14,18 @@ from dataclasses import dataclass, fields
 
 from ckpt.events import Event
 from ckpt.observers.intervals import Interval, measure, pack
-from ckpt.observers.timeline import BLOCKED, Span, Timeline
+from ckpt.observers.timeline import BLOCKED, END, PREEMPTED, Span, Timeline
 
-__all__ = ["SPANS", "Entry", "Track", "plain", "rate", "tracks"]
+__all__ = ["SPANS", "WHOLE", "Entry", "Track", "plain", "rate", "tracks"]
 
 SPANS = "spans"
+# The label of the track of whole operations.
+WHOLE = "whole"
 Value = str | int | float | bool | None
 
 # The phases known here in the order of a save, then of a restore. Others come after them.
 _ORDER = (
-    *("plan", "snapshot", "stage", "encode", "digest", "write", "merge"),
+    *(END, "wait", "plan", "snapshot", "stage", "encode", "digest", "write", "merge"),
     *("record", "publish", "preserve"),
     *("match", "read", "place"),
 )
@@ -88,7 +90,10 @@ def rate(nbytes: int, duration_ns: int) -> float | None:
 
 
 def tracks(timeline: Timeline) -> list[Track]:
-    """Return the tracks of a timeline: the caller's spans first, then phase by phase."""
+    """Return the tracks of a timeline: the caller's spans first, then phase by phase.
+
+    What a preempted run would have lost is on none: nothing was done in that time.
+    """
     return [*_span_tracks(timeline.spans), *_event_tracks(timeline.events)]
 
 
@@ -120,6 +125,8 @@ def _span_tracks(spans: Sequence[Span]) -> list[Track]:
 def _event_tracks(events: Sequence[Event]) -> list[Track]:
     kinds: dict[tuple[str, str, int | None], list[Entry]] = {}
     for event in sorted(events, key=lambda event: event.began_ns):
+        if event.phase == PREEMPTED:
+            continue
         lane = event.lane if event.phase == "write" else None
         kinds.setdefault((event.operation, event.phase, lane), []).append(_entry(event))
     operations = list(dict.fromkeys(operation for operation, _, _ in kinds))
@@ -133,7 +140,7 @@ def _event_tracks(events: Sequence[Event]) -> list[Track]:
     found: list[Track] = []
     for kind in sorted(kinds, key=place):
         operation, phase, lane = kind
-        label = "staging" if phase == "stage" else phase
+        label = {"stage": "staging", END: WHOLE}.get(phase, phase)
         label = label if lane is None else f"lane {lane}"
         found.extend(_packed(operation, label, kinds[kind]))
     return found
@@ -146,7 +153,9 @@ def _entry(event: Event) -> Entry:
         each.name: getattr(event, each.name) for each in fields(event) if each.name not in _SAID
     }
     told = {name: plain(value) for name, value in args.items() if value is not None}
-    return Entry(event.phase, role, event.began_ns, event.ended_ns, event.nbytes, told)
+    # The bytes of a plan are still to be moved.
+    moved = 0 if event.phase == "plan" else event.nbytes
+    return Entry(event.phase, role, event.began_ns, event.ended_ns, moved, told)
 
 
 def plain(value: object) -> Value:

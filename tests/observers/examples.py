@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from ckpt.events import Event
+from ckpt.events import Event, Outcome
 from ckpt.observers import Span, Timeline
 
 US = 1000
@@ -21,6 +21,28 @@ def event(
     lane: int | None = None,
 ) -> Event:
     return Event(operation, phase, step, began * US, ended * US, nbytes, lane)
+
+
+def end(
+    began: int,
+    ended: int,
+    outcome: Outcome = "ok",
+    *,
+    step: int | None = 1,
+    operation: str = "save",
+    nbytes: int = 0,
+    reason: str | None = None,
+) -> Event:
+    return Event(
+        operation,
+        "end",
+        step,
+        began * US,
+        ended * US,
+        nbytes,
+        outcome=outcome,
+        reason=reason,
+    )
 
 
 def span(name: str, began: int, ended: int, thread: str = "main") -> Span:
@@ -52,8 +74,22 @@ def a_save(step: int = 1, at: int = 0) -> tuple[Event, ...]:
     )
 
 
+def a_whole_save(step: int = 1) -> tuple[Event, ...]:
+    """The same, as it is told: it waits first, ends, and older steps are deleted then."""
+    *phases, preserve = a_save(step)
+    return (
+        event("wait", -20, -5, step=step),
+        event("blocked", -5, 100, step=step),
+        *phases,
+        end(-20, 305, step=step, nbytes=7 << 20),
+        preserve,
+    )
+
+
 PHASES = [
     *(
+        "wait",
+        "end",
         "plan",
         "snapshot",
         "stage",

@@ -16,7 +16,7 @@ from ckpt.errors import CheckpointError, InvalidArgumentError, StorageError
 from ckpt.events import Event
 from ckpt.observers import Span, Timeline, draw_html, draw_png
 from ckpt.observers.chart import LEFT, RIGHT, chart, percent_text, size_text, ticks
-from tests.observers.examples import TIMELINES, US, a_save, event, span
+from tests.observers.examples import TIMELINES, US, a_save, a_whole_save, end, event, span
 
 SAVE = Timeline(
     (*a_save(), event("something <new>", 5, 15)),
@@ -116,6 +116,40 @@ def test_a_restore_has_no_overlap_to_tell() -> None:
     assert drawn.subtitle == "16 MiB read · 80 µs in all"
     assert [row.label for row in drawn.rows] == ["train step", "read", "read (2)", "place"]
     assert drawn.bands == drawn.legend == ()
+
+
+def test_a_whole_operation_is_no_bar_over_the_others() -> None:
+    drawn = chart(Timeline(a_whole_save()))
+    assert [row.label for row in drawn.rows] == [
+        *("wait", "plan", "staging", "staging (2)", "lane 0", "lane 1", "publish", "preserve"),
+    ]
+    # The caller waits from the beginning.
+    (blocked,) = drawn.bands
+    assert blocked.tip == "save() has not returned\n0.120 ms"
+    assert drawn.subtitle.startswith("8 MiB written · save() blocked 120 µs · durable after 320 µs")
+
+
+def test_an_operation_that_has_nothing_but_its_end_is_a_bar() -> None:
+    deleted = end(400, 450, operation="delete", step=0)
+    twice = end(420, 460, operation="delete", step=1)
+    drawn = chart(Timeline((*a_whole_save(2), deleted, twice)))
+    assert [row.label for row in drawn.rows[-2:]] == ["delete: whole", "delete: whole (2)"]
+    assert "outcome ok" in drawn.rows[-1].bars[0].tip
+    assert "save: whole" not in {row.label for row in drawn.rows}
+    skipped = chart(Timeline((end(0, 1, "skipped", reason="every 100 steps"),)))
+    assert "reason every 100 steps" in skipped.rows[0].bars[0].tip
+
+
+def test_what_was_nearly_lost_does_not_stretch_a_picture() -> None:
+    lost = event("preempted", -(10**9), 299)
+    assert chart(Timeline((*a_whole_save(), lost))) == chart(Timeline(a_whole_save()))
+    with pytest.raises(InvalidArgumentError, match="nothing to draw"):
+        chart(Timeline((lost,)))
+
+
+def test_only_the_blocked_phase_is_a_picture_without_rows() -> None:
+    drawn = chart(Timeline((event("blocked", 0, 9),)))
+    assert (drawn.rows, len(drawn.bands)) == ((), 1)
 
 
 def test_several_operations_are_told_apart() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import ckpt
 import ckpt.sync
 from ckpt.observers import Span, Timeline, Trace
-from tests.observers.examples import TIMELINES, US, a_save, event, span, spans
+from tests.observers.examples import TIMELINES, US, a_save, a_whole_save, end, event, span, spans
 
 
 def test_the_overlap_is_the_share_of_background_time_with_a_span() -> None:
@@ -83,6 +83,45 @@ def test_items_that_are_planned_one_after_the_other_are_one_save() -> None:
     assert save.returned_ns == 120 * US
 
 
+def test_the_end_of_a_save_moves_none_of_its_instants() -> None:
+    (save,) = Timeline(a_whole_save()).saves()
+    # It was asked for where it began to wait.
+    assert (save.began_ns, save.returned_ns, save.published_ns) == (-20 * US, 100 * US, 300 * US)
+
+
+def test_what_was_nearly_lost_is_no_part_of_a_save() -> None:
+    lost = event("preempted", -5000, 290)
+    early, beside = span("train step", -4000, -3000), span("train step", 120, 200)
+    plain = Timeline(a_whole_save(), (early, beside))
+    preempted = Timeline((*a_whole_save(), lost), (early, beside))
+    assert preempted.saves() == plain.saves()
+    assert preempted.overlap_ratio == plain.overlap_ratio == pytest.approx(80 / 200)
+    assert preempted.only(1).spans == (beside,)
+    assert Timeline((lost,)).saves() == ()
+
+
+def test_a_save_that_failed_and_was_tried_again_is_two() -> None:
+    failed = tuple(e for e in a_save() if e.phase not in ("publish", "preserve"))
+    told = (*failed, end(0, 260, "failed"), *a_save(at=300), end(300, 601))
+    first, second = Timeline(told).saves()
+    assert (first.began_ns, first.published_ns) == (0, None)
+    assert (second.began_ns, second.published_ns) == (300 * US, 600 * US)
+
+
+def test_a_save_that_was_turned_down_is_none() -> None:
+    skipped = end(0, 1, "skipped", reason="every 100 steps")
+    assert Timeline((skipped,)).saves() == ()
+    later = Timeline((skipped, *a_save(at=10))).saves()
+    assert [save.began_ns for save in later] == [10 * US]
+
+
+def test_a_refusal_amid_a_save_of_the_same_step_does_not_part_it() -> None:
+    refused = end(30, 40, "failed", reason="this step is being saved at the moment")
+    second_item = (event("plan", 100, 105), event("stage", 105, 120))
+    (save,) = Timeline((*a_save(), *second_item, refused)).saves()
+    assert (save.began_ns, save.returned_ns) == (0, 120 * US)
+
+
 def test_only_one_step_with_the_spans_beside_it() -> None:
     early, beside = span("train step", -50, -10), span("train step", 310, 340)
     late = span("train step", 341, 999)
@@ -138,5 +177,5 @@ def test_the_engine_says_when_save_returned(tmp_path: Path) -> None:
         mgr.save(0, {"w": jnp.ones((512, 1024))}).result()
     [save] = trace.timeline().saves()
     phases = {event.phase: event for event in trace.timeline().events}
-    assert save.blocked == (phases["blocked"].began_ns, phases["blocked"].ended_ns)
+    assert save.blocked == (phases["wait"].began_ns, phases["blocked"].ended_ns)
     assert phases["stage"].ended_ns > save.returned_ns

@@ -21,7 +21,7 @@ import ckpt.sync
 from ckpt.errors import InvalidArgumentError, StorageError
 from ckpt.observers import Timeline, Trace
 from ckpt.observers.trace import chrome_events
-from tests.observers.examples import TIMELINES, US, a_save, event
+from tests.observers.examples import TIMELINES, US, a_save, a_whole_save, event
 
 MIB = 1 << 20
 PATIENCE_S = 60
@@ -130,6 +130,19 @@ def test_chrome_events_are_well_formed_whatever_happened(timeline: Timeline) -> 
     zero = min(e.began_ns for e in (*timeline.events, *timeline.spans))
     writes = sorted((e.began_ns - zero) / 1000 for e in timeline.events if e.phase == "write")
     assert writes == sorted(e["ts"] for e in events if e["name"] == "write")
+
+
+def test_the_chrome_file_shows_the_whole_and_nothing_that_was_nearly_lost(tmp_path: Path) -> None:
+    trace = Trace()
+    for each in (*a_whole_save(), event("preempted", -(10**9), 299)):
+        trace(each)
+    trace.save_chrome(tmp_path / "trace.json")
+    written = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tracks = check_chrome(written)
+    (whole,) = tracks["ckpt save", "whole"]
+    assert (whole["ts"], whole["dur"], whole["args"]["outcome"]) == (0, 325, "ok")
+    assert min(e["ts"] for e in written) == 0
+    assert not any(e["name"] == "preempted" for e in written)
 
 
 def test_an_empty_trace_is_a_file_too(tmp_path: Path) -> None:

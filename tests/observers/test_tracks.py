@@ -10,7 +10,7 @@ from hypothesis import given
 from ckpt.events import Event
 from ckpt.observers import Timeline
 from ckpt.observers.tracks import tracks
-from tests.observers.examples import TIMELINES, US, a_save, event, span
+from tests.observers.examples import TIMELINES, US, a_save, a_whole_save, event, span
 
 
 def labels(timeline: Timeline) -> list[str]:
@@ -27,7 +27,11 @@ def test_no_two_of_a_track_overlap_and_nothing_is_lost(timeline: Timeline) -> No
         for track in found
         for entry in track.entries
     )
-    given_ = [(e.phase, e.began_ns, e.ended_ns, e.nbytes) for e in timeline.events]
+    # The bytes of a plan are still to be moved.
+    given_ = [
+        (e.phase, e.began_ns, e.ended_ns, 0 if e.phase == "plan" else e.nbytes)
+        for e in timeline.events
+    ]
     given_ += [(s.name, s.began_ns, s.ended_ns, 0) for s in timeline.spans]
     assert drawn == sorted(given_)
     assert len({(track.group, track.label) for track in found}) == len(found)
@@ -40,6 +44,14 @@ def test_tracks_stand_in_the_order_of_a_save() -> None:
         *("train step", "plan", "staging", "staging (2)", "lane 0", "lane 1"),
         *("publish", "preserve", "something new"),
     ]
+
+
+def test_the_whole_and_the_waiting_come_first_and_what_was_nearly_lost_is_no_track() -> None:
+    lost = event("preempted", -(10**9), 300)
+    found = tracks(Timeline((lost, *a_whole_save())))
+    assert [track.label for track in found[:3]] == ["whole", "wait", "plan"]
+    assert found[0].entries[0].args == {"step": 1, "outcome": "ok"}
+    assert not any(entry.name == "preempted" for track in found for entry in track.entries)
 
 
 def test_only_writes_are_told_apart_by_their_lanes() -> None:

@@ -1,0 +1,20 @@
+"""What is said where a library is missing that only some users need."""
+
+from __future__ import annotations
+
+from ckpt.errors import CheckpointError
+
+__all__ = ["missing"]
+
+
+def missing(name: str, library: str, extra: str) -> CheckpointError:
+    """Return the error of `name`, which needs a library that is not installed.
+
+    Args:
+        name: What was asked for.
+        library: The library as people know it.
+        extra: The extra of this package that installs it.
+    """
+    return CheckpointError(
+        f"{name} needs {library}, which is not installed: pip install 'ckpt-jax[{extra}]'"
+    )
