@@ -48,12 +48,14 @@ class Place:
         give_up: Asks the save to end.
         may_write: Set when it is this save's turn to write.
         left: Set when the save has ended.
+        may_be_superseded: Whether a newer save may take its place.
         superseded_by: The step for which this save was given up, or None.
     """
 
     entry: str
     step: int | None
     give_up: Callable[[], None]
+    may_be_superseded: bool = True
     may_write: anyio.Event = field(default_factory=anyio.Event)
     left: anyio.Event = field(default_factory=anyio.Event)
     superseded_by: int | None = None
@@ -88,15 +90,22 @@ class Backlog:
             return None
         return f"step {self._queue[0].step} is still being saved (backlog='skip')"
 
-    def join(self, entry: str, step: int | None, give_up: Callable[[], None]) -> Place:
+    def join(
+        self,
+        entry: str,
+        step: int | None,
+        give_up: Callable[[], None],
+        *,
+        may_be_superseded: bool = True,
+    ) -> Place:
         """Take the last place of the queue; whoever joins must `leave`, however the save ends."""
         if self._policy == "supersede":
             for place in self._queue[1:]:
                 # The first writes already, and goes on: so the queue never starves.
-                if place.superseded_by is None:
+                if place.superseded_by is None and place.may_be_superseded:
                     place.superseded_by = step
                     place.give_up()
-        place = Place(entry, step, give_up)
+        place = Place(entry, step, give_up, may_be_superseded)
         self._queue.append(place)
         return place
 

@@ -1,4 +1,4 @@
-"""The save of one entry: whether it may be written, and its metrics as numbers."""
+"""The save of one entry: whether it may be written, what it replaces, and its metrics."""
 
 from __future__ import annotations
 
@@ -13,13 +13,21 @@ from ckpt.commit import CommitHooks
 from ckpt.engine.batches import Batches
 from ckpt.engine.save import SaveEngine, SaveRequest, save_step
 from ckpt.engine.session import Batch
-from ckpt.errors import InvalidArgumentError, StepExistsError, StorageError
-from ckpt.manifest import FILE_NAME, MAX_BYTES, Manifest
+from ckpt.errors import (
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    StepExistsError,
+    StorageError,
+)
+from ckpt.manifest import FILE_NAME, MAX_BYTES, Manifest, peek_files
+from ckpt.policies.checks import shown
 from ckpt.storage.base import Storage
 
-__all__ = ["refuse_existing", "remove_others", "save_entry"]
+__all__ = ["is_ours", "make_way", "remove_others", "save_entry", "spare_others"]
 
 logger = logging.getLogger("ckpt")
+
+_NAMED_FILES = 5
 
 
 async def save_entry(
@@ -62,15 +70,15 @@ async def save_entry(
     )
 
 
-async def refuse_existing(
-    storage: Storage, request: SaveRequest, others: Sequence[str] = ()
-) -> None:
+async def make_way(storage: Storage, request: SaveRequest, others: Sequence[str] = ()) -> None:
     """Raise before anything is staged if the entry is taken; publishing checks again.
+
+    What is going to be replaced is searched for files of others, which are moved out of it.
 
     Args:
         storage: The root.
         request: What is to be saved.
-        others: Entries that are the same step under other names.
+        others: Entries that may be the same step under other names.
 
     Raises:
         StepExistsError: It is, and is not to be replaced or not ours to replace.
@@ -79,7 +87,10 @@ async def refuse_existing(
         if not await storage.exists(entry):
             continue
         where = f"{storage.location}/{entry}"
-        if await storage.read(entry, FILE_NAME, MAX_BYTES) is None:
+        if not await is_ours(storage, entry):
+            if entry != request.entry:
+                # Of another name, and no step: it is not in the way.
+                continue
             raise StepExistsError(
                 f"{where} exists and is not a checkpoint of this library, so it is never replaced. "
                 "Move it away, or choose another name",
@@ -91,6 +102,47 @@ async def refuse_existing(
                 "overwrite=True to replace it",
                 step=request.step,
             )
+        await spare_others(storage, entry)
+
+
+async def is_ours(storage: Storage, entry: str) -> bool:
+    """Tell whether there is a manifest in an entry, damaged or not."""
+    try:
+        return await storage.read(entry, FILE_NAME, MAX_BYTES) is not None
+    except CorruptCheckpointError:
+        return True
+
+
+async def spare_others(storage: Storage, entry: str) -> None:
+    """Move out of an entry, which is going to be removed, what the library did not write.
+
+    Of an entry whose manifest is damaged nobody knows what that would be. One that is replaced or
+    removed by somebody else meanwhile is left to them.
+    """
+    try:
+        data = await storage.read(entry, FILE_NAME, MAX_BYTES)
+        known = None if data is None else await anyio.to_thread.run_sync(peek_files, data)
+        if known is None:
+            return
+        others = sorted((await storage.files(entry)).keys() - known)
+        # What was listed may be the files of a step that has taken the place of this one.
+        if not others or await storage.read(entry, FILE_NAME, MAX_BYTES) != data:
+            return
+    except CorruptCheckpointError:
+        return
+    except StorageError:
+        if await storage.exists(entry):
+            raise
+        return
+    folder = await storage.set_aside(entry, others)
+    logger.warning(
+        "%d files in %s/%s were not written by this library; they are in %s now: %s",
+        len(others),
+        storage.location,
+        entry,
+        folder,
+        ", ".join(others[:_NAMED_FILES]),
+    )
 
 
 async def remove_others(storage: Storage, others: Sequence[str]) -> None:
@@ -101,7 +153,8 @@ async def remove_others(storage: Storage, others: Sequence[str]) -> None:
     with anyio.CancelScope(shield=True):
         for entry in others:
             try:
-                await storage.remove(entry)
+                if await is_ours(storage, entry):
+                    await storage.remove(entry)
             except StorageError as error:
                 logger.warning("%s/%s was replaced and is left: %s", storage.location, entry, error)
 
@@ -112,9 +165,9 @@ def _plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
     for name, value in metrics.items():
         try:
             number = float(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise InvalidArgumentError(
-                f"metrics[{name!r}]={value!r:.60}: expected a number"
+                f"metrics[{shown(name)}]={shown(value)}: expected a number"
             ) from error
         finite = number - number == 0
         plain[str(name)] = number if finite else repr(number)

@@ -68,7 +68,8 @@ class StepIndex:
                 # Where there are several names of a step, the first of the candidates counts.
                 if each is not None:
                     found.setdefault(each.step, each)
-            self._known = {name: self._known[name] for name in candidates if name in self._known}
+            for name in self._known.keys() - set(candidates):
+                del self._known[name]
             return True if None not in looked else None
 
         await self._first_answer(look)
@@ -109,7 +110,9 @@ class StepIndex:
         return await self._first_answer(look)
 
     async def entries_of(self, step: int) -> list[str]:
-        """Return the names of everything that may be `step`, damaged or not; the chosen one first.
+        """Return the names of everything that may be `step`, damaged or not.
+
+        The one that counts comes first: of those that are committed the one written now.
 
         Raises:
             InvalidArgumentError: The step cannot be named.
@@ -118,7 +121,15 @@ class StepIndex:
         if isinstance(self._names, Standard):
             # It has no other names, so nothing needs to be listed.
             return [written] if await self._storage.exists(written) else []
-        return [name for name in await self._candidates() if self._names.step(name) == step]
+        names = [name for name in await self._candidates() if self._names.step(name) == step]
+        committed = await self._look_at(names)
+        pairs = list(zip(names, committed, strict=True))
+        # Damaged ones after the others, in the order they had.
+        return [name for name, each in sorted(pairs, key=lambda pair: pair[1] is None)]
+
+    async def look(self, entry: str) -> Indexed | None:
+        """Return what an entry is at the moment; None if it is not a committed step."""
+        return (await self._look_at([entry]))[0]
 
     async def not_found(self, step: int) -> StepNotFoundError:
         """Return the error that says which steps there are instead."""
@@ -141,16 +152,22 @@ class StepIndex:
         """Return what is known of each of these; None for what is not a committed step."""
         # Before they are read: what changes in between is read again the next time.
         stamps = await self._storage.stamps(names, FILE_NAME)
+        # The answers are this call's own: others may forget or replace what is known meanwhile.
+        found: dict[str, Indexed | None] = {}
         new = []
         for name, stamp in zip(names, stamps, strict=True):
+            known = self._known.get(name)
             if stamp is None:
-                self._known.pop(name, None)
-            elif self._known.get(name, (None, None))[0] != stamp:
+                found[name] = None
+            elif known is not None and known[0] == stamp:
+                found[name] = known[1]
+            else:
                 new.append((name, stamp))
         read = await self._storage.read_each([name for name, _ in new], FILE_NAME, MAX_BYTES, peek)
         for (name, stamp), summary in zip(new, read, strict=True):
-            self._known[name] = stamp, self._indexed(name, summary)
-        return [self._known[name][1] if name in self._known else None for name in names]
+            found[name] = self._indexed(name, summary)
+            self._known[name] = stamp, found[name]
+        return [found[name] for name in names]
 
     def _indexed(self, name: str, summary: Summary | None) -> Indexed | None:
         # A step is committed if and only if its manifest is there, whole, and its own.

@@ -8,6 +8,8 @@ its manifest does not know of.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 
 from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.manifest import Manifest
@@ -20,6 +22,7 @@ __all__ = ["drop_late", "drop_orphans", "keep_late", "statistics_of"]
 _FOLDER = "metadata"
 _SUFFIX = ".statistics.json"
 _MAX_BYTES = 4096
+_KEYS = {"attempt", *(each.name for each in dataclasses.fields(SaveStatistics))}
 
 
 async def keep_late(storage: Storage, entry: str, attempt: str, taken: SaveStatistics) -> None:
@@ -52,14 +55,23 @@ async def drop_late(storage: Storage, entry: str) -> None:
 
 
 async def drop_orphans(storage: Storage) -> None:
-    """Drop what was kept of entries that somebody else has removed."""
+    """Drop what was kept of entries that somebody else has removed; nothing that others wrote."""
     with contextlib.suppress(StorageError):
         found = [name for name in await storage.notes(_FOLDER) if name.endswith(_SUFFIX)]
         if found:
             entries = set(await storage.entries())
-            for name in found:
-                if name.removesuffix(_SUFFIX) not in entries:
-                    await drop_late(storage, name.removesuffix(_SUFFIX))
+            for entry in (name.removesuffix(_SUFFIX) for name in found):
+                if entry not in entries and await _is_ours(storage, entry):
+                    await drop_late(storage, entry)
+
+
+async def _is_ours(storage: Storage, entry: str) -> bool:
+    """Tell whether the note of an entry is one that this library wrote."""
+    try:
+        document = json.loads(await storage.read_note(_note(entry), _MAX_BYTES) or b"null")
+    except (CorruptCheckpointError, StorageError, ValueError, RecursionError):
+        return False
+    return isinstance(document, dict) and "attempt" in document and document.keys() <= _KEYS
 
 
 def _note(entry: str) -> str:

@@ -190,7 +190,7 @@ class CheckpointManager:
                 Python scalars; or None with `items`.
             items: Several objects by name instead.
             metrics: Numbers to keep with the step; jax scalars may still be being computed.
-            metadata: JSON values to keep with the step.
+            metadata: JSON values to keep with the step; tuples come back as lists.
             force: Save even if the save policy says no.
             overwrite: Replace the step if it exists; the old one stays until the new is published.
 
@@ -280,7 +280,7 @@ class CheckpointManager:
         True once one of `preemption_signals` has come; where `jax.distributed` is initialised, at
         the step that JAX's preemption service makes all processes agree on. Ask at every step,
         after `save`: the first save that is called for such a step is made whatever policy and
-        backlog say. The answer for a step never changes.
+        backlog say. Asked again about the same step, it gives the same answer.
 
         Raises:
             InvalidArgumentError: Signals cannot be handled: this is not the main thread.

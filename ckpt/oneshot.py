@@ -13,7 +13,7 @@ from ckpt.commit import Commit, CommitHooks, StepInfo
 from ckpt.engine.loop import EngineLoop
 from ckpt.engine.restore import restore_items
 from ckpt.engine.verification import verify_entry
-from ckpt.entries import refuse_existing, save_entry
+from ckpt.entries import make_way, save_entry
 from ckpt.handlers.registry import HandlersLike
 from ckpt.late_statistics import statistics_of
 from ckpt.layout.adapt import Adapt
@@ -149,11 +149,11 @@ def save_call(
         began = time.perf_counter()
         await storage.prepare()
         await storage.sweep()
-        await refuse_existing(storage, request)
+        await make_way(storage, request)
         # Nobody holds this commit: the call itself returns or raises its outcome.
         hooks = CommitHooks(Commit(None, lambda: None))
         manifest = await save_entry(engine, storage, request, hooks)
-        info = step_info(manifest, f"{storage.location}/{entry}")
+        info = step_info(manifest, f"{storage.location}/{entry}", hooks.watch.taken)
         logger.info("saved %s: %d bytes in %.2f s", entry, info.nbytes, time.perf_counter() - began)
         return info
 

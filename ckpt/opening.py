@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt.backlog import BacklogPolicy, check_backlog
 from ckpt.engine.exits import run_at_exit
@@ -22,17 +22,20 @@ from ckpt.policies import (
     check_preservation,
     check_save_policy,
 )
+from ckpt.policies.checks import shown
 from ckpt.preemption import Preemption
 from ckpt.redaction import redact
 from ckpt.requests import plain_json
 from ckpt.service import RootService, make_engine
 from ckpt.settings import Staging, Timeouts
 from ckpt.step_names import Standard, StepNames, checked
-from ckpt.storage.resolve import PathLike, open_root
+from ckpt.storage.resolve import PathLike, check_trash, open_root
 
 __all__ = ["make_service", "raise_unseen"]
 
 logger = logging.getLogger("ckpt")
+
+T = TypeVar("T")
 
 
 def make_service(
@@ -56,20 +59,27 @@ def make_service(
     clock: Callable[[], float] | None,
 ) -> RootService:
     """Return the service behind a manager, asyncio or plain; see `ckpt.CheckpointManager`."""
-    timeouts = timeouts or Timeouts()
+    timeouts = _checked("timeouts", timeouts, Timeouts) or Timeouts()
+    _checked("read_only", read_only, bool)
+    _checked("create", create, bool)
     storage = open_root(root, timeouts, create=create, permission_mode=permission_mode)
     if save_policy is not None:
         check_save_policy(save_policy)
     if preservation is not None:
         check_preservation(preservation)
+    deletion = _checked("deletion", deletion, Deletion) or Deletion()
+    names = checked(Standard() if step_names is None else step_names)
+    if deletion.trash is not None:
+        check_trash(root, deletion.trash, lambda name: names.step(name) is not None)
+    staging = _checked("staging", staging, Staging) or Staging()
     service = RootService(
         EngineLoop(),
         storage,
-        make_engine(staging or Staging(), handlers, observers, formats, _ns_of(clock)),
+        make_engine(staging, handlers, _observers(observers), formats, _ns_of(clock)),
         save_policy=save_policy,
-        preservation=preservation or PreserveAll(),
-        deletion=_checked_deletion(deletion),
-        names=checked(step_names or Standard()),
+        preservation=PreserveAll() if preservation is None else preservation,
+        deletion=deletion,
+        names=names,
         metadata=_plain(metadata),
         backlog=check_backlog(backlog),
         read_only=read_only,
@@ -81,18 +91,40 @@ def make_service(
 
 
 def _ns_of(clock: Callable[[], float] | None) -> Callable[[], int]:
-    return time.time_ns if clock is None else lambda: int(clock() * 1e9)
-
-
-def _checked_deletion(deletion: object) -> Deletion:
-    if deletion is None:
-        return Deletion()
-    if not isinstance(deletion, Deletion):
+    if clock is None:
+        return time.time_ns
+    given: object = clock
+    if not callable(given):
         raise InvalidArgumentError(
-            f"deletion={deletion!r:.80}: expected a ckpt.policies.Deletion, such as "
-            "Deletion(trash='trash')"
+            f"clock={clock!r:.80}: expected a function that returns Unix seconds, such as time.time"
         )
-    return deletion
+    return lambda: int(clock() * 1e9)
+
+
+def _checked(name: str, value: T | None, wanted: type[T]) -> T | None:
+    """Return `value` if it is of the type wanted, or None."""
+    given: object = value
+    if given is not None and not isinstance(given, wanted):
+        raise InvalidArgumentError(
+            f"{name}={given!r:.80}: expected a {wanted.__name__}, not {type(given).__name__}"
+        )
+    return value
+
+
+def _observers(observers: object) -> list[Observer]:
+    if not isinstance(observers, Iterable) or callable(observers):
+        raise InvalidArgumentError(
+            f"observers={observers!r:.80}: expected a list of functions of an Event, such as "
+            "[ckpt.observers.Trace()]"
+        )
+    found = list(observers)
+    for each in found:
+        if not callable(each) or isinstance(each, type):
+            raise InvalidArgumentError(
+                f"observers: {each!r:.80} is no function of an Event"
+                + ("; make one of that class" if isinstance(each, type) else "")
+            )
+    return found
 
 
 def _plain(metadata: object) -> dict[str, Any] | None:
@@ -101,7 +133,7 @@ def _plain(metadata: object) -> dict[str, Any] | None:
         return None
     if not isinstance(metadata, Mapping):
         raise InvalidArgumentError(
-            f"metadata={metadata!r:.120}: expected a mapping of names to JSON values"
+            f"metadata={shown(metadata, 120)}: expected a mapping of names to JSON values"
         )
     plain: dict[str, Any] = plain_json(dict(metadata))
     return plain

@@ -16,7 +16,7 @@ from ckpt.engine.batches import Batches
 from ckpt.engine.loop import EngineLoop, Job
 from ckpt.engine.save import SaveEngine, SaveRequest
 from ckpt.engine.session import Batch
-from ckpt.entries import refuse_existing, remove_others, save_entry
+from ckpt.entries import make_way, remove_others, save_entry
 from ckpt.errors import (
     CheckpointError,
     ClosedError,
@@ -104,6 +104,8 @@ class OpenSave:
         # Parts whose snapshot somebody waits for.
         self._waiting: set[Future[None]] = set()
         self._unnamed: bool | None = None
+        # How many parts there are; one that was only checked may still come too late.
+        self._count = 0
         # How its owner ended it; or why somebody else did.
         self._ended: str | None = None
         self._reason: str | None = None
@@ -156,12 +158,17 @@ class OpenSave:
         return part
 
     def add(self, part: SaveRequest) -> Future[None]:
-        """Save a part; the future is done once the caller may change what it passed."""
+        """Save a part; the future is done once the caller may change what it passed.
+
+        Raises:
+            ClosedError: The save has ended.
+        """
         safe: Future[None] = Future()
         # Under the guard, so that no part comes after the end.
         with self._guard:
             self._check_open()
             self.loop.submit(self._add, part, safe, time.perf_counter())
+            self._count += 1
         return safe
 
     async def _add(self, part: SaveRequest, safe: Future[None], began: float) -> None:
@@ -192,7 +199,7 @@ class OpenSave:
         """
         with self._guard:
             self._check_open()
-            is_empty = self._unnamed is None
+            is_empty = not self._count
             self._ended = "discarded" if is_empty else "finalized"
         if is_empty:
             self.cancel()
@@ -267,7 +274,7 @@ class OpenSave:
         try:
             await self._root.open()
             others = await self._root.other_entries(check_step(request.step))
-            await refuse_existing(storage, request, others)
+            await make_way(storage, request, others)
             self.opened.set_result(None)
             manifest = await save_entry(
                 self._saves.engine, storage, request, hooks, batches=self._batches
@@ -302,7 +309,8 @@ class OpenSave:
             error = kind(f"{self._reason or 'it was cancelled'}; {what}", step=self.request.step)
         hooks.fail(error, seen=seen)
         if not self.opened.done():
-            self.opened.set_exception(error)
+            # To those who wait to bring a part, its owner's end of it says more.
+            self.opened.set_exception(error if self._ended is None else self._closed_error())
         self._refuse_waiting()
         if self._batches is not None:
             self._batches.drop()

@@ -84,6 +84,7 @@ class RootReader:
                 raise self._no_step()
             return latest
         step = check_step(step)
+        # The one that counts first; of several damaged ones, or foreign ones, the first tells.
         for entry in await self._index.entries_of(step):
             with contextlib.suppress(StepNotFoundError):
                 return entry, await read_manifest(self._storage, entry, step=step)

@@ -11,6 +11,7 @@ from ckpt.engine.save import SaveRequest
 from ckpt.errors import InvalidArgumentError
 from ckpt.layout.adapt import Adapt
 from ckpt.manifest import Manifest
+from ckpt.policies.checks import shown
 from ckpt.stepinfo import ItemInfo
 from ckpt.steps import check_item_name
 
@@ -43,7 +44,8 @@ def make_request(
     given: object = items
     if items is not None and not (isinstance(given, Mapping) and given):
         raise InvalidArgumentError(
-            f"items={items!r:.120}: expected a mapping of at least one name to an object", step=step
+            f"items={shown(items, 120)}: expected a mapping of at least one name to an object",
+            step=step,
         )
     named = {UNNAMED_ITEM: state} if items is None else dict(items)
     for name in named:
@@ -51,7 +53,7 @@ def make_request(
     numbers: object = metrics
     if metrics is not None and not isinstance(numbers, Mapping):
         raise InvalidArgumentError(
-            f"metrics={metrics!r:.120}: expected a mapping of names to numbers", step=step
+            f"metrics={shown(metrics, 120)}: expected a mapping of names to numbers", step=step
         )
     return SaveRequest(
         entry=entry,
@@ -65,13 +67,33 @@ def make_request(
 
 
 def plain_json(metadata: Any, step: int | None = None) -> Any:
-    """Return a copy of `metadata` made of plain JSON values."""
+    """Return a copy of `metadata` made of plain JSON values; tuples become lists.
+
+    Raises:
+        InvalidArgumentError: There are values that JSON has not, or a key that is no text.
+    """
     try:
-        return json.loads(json.dumps(metadata, allow_nan=False))
+        copied = json.loads(json.dumps(metadata, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(
-            f"metadata={metadata!r:.120}: expected JSON values only ({error})", step=step
+            f"metadata={shown(metadata, 120)}: expected JSON values only ({error})", step=step
         ) from error
+    # Written as JSON they would be texts, and nobody would find them again.
+    within = [metadata]
+    while within:
+        each = within.pop()
+        if isinstance(each, dict):
+            for key in each:
+                if not isinstance(key, str):
+                    raise InvalidArgumentError(
+                        f"metadata={shown(metadata, 120)}: the key {shown(key)} is no text; "
+                        "expected texts as keys, as JSON has no others",
+                        step=step,
+                    )
+            within.extend(each.values())
+        elif isinstance(each, list | tuple):
+            within.extend(each)
+    return copied
 
 
 def wanted_items(
@@ -96,13 +118,13 @@ def wanted_items(
         return {name: Wanted(each, given or Adapt()) for name, each in likes.items()}
     if not isinstance(given, Mapping) or not all(isinstance(a, Adapt) for a in given.values()):
         raise InvalidArgumentError(
-            f"adapt={given!r:.120}: expected a ckpt.Adapt, or a dict of item names to them",
+            f"adapt={shown(given, 120)}: expected a ckpt.Adapt, or a dict of item names to them",
             step=manifest.step,
         )
     unknown = sorted(set(given) - set(likes))
     if unknown:
         raise InvalidArgumentError(
-            f"adapt={{{unknown[0]!r:.60}: ...}}: the items loaded are {', '.join(likes)}",
+            f"adapt={{{shown(unknown[0])}: ...}}: the items loaded are {', '.join(likes)}",
             step=manifest.step,
         )
     return {name: Wanted(each, given.get(name) or Adapt()) for name, each in likes.items()}
@@ -119,7 +141,7 @@ def _likes(
             )
         if isinstance(items, str):
             raise InvalidArgumentError(
-                f"items={items!r:.60}: expected a list of item names, such as [{items!r:.60}]",
+                f"items={shown(items)}: expected a list of item names, such as [{shown(items)}]",
                 step=manifest.step,
             )
         return dict(items) if isinstance(items, Mapping) else dict.fromkeys(items)

@@ -6,27 +6,26 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import anyio
 
 from ckpt.engine.items import delete_item
-from ckpt.errors import CorruptCheckpointError, StepNotFoundError, StepPinnedError, located
+from ckpt.entries import is_ours, spare_others
+from ckpt.errors import StepNotFoundError, StepPinnedError, StorageError, located
 from ckpt.events import Observer, Recorder
 from ckpt.history import saved_step
 from ckpt.index import StepIndex
 from ckpt.late_statistics import drop_late, keep_late, statistics_of
-from ckpt.manifest import FILE_NAME, MAX_BYTES, Manifest, peek_files
+from ckpt.manifest import Manifest
 from ckpt.pins import deletion_of, pins, refuse_pinned
 from ckpt.policies import Deletion, PreservationPolicyLike, PreserveAll, steps_kept
-from ckpt.steps import check_step
+from ckpt.steps import check_step, while_read
 from ckpt.storage.base import Storage
 
 __all__ = ["Retention"]
 
 logger = logging.getLogger("ckpt")
-
-_NAMED_FILES = 5
 
 
 class Retention:
@@ -40,8 +39,19 @@ class Retention:
         deletion: Deletion,
         observers: tuple[Observer, ...],
         now_ns: Callable[[], int],
+        newest_saved: Callable[[], int | None],
     ) -> None:
-        """Keep the steps of `storage` that `policy` wants to have kept."""
+        """Keep the steps of `storage` that `policy` wants to have kept.
+
+        Args:
+            storage: The root.
+            index: Its committed steps.
+            policy: Which of them to keep.
+            deletion: How the others go.
+            observers: Told of every deletion.
+            now_ns: Tells the time, in Unix nanoseconds.
+            newest_saved: Tells which step was acknowledged last.
+        """
         self._storage = storage
         self._index = index
         self._policy = policy
@@ -50,6 +60,10 @@ class Retention:
         self._trash = None if deletion.trash is None else os.fspath(deletion.trash)
         self._observers = observers
         self._now_ns = now_ns
+        self._newest_saved = newest_saved
+        # Made on the engine's loop. Held while steps are deleted after a commit, so that those of
+        # several commits are not more than were asked for, and none is deleted twice.
+        self._preserving: anyio.Lock | None = None
 
     async def prepare(self) -> None:
         """Make the trash folder, if there is to be one.
@@ -60,24 +74,28 @@ class Retention:
         if self._trash is not None:
             await self._storage.prepare_trash(self._trash)
 
-    async def preserve(self, saved: int) -> None:
+    async def preserve(self) -> None:
         """Delete what the policy does not keep, several steps at a time.
 
-        What was acknowledged just now stays, though older steps may be greater: after a run went
-        back, its new steps are the ones it would resume from.
-
-        Args:
-            saved: The step that was committed just now.
+        What was acknowledged last stays, though older steps may be greater: after a run went back,
+        its new steps are the ones it would resume from.
 
         Raises:
             CheckpointError: Steps could not be deleted; all others were.
         """
         if isinstance(self._policy, PreserveAll):
             return
+        self._preserving = self._preserving or anyio.Lock()
+        async with self._preserving:
+            await self._preserve()
+
+    async def _preserve(self) -> None:
         found = await self._index.refresh()
         steps = [saved_step(each) for each in found.values()]
         kept = await anyio.to_thread.run_sync(steps_kept, self._policy, steps, self._now_ns() / 1e9)
-        always = {saved, max(found)} if self._keeps_latest and found else {saved}
+        always = {self._newest_saved()}
+        if self._keeps_latest:
+            always.add(max(found, default=None))
         going = [step for step in found if step not in kept and step not in always]
         if not going:
             return
@@ -89,7 +107,7 @@ class Retention:
             async with limiter:
                 try:
                     with located(step=step):
-                        await self._delete(step, [found[step].entry])
+                        await self._delete(step, await self._listed(step, found[step].attempt))
                 except StepPinnedError:
                     logger.debug("step %d is kept: it was pinned just now", step)
                 except Exception as error:
@@ -104,6 +122,23 @@ class Retention:
             with located():
                 raise ExceptionGroup("steps could not be deleted", errors)
 
+    async def _listed(self, step: int, attempt: str) -> dict[str, str | None]:
+        """Return the entries of a step that is still what it was when it was listed, or none.
+
+        With each comes the attempt that it has to be of when it is deleted; the one that counts is
+        the last, so that no other one takes its place in between.
+        """
+        entries = await self._index.entries_of(step)
+        looked = {entry: await self._index.look(entry) for entry in reversed(entries)}
+        chosen = looked[entries[0]] if entries else None
+        if chosen is None or chosen.attempt != attempt:
+            return {}
+        return {
+            entry: None if each is None else each.attempt
+            for entry, each in looked.items()
+            if each is not None or await is_ours(self._storage, entry)
+        }
+
     async def delete(self, step: int) -> None:
         """Delete a step, damaged ones too.
 
@@ -113,7 +148,27 @@ class Retention:
         """
         with Recorder("delete", step, self._observers).failing(time.perf_counter_ns()):
             entries = await self._deletable(step)
-        await self._delete(step, entries)
+        await self._delete(step, dict.fromkeys(reversed(entries)))
+
+    async def _deletable(self, step: int) -> list[str]:
+        """Return the entries of a step that is to be deleted, those that are ours."""
+        entries = await self._index.entries_of(step)
+        if not entries:
+            raise await self._index.not_found(step)
+        # What is no directory is listed nowhere, and is not ours.
+        listed = set(await self._storage.entries())
+        if listed.isdisjoint(entries):
+            raise StepNotFoundError(
+                f"{self._storage.location}/{entries[0]} is a file or a link, not a step", step=step
+            )
+        ours = [each for each in entries if each in listed and await is_ours(self._storage, each)]
+        if not ours:
+            raise StepNotFoundError(
+                f"{self._storage.location}/{entries[0]} is not a checkpoint of this library, so it "
+                "is not deleted",
+                step=step,
+            )
+        return ours
 
     async def delete_item(self, entry: str, manifest: Manifest, item: str) -> None:
         """Delete one item of a step; see `engine.items.delete_item`.
@@ -121,45 +176,38 @@ class Retention:
         Raises:
             InvalidArgumentError: There is no such item, or no other one.
             StepPinnedError: The step is pinned.
+            StepDeletedError: It was deleted or replaced meanwhile.
         """
         step = check_step(manifest.step)
         async with self._deletion(step):
             taken = await statistics_of(self._storage, entry, manifest)
-            await self._spare_others(entry)
+            async with while_read(self._storage, entry, manifest):
+                await spare_others(self._storage, entry)
             left = await delete_item(self._storage, entry, manifest, item)
             if taken is not None:
-                await keep_late(self._storage, entry, left.attempt, taken)
+                with contextlib.suppress(StorageError):
+                    await keep_late(self._storage, entry, left.attempt, taken)
         logger.info("deleted the item %r of step %d", item, step)
 
-    async def _deletable(self, step: int) -> list[str]:
-        """Return the entries of a step that is to be deleted, all of them ours."""
-        entries = await self._index.entries_of(step)
-        # What is no directory is listed nowhere, and is not ours.
-        listed = set(await self._storage.entries())
+    async def _delete(self, step: int, entries: Mapping[str, str | None]) -> None:
+        """Delete entries of a step, each only if it is of the attempt that is given with it."""
         if not entries:
-            raise await self._index.not_found(step)
-        if listed.isdisjoint(entries):
-            raise StepNotFoundError(
-                f"{self._storage.location}/{entries[0]} is a file or a link, not a step", step=step
-            )
-        for entry in entries:
-            if FILE_NAME not in await self._storage.files(entry):
-                raise StepNotFoundError(
-                    f"{self._storage.location}/{entry} is not a checkpoint of this library, so it "
-                    "is not deleted",
-                    step=step,
-                )
-        return entries
-
-    async def _delete(self, step: int, entries: Iterable[str]) -> None:
+            return
         began = time.perf_counter()
-        trash = None
+        trash, is_gone = None, False
         async with self._deletion(step):
-            for entry in entries:
-                trash = await self._take_away(entry)
-                await drop_late(self._storage, entry)
-        where = "deleted" if trash is None else f"moved to {trash}:"
-        logger.info("%s step %d in %.2f s", where, step, time.perf_counter() - began)
+            for entry, attempt in entries.items():
+                if self._trash is not None:
+                    trash = await self._storage.move(entry, self._trash)
+                    is_gone = trash is not None
+                else:
+                    await spare_others(self._storage, entry)
+                    is_gone = await self._storage.remove(entry, attempt=attempt)
+                if is_gone:
+                    await drop_late(self._storage, entry)
+        if is_gone:
+            where = "deleted" if trash is None else f"moved to {trash}:"
+            logger.info("%s step %d in %.2f s", where, step, time.perf_counter() - began)
 
     @contextlib.asynccontextmanager
     async def _deletion(self, step: int) -> AsyncIterator[None]:
@@ -178,36 +226,3 @@ class Retention:
                 raise
             with recorder.ending(began_ns):
                 yield
-
-    async def _take_away(self, entry: str) -> str | None:
-        """Delete an entry, or move it to the trash; return its path there."""
-        if self._trash is not None:
-            return await self._storage.move(entry, self._trash)
-        await self._spare_others(entry)
-        await self._storage.remove(entry)
-        return None
-
-    async def _spare_others(self, entry: str) -> None:
-        """Move out of an entry what the library did not write.
-
-        Of a damaged entry nobody knows what that would be.
-        """
-        try:
-            data = await self._storage.read(entry, FILE_NAME, MAX_BYTES)
-        except CorruptCheckpointError:
-            return
-        known = None if data is None else await anyio.to_thread.run_sync(peek_files, data)
-        if known is None:
-            return
-        found = await self._storage.files(entry)
-        others = sorted(found.keys() - known)
-        if others:
-            folder = await self._storage.set_aside(entry, others)
-            logger.warning(
-                "%d files in %s/%s were not written by this library; they are in %s now: %s",
-                len(others),
-                self._storage.location,
-                entry,
-                folder,
-                ", ".join(others[:_NAMED_FILES]),
-            )

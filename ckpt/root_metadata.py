@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt.errors import CorruptCheckpointError
+from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.layout.orbax_view import root_view
 from ckpt.storage.base import Storage
 
@@ -17,26 +18,47 @@ logger = logging.getLogger("ckpt")
 
 _NOTE = "metadata/_ROOT_METADATA"
 _MAX_BYTES = 16 << 20
+# How often somebody else may write them between a look and a write.
+_TRIES = 10
 
 
 async def write_root_metadata(storage: Storage, metadata: Mapping[str, Any] | None) -> None:
     """Write the metadata of a root, unless somebody has; what is there stays.
 
+    Where they may not be read, or are no metadata, a warning says so: no step needs them.
+
     Raises:
-        StorageError: It cannot be read or written.
+        StorageError: They cannot be read, for another reason, or not be written.
     """
-    try:
-        found = await read_root_metadata(storage)
-    except CorruptCheckpointError as error:
-        logger.warning("%s", error)
+    for _ in range(_TRIES):
+        try:
+            document = await _read(storage)
+        except CorruptCheckpointError as error:
+            logger.warning("%s", error)
+            return
+        except StorageError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM):
+                raise
+            logger.warning("the metadata of the root are left as they are: %s", error)
+            return
+        if document is not None:
+            await _add(storage, document, metadata or {})
+            return
+        if await storage.put_note(_NOTE, root_view(metadata or {}), replace=False):
+            return
+        # Somebody was quicker; what they wrote decides.
+    logger.warning("%s/%s comes and goes; it was not written", storage.location, _NOTE)
+
+
+async def _add(storage: Storage, document: dict[str, Any], metadata: Mapping[str, Any]) -> None:
+    """Add the metadata to a document that has none; it keeps what else it says."""
+    found = document["custom_metadata"]
+    if not metadata:
         return
-    if found is None:
-        await storage.put_note(_NOTE, root_view(metadata or {}), replace=False)
-    elif not metadata:
-        return
-    elif not found:
-        # Written by a manager that was given none.
-        await storage.put_note(_NOTE, root_view(metadata), replace=True)
+    if not found:
+        # Written by a manager that was given none, or by Orbax, which keeps more than that in it.
+        data = json.dumps(document | {"custom_metadata": dict(metadata)}).encode()
+        await storage.put_note(_NOTE, data, replace=True)
     elif found != metadata:
         logger.warning(
             "%s keeps the metadata it was given first; what differs now is left out: %s",
@@ -52,16 +74,23 @@ async def read_root_metadata(storage: Storage) -> dict[str, Any] | None:
         StorageError: It cannot be read.
         CorruptCheckpointError: What is there is no root metadata.
     """
+    document = await _read(storage)
+    return None if document is None else document["custom_metadata"] or {}
+
+
+async def _read(storage: Storage) -> dict[str, Any] | None:
+    """Return the whole document; its custom metadata are a dict or None."""
     data = await storage.read_note(_NOTE, _MAX_BYTES)
     if data is None:
         return None
     try:
-        custom = json.loads(data)["custom_metadata"]
+        document: dict[str, Any] = json.loads(data)
+        custom = document["custom_metadata"]
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise _damaged(storage) from error
     if custom is not None and not isinstance(custom, dict):
         raise _damaged(storage)
-    return custom or {}
+    return document
 
 
 def _damaged(storage: Storage) -> CorruptCheckpointError:

@@ -16,7 +16,7 @@ from ckpt.backlog import Backlog, BacklogPolicy, Place
 from ckpt.commit import Commit, CommitHooks
 from ckpt.engine.loop import EngineLoop, Job
 from ckpt.engine.save import SaveEngine, SaveRequest
-from ckpt.entries import refuse_existing, remove_others, save_entry
+from ckpt.entries import make_way, remove_others, save_entry
 from ckpt.errors import (
     CheckpointError,
     CommitCancelledError,
@@ -26,8 +26,8 @@ from ckpt.errors import (
 from ckpt.events import Recorder
 from ckpt.late_statistics import keep_late
 from ckpt.manifest import Manifest
-from ckpt.pace import Pace
-from ckpt.policies import SaveContext, SavedStep
+from ckpt.moments import Moments
+from ckpt.policies import SaveContext
 from ckpt.preemption import Preemption
 from ckpt.redaction import redact
 from ckpt.stepinfo import step_info
@@ -69,7 +69,7 @@ class _Decision:
     Attributes:
         place: Its place in the backlog, or None if it is not to be.
         refusal: Why not.
-        kept_seconds: Of a save at preemption how long ago the save before it began.
+        kept_seconds: Of a save at preemption how long ago the save before it, or the run, began.
     """
 
     place: Place | None
@@ -93,18 +93,13 @@ class Saves:
         self._storage = storage
         self._engine = engine
         self._policy: BacklogPolicy = backlog
-        self._preemption = preemption
         # Made on the engine's loop.
         self._backlog: Backlog | None = None
         # Saves under way, and ended ones whose error nobody has fetched yet.
         self._commits: dict[CommitHooks, Commit] = {}
         # Set when the deletions after a commit have ended; the next save does not wait for them.
         self.tidying: list[anyio.Event] = []
-        self._pace = Pace()
-        self._saving: dict[Place, SavedStep] = {}
-        self._last_time: float | None = None
-        # The save at preemption, unless it has failed.
-        self._final: Place | None = None
+        self.moments = Moments(engine.now_ns, preemption)
 
     @property
     def is_saving(self) -> bool:
@@ -133,29 +128,10 @@ class Saves:
             raise
         return commit, jobs[0], staged
 
-    def is_final(self, context: SaveContext) -> bool:
-        """Tell whether a save would be the final one of a preempted run, which is always made."""
-        return context.preempted and self._final is None
-
     def adopt(self, hooks: CommitHooks, commit: Commit) -> None:
         """Count a save that runs elsewhere among those under way, and tell of its error."""
         self._forget_seen()
         self._commits[hooks] = commit
-
-    def context(self, step: int) -> SaveContext:
-        """Return the moment in which it is asked whether `step` is to be saved."""
-        self._pace.asked(step, time.perf_counter())
-        saving = tuple(self._saving.values())
-        times = [each.time for each in saving]
-        return SaveContext(
-            now=self._engine.now_ns() / 1e9,
-            preempted=self._preemption.reached(step),
-            saving=saving,
-            last_time=times[-1] if times else self._last_time,
-            step_seconds=self._pace.step_seconds,
-            lost_seconds=self._pace.lost_seconds,
-            save_seconds=self._pace.save_seconds,
-        )
 
     async def _save(
         self,
@@ -190,11 +166,8 @@ class Saves:
         finally:
             if place is not None:
                 backlog.leave(place)
-                del self._saving[place]
-                blocked = hooks.watch.taken.blocked if committed else None
-                self._pace.end_save(place, time.perf_counter(), blocked)
-                if place is self._final and not committed:
-                    self._final = None
+                blocked = hooks.watch.taken.blocked or 0.0
+                self.moments.end(place, blocked if committed else None)
         if place is not None and scope.cancelled_caught:
             reason = f"superseded by step {place.superseded_by} (backlog='supersede')"
         if reason is not None:
@@ -222,30 +195,27 @@ class Saves:
         step = check_step(request.step)
         # So that the next decision knows of this save.
         async with backlog.deciding:
-            context = self.context(step)
-            is_final = self.is_final(context)
+            context = self.moments.context(step)
+            is_final = self.moments.is_final(context)
             if not (force or is_final):
                 refusal = await root.refusal(step, context) or backlog.refusal()
                 if refusal is not None:
                     return _Decision(None, refusal)
             kept_seconds = await self._kept_by(context, root) if is_final else None
             # Who has a place gives it back: so nothing may fail, or be awaited, from here on.
-            place = backlog.join(request.entry, step, give_up)
-            self._saving[place] = SavedStep(step, context.now)
-            self._pace.begin_save(place, time.perf_counter())
-            self._final = place if is_final else self._final
+            place = backlog.join(request.entry, step, give_up, may_be_superseded=not is_final)
+            self.moments.begin(place, step, context)
         return _Decision(place, None, kept_seconds)
 
-    async def _kept_by(self, context: SaveContext, root: Root) -> float | None:
-        """Return how long ago the newest save before the final one began, or None."""
-        last = context.last_time
-        if last is None:
-            try:
-                last = await root.newest_time()
-            except CheckpointError as error:
-                # It is for a report only.
-                logger.debug("the newest step could not be looked at: %s", error)
-        return None if last is None else max(context.now - last, 0.0)
+    async def _kept_by(self, context: SaveContext, root: Root) -> float:
+        """Return how much training a final save keeps, in seconds."""
+        try:
+            newest = await root.newest_time() if context.last_time is None else None
+        except CheckpointError as error:
+            # It is for a report only.
+            logger.debug("the newest step could not be looked at: %s", error)
+            newest = None
+        return self.moments.since_last(context, newest)
 
     async def _save_in_turn(
         self,
@@ -264,7 +234,7 @@ class Saves:
         await root.open()
         before = [other for other in backlog.under_way if other is not place]
         others = await root.other_entries(check_step(request.step))
-        await refuse_existing(self._storage, request, others)
+        await make_way(self._storage, request, others)
         if not request.overwrite and any(other.entry == request.entry for other in before):
             raise StepExistsError(
                 "this step is being saved at the moment. Choose another step, or pass "
@@ -300,8 +270,9 @@ class Saves:
     ) -> None:
         """Tell of a step that was published; `kept_seconds` is that of `_Decision`."""
         self._commits.pop(hooks)
-        self._last_time = manifest.created_ns / 1e9
         info = step_info(manifest, f"{self._storage.location}/{request.entry}", hooks.watch.taken)
+        # Before anybody is told.
+        self.moments.committed(manifest)
         hooks.finish(info)
         recorder.end(began_ns, "ok", nbytes=info.nbytes)
         seconds = hooks.watch.elapsed

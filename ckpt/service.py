@@ -22,9 +22,7 @@ from ckpt.engine.exits import fail_exit
 from ckpt.engine.loop import EngineLoop, Job
 from ckpt.engine.plans import PlanCache
 from ckpt.engine.save import SaveEngine
-from ckpt.errors import (
-    ReadOnlyError,
-)
+from ckpt.errors import ReadOnlyError, StorageError
 from ckpt.events import Observer, Recorder
 from ckpt.handlers.registry import HandlersLike, find_handlers
 from ckpt.history import Previous, saved_step
@@ -109,7 +107,13 @@ class RootService:
         self._swept = 0.0
         self._index = StepIndex(storage, names)
         self._retention = Retention(
-            storage, self._index, preservation, deletion, engine.observers, engine.now_ns
+            storage,
+            self._index,
+            preservation,
+            deletion,
+            engine.observers,
+            engine.now_ns,
+            lambda: self.saves.moments.newest,
         )
         self.saves = Saves(loop, storage, engine, backlog, preemption)
         self.reader = RootReader(storage, self._index, engine, ranking_of(preservation))
@@ -158,7 +162,12 @@ class RootService:
 
     async def open(self) -> None:
         """Make the root, and remove what dead writers left in it; only the first call does."""
-        if self._opened or self._read_only:
+        if self._opened:
+            return
+        if self._read_only:
+            # Says where there is no root and none is to be made.
+            await self.storage.entries()
+            self._opened = True
             return
         await self.storage.prepare()
         await self._sweep()
@@ -170,7 +179,11 @@ class RootService:
         """Remove what dead writers left in the root."""
         self._swept = time.monotonic()
         removed = await self.storage.sweep()
-        await forget_expired(self.storage)
+        try:
+            await forget_expired(self.storage)
+        except StorageError as error:
+            # Of a root that is shared, what others keep there may be theirs alone.
+            logger.warning("pins that have run out were left: %s", error)
         await drop_orphans(self.storage)
         if removed:
             logger.debug("removed %d attempts of dead writers: %s", len(removed), removed)
@@ -189,7 +202,7 @@ class RootService:
             if time.monotonic() - self._swept > self.storage.lease_seconds:
                 await self._sweep()
             with Recorder("save", saved, self._engine.observers).phase("preserve"):
-                await self._retention.preserve(saved)
+                await self._retention.preserve()
         except Exception:
             logger.warning("steps that are no longer kept could not be deleted", exc_info=True)
             return None
@@ -200,16 +213,22 @@ class RootService:
         if self._save_policy is None:
             return None
         previous = Previous(self._index)
-        # In a thread: it may look at the steps before, or be slow.
-        return await anyio.to_thread.run_sync(
-            refusal_of, self._save_policy, step, previous, context
-        )
+        # In a thread: it may look at the steps before, or be slow. Shielded, since what it looks at
+        # is read on this loop, which could not go on in a scope that is cancelled; and a thread
+        # would be waited for all the same.
+        with anyio.CancelScope(shield=True):
+            found = await anyio.to_thread.run_sync(
+                refusal_of, self._save_policy, step, previous, context
+            )
+        return found
 
     async def should_save(self, step: int) -> bool:
         """Return whether the save policy wants `step`, or the run ends there."""
         step = check_step(step)
-        context = self.saves.context(step)
-        return self.saves.is_final(context) or await self.refusal(step, context) is None
+        if self._read_only:
+            return False
+        context = self.saves.moments.context(step)
+        return self.saves.moments.is_final(context) or await self.refusal(step, context) is None
 
     async def newest_time(self) -> float | None:
         """Return when the save of the greatest committed step began, in Unix seconds."""

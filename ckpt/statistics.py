@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -43,6 +42,8 @@ class SaveStatistics:
     deleted: float | None = None
 
 
+# As in a manifest; greater numbers would be no times, and some are no floats.
+_LONGEST_SECONDS = 1e12
 _EARLY = ("blocked", "waited", "staged", "written")
 _LATE = ("merged", "published", "deleted")
 
@@ -114,7 +115,7 @@ def decode_late(data: bytes | None, attempt: str, early: SaveStatistics) -> Save
     usable = {
         name: float(value)
         for name, value in numbers.items()
-        if isinstance(value, int | float) and 0 <= value < math.inf
+        if isinstance(value, int | float) and 0 <= value < _LONGEST_SECONDS
     }
     return replace(early, **usable)
 

@@ -53,7 +53,8 @@ class Standard:
 
     def __post_init__(self) -> None:
         prefix: object = self.prefix
-        if not isinstance(prefix, str) or (prefix and not _PREFIX.match(prefix)):
+        fits = isinstance(prefix, str) and (not prefix or _PREFIX.match(prefix))
+        if not fits or _UNFINISHED in self.prefix:
             raise InvalidArgumentError(
                 f"Standard(prefix={self.prefix!r:.120}): expected up to 100 letters, digits, '_', "
                 "'-' or '.', of which the first is a letter"
@@ -115,7 +116,7 @@ def checked(names: object) -> StepNames:
             where `names` raises, names a step in a way that no directory can be called or that it
             reads as another step, or gives something else than a step.
     """
-    if type(names) is Standard and not names.prefix:
+    if type(names) is Standard:
         return names
     if isinstance(names, type) or not (
         callable(getattr(names, "name", None)) and callable(getattr(names, "step", None))

@@ -20,6 +20,7 @@ from ckpt.errors import (
     located,
 )
 from ckpt.manifest import FILE_NAME, MAX_BYTES, Manifest, decode
+from ckpt.policies.checks import shown
 from ckpt.storage.base import Storage
 
 __all__ = [
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 # Nineteen digits hold every step a 64-bit counter can.
-_STEP = re.compile(r"^(0|[1-9][0-9]{0,18})\Z")
+_GREATEST_STEP = 10**19 - 1
 _ITEM = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\Z")
 # Names that Orbax or this library use in a step or a root for something else.
 RESERVED_ITEMS = frozenset(
@@ -62,9 +63,9 @@ def check_step(step: object) -> int:
     """
     # numpy integers are steps too; bool is an int only by accident.
     number = None if isinstance(step, bool) or not hasattr(step, "__index__") else step.__index__()
-    if number is None or not _STEP.match(str(number)):
+    if number is None or not 0 <= number <= _GREATEST_STEP:
         raise InvalidArgumentError(
-            f"step={step!r}: expected a whole number, 0 or greater, such as the training step"
+            f"step={shown(step)}: expected a whole number, 0 or greater, such as the training step"
         )
     return int(number)
 

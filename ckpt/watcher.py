@@ -7,6 +7,7 @@ the caller evaluates, whatever it blocks.
 from __future__ import annotations
 
 import errno
+import inspect
 import logging
 import math
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import anyio
 
 from ckpt.commit import StepInfo
-from ckpt.errors import StepNotFoundError, StorageError
+from ckpt.errors import InvalidArgumentError, StepNotFoundError, StorageError
 from ckpt.index import Indexed, StepIndex
 from ckpt.manifest import Manifest
 from ckpt.pins import Lease, hold
@@ -38,7 +39,8 @@ class Wishes:
     """What a watch is to give out; times are in seconds.
 
     Attributes:
-        timeout: How long is waited for a new step.
+        timeout: How long is waited for a new step. Where the root could not be looked at when it
+            is over, that is raised.
         min_interval: From one step to the next at least.
         until: Asked while there is nothing new: whether nothing more is to come.
         last: The step at which it ends, or any greater one.
@@ -140,18 +142,18 @@ class Watcher:
                     info = await self._next()
                     if info is None:
                         return None
-                failures = 0
             except StorageError as error:
-                info = None
                 failures += 1
-                if failures > _MOST_FAILURES or error.errno in _FORBIDDEN:
+                is_late = anyio.current_time() >= deadline
+                # That nothing new is there is not known.
+                if is_late or failures > _MOST_FAILURES or error.errno in _FORBIDDEN:
                     raise
                 logger.debug("%s could not be looked at: %s", self._storage.location, error)
-            if info is not None:
-                return info
-            left = deadline - anyio.current_time()
-            if left <= 0:
-                return None
+            else:
+                failures = 0
+                if info is not None or anyio.current_time() >= deadline:
+                    return info
+            left = max(0.0, deadline - anyio.current_time())
             await anyio.sleep(min(left, self._wishes.poll_interval))
 
     async def _is_enough(self) -> bool:
@@ -159,7 +161,16 @@ class Watcher:
         if until is None:
             return False
         # In a thread, and not waited for when cancelled: it is not ours and may block.
-        return bool(await anyio.to_thread.run_sync(until, abandon_on_cancel=True))
+        answer = await anyio.to_thread.run_sync(until, abandon_on_cancel=True)
+        if inspect.isawaitable(answer):
+            if inspect.iscoroutine(answer):
+                # Nobody will await it; Python would warn of that.
+                answer.close()
+            raise InvalidArgumentError(
+                f"watch(until=...): the function returned {type(answer).__name__!r}, which is to "
+                "be awaited; expected an answer, such as True or False"
+            )
+        return bool(answer)
 
     async def _next(self) -> StepInfo | None:
         """Return the next new step, pinned; None if there is none."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
 import weakref
 from collections.abc import Callable
@@ -13,7 +15,8 @@ import anyio
 from ckpt.commit import StepInfo
 from ckpt.engine.exits import run_at_exit
 from ckpt.engine.loop import EngineLoop, Job
-from ckpt.errors import InvalidArgumentError
+from ckpt.errors import CommitCancelledError, InvalidArgumentError
+from ckpt.policies.checks import check_bool, shown
 from ckpt.settings import Timeouts
 from ckpt.step_names import Standard, StepNames, checked
 from ckpt.steps import check_step
@@ -43,8 +46,13 @@ class _Face:
         if self.is_waiting:
             raise InvalidArgumentError("somebody waits for the next step of this watch already")
         if not self.jobs:
-            self.jobs.append(self.loop.submit(self.watcher.keep))
+            self.jobs.append(self.loop.submit(self._keep))
         self.is_waiting = True
+
+    async def _keep(self) -> None:
+        # It holds this object until the lease is dropped, also when the iterator has gone: who is
+        # called at exit must be there.
+        await self.watcher.keep()
 
     def stop(self) -> None:
         """Let go of everything soon; does not wait."""
@@ -53,6 +61,12 @@ class _Face:
             for job in self.jobs:
                 job.cancel()
             self.loop.stop()
+
+    def raise_failure(self) -> None:
+        """Raise the error that has ended the watch, if there was one; the loop is closed."""
+        for job in self.jobs:
+            with contextlib.suppress(CommitCancelledError):
+                job.future.result(0)
 
     def finish_at_exit(self) -> None:
         """At interpreter exit: leave no lease behind if that is quick."""
@@ -92,6 +106,7 @@ class Watch:
             face.is_waiting = False
         if info is None:
             await self.aclose()
+            face.raise_failure()
             raise StopAsyncIteration
         return info
 
@@ -142,6 +157,7 @@ class SyncWatch:
             face.is_waiting = False
         if info is None:
             self.close()
+            face.raise_failure()
             raise StopIteration
         return info
 
@@ -186,11 +202,11 @@ def watch(
     Args:
         root: The directory of a manager.
         timeout: Seconds to wait for a new step before the iteration ends; None waits for ever, 0
-            gives what is there.
+            gives what is there. A root that cannot be looked at when they are over is an error.
         min_interval: Seconds from one step to the next at least.
         until: A step: the iteration ends after it, or a greater one, was given out. Or a function
             without arguments, called in a thread while there is nothing new, that returns whether
-            nothing more is to come.
+            nothing more is to come. It may not be async.
         after: Only steps greater than this one.
         only_latest: Leave out all new steps but the greatest, where there are several.
         poll_interval: Seconds from one look to the next.
@@ -201,8 +217,8 @@ def watch(
 
     Raises:
         InvalidArgumentError: An argument cannot be meant as given.
-        StorageError: While iterating: the root could not be looked at six times in a row, or the
-            lease not be written.
+        StorageError: While iterating: the root could not be looked at six times in a row, or when
+            `timeout` was over, or the lease not be written.
         CorruptCheckpointError: While iterating: the manifest of a step is damaged. Asked again, the
             iterator gives the next step.
         UnsupportedFormatError: While iterating: a step is of a later format. As before.
@@ -273,8 +289,18 @@ def _watcher(
     timeouts: Timeouts | None,
 ) -> Watcher:
     """Return what is behind a watch, arguments checked."""
-    if not (until is None or callable(until)):
+    if callable(until):
+        _check_function(until)
+    elif until is not None:
         until = _step("until", until)
+    check_bool("watch", only_latest, name="only_latest")
+    check_bool("watch", pin, name="pin")
+    timeouts = Timeouts() if timeouts is None else timeouts
+    if not isinstance(timeouts, Timeouts):
+        raise InvalidArgumentError(
+            f"watch(timeouts={shown(timeouts, 80)}): expected a ckpt.Timeouts, such as "
+            "Timeouts(lease=60)"
+        )
     names = Standard() if step_names is None else checked(step_names)
     poll = _seconds("poll_interval", poll_interval)
     if poll == 0:
@@ -285,21 +311,35 @@ def _watcher(
         until=until if callable(until) else None,
         last=until if isinstance(until, int) else math.inf,
         after=-1 if after is None else _step("after", after),
-        only_latest=bool(only_latest),
+        only_latest=only_latest,
         poll_interval=poll,
-        pin=bool(pin),
+        pin=pin,
     )
-    return Watcher(open_root(root, timeouts or Timeouts()), names, wishes)
+    return Watcher(open_root(root, timeouts), names, wishes)
+
+
+def _check_function(until: Callable[[], object]) -> None:
+    """Raise where what `until` returns counts as true, whatever it means."""
+    what = None
+    if isinstance(until, type):
+        what = "a class"
+    elif any(map(inspect.iscoroutinefunction, (until, type(until).__call__))):
+        what = "async"
+    if what is not None:
+        raise InvalidArgumentError(
+            f"watch(until={shown(until, 80)}): it is {what}; expected a step, or a plain function "
+            "without arguments that returns whether nothing more is to come"
+        )
 
 
 def _step(name: str, value: object) -> int:
     try:
         return check_step(value)
-    except InvalidArgumentError as error:
+    except (InvalidArgumentError, ValueError) as error:
         also = ", or a function without arguments" if name == "until" else ""
         raise InvalidArgumentError(
-            f"watch({name}={value!r:.80}): expected a step, which is a whole number, 0 or greater"
-            f"{also}"
+            f"watch({name}={shown(value, 80)}): expected a step, which is a whole number, 0 or "
+            f"greater{also}"
         ) from error
 
 
@@ -307,8 +347,7 @@ def _seconds(name: str, value: object) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(value, int | float) and is_number and 0 <= value <= _LONGEST_SECONDS:
         return float(value)
-    # Python refuses to write very long numbers.
-    shown = "a number" if isinstance(value, int) and abs(value) > _LONGEST_SECONDS else repr(value)
     raise InvalidArgumentError(
-        f"watch({name}={shown:.80}): expected a number of seconds from 0 to {_LONGEST_SECONDS:.0f}"
+        f"watch({name}={shown(value, 80)}): expected a number of seconds from 0 to "
+        f"{_LONGEST_SECONDS:.0f}"
     )

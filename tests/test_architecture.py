@@ -21,7 +21,7 @@ FLOORS = [
     {"layout", "storage", "commit", "observers"},
     {"handlers", "late_statistics", "pins", "root_metadata", "steps", "stepinfo", "surgery"},
     {"engine", "index"},
-    {"entries", "history", "requests"},
+    {"entries", "history", "moments", "requests"},
     {"reading", "retention", "saves", "watcher"},
     {"parts"},
     {"partial", "service"},

@@ -372,3 +372,51 @@ def test_stray_directories_are_not_steps(tmp_path: Path) -> None:
         mgr.save(3, {"x": 1}).result()
         assert mgr.all_steps() == [3]
         assert mgr.latest_step() == 3
+
+
+# Arguments of a manager.
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"observers": print},
+        {"observers": 5},
+        {"observers": [5]},
+        {"observers": [ckpt.observers.Trace]},
+        {"clock": 5},
+        {"timeouts": 5},
+        {"staging": 5},
+        {"deletion": "trash"},
+        {"read_only": "no"},
+        {"create": 1},
+    ],
+    ids=str,
+)
+def test_an_argument_of_another_kind_is_refused_by_name(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    for manager in (ckpt.CheckpointManager, ckpt.sync.CheckpointManager):
+        with pytest.raises(errors.InvalidArgumentError, match=next(iter(settings))):
+            manager(tmp_path / "root", **settings)
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_policy_that_is_false_is_a_policy(tmp_path: Path) -> None:
+    class Nothing:
+        def __len__(self) -> int:
+            return 0
+
+        def keep(self, steps: Any, now: float) -> list[int]:
+            return []
+
+        def refusal(self, step: int, previous: Any, context: Any) -> str | None:
+            return "never" if step == 3 else None
+
+    with ckpt.sync.CheckpointManager(
+        tmp_path, preservation=Nothing(), save_policy=Nothing()
+    ) as mgr:
+        for step in range(4):
+            mgr.save(step, {"n": step})
+        mgr.wait_until_finished()
+        assert mgr.all_steps() == [2]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 import ckpt
@@ -148,25 +151,31 @@ def test_what_is_no_preservation_policy_is_refused_at_once(tmp_path: Path, polic
 
 
 def test_saves_called_at_the_same_time_know_of_each_other(tmp_path: Path) -> None:
-    """`Continuous` never has two under way, though both are asked about before one begins."""
+    """`Continuous` never has two under way, though all are called before one is decided about."""
+    called = threading.Event()
+    continuous = policies.Continuous()
+
+    def policy(step: int, previous: Sequence[SavedStep], context: SaveContext) -> bool:
+        assert called.wait(PATIENCE_S)
+        return policies.refusal_of(continuous, step, previous, context) is None
 
     async def main() -> None:
-        continuous = policies.Continuous()
-        handlers = [GateHandler()]
         async with ckpt.CheckpointManager(
-            tmp_path, save_policy=continuous, handlers=handlers
+            tmp_path, save_policy=policy, handlers=[GateHandler()]
         ) as mgr:
             gate = Gate()
-            commits: list[ckpt.Commit] = []
-
-            async def save(step: int) -> None:
-                commits.append(await mgr.save(step, items={"state": {"n": step}, "gate": gate}))
-
+            tasks = [
+                asyncio.create_task(mgr.save(step, items={"state": {"n": step}, "gate": gate}))
+                for step in range(5)
+            ]
+            # Each runs up to where it waits for the library.
+            await asyncio.sleep(0)
+            called.set()
             try:
-                await asyncio.gather(*(save(step) for step in range(5)))
+                commits = await asyncio.gather(*tasks)
             finally:
                 gate.open()
-            assert sum(bool(commit) for commit in commits) == 1
+            assert [bool(commit) for commit in commits] == [True, False, False, False, False]
 
     asyncio.run(main())
 
@@ -274,3 +283,102 @@ def test_every_operation_ends_with_one_event_and_one_line(
         "verified",
         "deleted",
     ]
+
+
+def test_the_final_save_is_not_superseded(tmp_path: Path) -> None:
+    gate = Gate()
+    with plain(tmp_path, backlog="supersede", preemption_signals=[signal.SIGUSR1]) as mgr:
+        first = mgr.save(1, items={"state": {"n": 1}, "gate": gate})
+        signal.raise_signal(signal.SIGUSR1)
+        final = mgr.save(2, {"n": 2})
+        try:
+            job = ThreadPoolExecutor(1).submit(mgr.save, 3, {"n": 3})
+        finally:
+            gate.open()
+        assert first.result(PATIENCE_S)
+        assert final.result(PATIENCE_S), final.skipped
+        assert job.result(PATIENCE_S).result(PATIENCE_S)
+        assert mgr.all_steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("call", ["save", "should_save"])
+def test_a_call_that_is_cancelled_while_its_policy_looks_back_ends(
+    tmp_path: Path, call: str
+) -> None:
+    looking, cancelled = threading.Event(), threading.Event()
+
+    def look(step: int, previous: Sequence[SavedStep], context: SaveContext) -> bool:
+        if step == 2:
+            looking.set()
+            assert cancelled.wait(PATIENCE_S)
+        return not previous or previous[-1].step < len(previous) + step
+
+    async def main() -> None:
+        async with ckpt.CheckpointManager(tmp_path, save_policy=look) as mgr:
+            await (await mgr.save(1, {"n": 1}))
+            job = mgr.should_save(2) if call == "should_save" else mgr.save(2, {"n": 2})
+            task = asyncio.create_task(job)
+            await asyncio.to_thread(looking.wait, PATIENCE_S)
+            task.cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0.05)
+            cancelled.set()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(task, PATIENCE_S)
+            # Nothing is held up by it.
+            assert await asyncio.wait_for(mgr.save(3, {"n": 3}), PATIENCE_S)
+        async with ckpt.CheckpointManager(tmp_path) as mgr:
+            assert await mgr.all_steps() == [1, 3]
+
+    asyncio.run(main())
+
+
+def test_a_manager_that_only_reads_would_save_nothing(tmp_path: Path) -> None:
+    with plain(tmp_path, read_only=True) as mgr:
+        assert not mgr.should_save(1)
+
+
+@pytest.mark.parametrize(
+    "number", [10**400, 10**5000, "many", None, object()], ids=["great", "huge", *"abc"]
+)
+def test_a_metric_that_is_no_number_is_refused_by_name(tmp_path: Path, number: Any) -> None:
+    with plain(tmp_path) as mgr:
+        with pytest.raises(errors.InvalidArgumentError, match="loss"):
+            mgr.save(1, {"n": 1}, metrics={"loss": number})
+        assert mgr.all_steps() == []
+
+
+def test_a_restore_that_is_cancelled_says_so(tmp_path: Path) -> None:
+    loading = threading.Event()
+
+    class Slow(GateHandler):
+        async def load(self, *args: Any) -> None:
+            loading.set()
+            await anyio.sleep_forever()
+
+    events: list[ckpt.Event] = []
+
+    async def main() -> None:
+        gate = Gate()
+        gate.open()
+        async with ckpt.CheckpointManager(
+            tmp_path, handlers=[Slow()], observers=[events.append]
+        ) as mgr:
+            await (await mgr.save(1, items={"gate": gate}))
+            task = asyncio.create_task(mgr.restore(1))
+            await asyncio.to_thread(loading.wait, PATIENCE_S)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(main())
+    ends = [(each.operation, each.outcome) for each in events if each.phase == "end"]
+    assert ends == [("save", "ok"), ("restore", "cancelled")]
+
+
+@pytest.mark.parametrize(
+    "step", [10**5000, -(10**5000), 10**19], ids=["huge", "below zero", "too great"]
+)
+def test_a_number_that_nobody_would_write_is_no_step(tmp_path: Path, step: int) -> None:
+    with plain(tmp_path) as mgr, pytest.raises(errors.InvalidArgumentError, match="step="):
+        mgr.save(step, {"n": 1})

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
 import shutil
 import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +26,12 @@ from ckpt import errors
 from ckpt.engine.items import delete_item
 from ckpt.manifest import FILE_NAME, FileEntry, Manifest, decode
 from ckpt.storage.resolve import open_root
-from ckpt.testing.faults import Crash, Fail, Operation, Plan, at, named, refused_by
+from ckpt.testing.faults import Crash, Fail, Operation, Plan, Wait, at, named, refused_by
 from ckpt.testing.files import FaultyFiles
 from tests.reliability.scenarios import age, leftovers
 from tests.trees import assert_same
 
+PATIENCE_S = 60
 ITEMS: dict[str, Any] = {
     "params": {"w": jnp.arange(12.0).reshape(3, 4), "big": np.arange(1 << 19, dtype=np.int32)},
     "optimizer": {"mu": np.zeros((64, 4096), np.float32), "count": 3},
@@ -272,6 +276,216 @@ def test_a_cancelled_deletion_leaves_the_step_as_it_was(root: Path, backend: str
             assert await mgr.verify(1)
 
     anyio.run(main, backend=backend)
+
+
+# --- Who comes meanwhile --------------------------------------------------------------------------
+
+
+class Held:
+    """A plan that stops the deletion of an item at moments of its publishing.
+
+    They are `sync` (the directories of the attempt are being synced), and `exchange 1`,
+    `exchange 2` and so on (it is about to exchange names).
+    """
+
+    def __init__(self, *moments: str) -> None:
+        self.reached = {moment: threading.Event() for moment in moments}
+        self.gates = {moment: threading.Event() for moment in moments}
+        self.attempt = ""
+        self.exchanges = 0
+
+    def __call__(self, operation: Operation) -> Wait | None:
+        if operation.name == "link":
+            # Nobody else links files.
+            self.attempt = (operation.target or "").split("/")[0]
+        moment = self._moment(operation)
+        if moment not in self.gates or self.reached[moment].is_set():
+            return None
+        self.reached[moment].set()
+        return Wait(self.gates[moment], seconds=PATIENCE_S)
+
+    def _moment(self, operation: Operation) -> str:
+        if operation.name == "fsync" and operation.path == self.attempt:
+            return "sync"
+        if operation.name == "renameat2" and self.attempt in (operation.path, operation.target):
+            self.exchanges += 1
+            return f"exchange {self.exchanges}"
+        return ""
+
+
+def delete_while(
+    root: Path, acts: Mapping[str, Callable[[ckpt.sync.CheckpointManager], Any]]
+) -> None:
+    """Delete an item; at each moment let somebody else act."""
+    held = Held(*acts)
+    with (
+        plain(root) as mgr,
+        plain(root) as other,
+        ThreadPoolExecutor() as threads,
+        FaultyFiles(root, held, sync=False),
+    ):
+        deletion = threads.submit(mgr.delete, 1, item="optimizer")
+        try:
+            for moment, act in acts.items():
+                assert held.reached[moment].wait(PATIENCE_S), moment
+                act(other)
+                held.gates[moment].set()
+            deletion.result(PATIENCE_S)
+        finally:
+            for gate in held.gates.values():
+                gate.set()
+
+
+def overwrite(number: int) -> Callable[[ckpt.sync.CheckpointManager], None]:
+    def act(mgr: ckpt.sync.CheckpointManager) -> None:
+        mgr.save(1, {"number": number}, overwrite=True).result(PATIENCE_S)
+
+    return act
+
+
+def remove(mgr: ckpt.sync.CheckpointManager) -> None:
+    mgr.delete(1)
+
+
+@pytest.mark.parametrize("moment", ["sync", "exchange 1"])
+def test_a_save_that_overwrites_meanwhile_stays(root: Path, moment: str) -> None:
+    with pytest.raises(errors.StepDeletedError, match=r"step 1: .* deleted or replaced"):
+        delete_while(root, {moment: overwrite(2)})
+    with plain(root) as mgr:
+        assert mgr.restore(1) == {"number": 2}
+        assert mgr.verify(1)
+    assert leftovers(root) == []
+
+
+@pytest.mark.parametrize("moment", ["sync", "exchange 1"])
+def test_a_step_that_is_deleted_meanwhile_does_not_come_back(root: Path, moment: str) -> None:
+    with pytest.raises(errors.StepDeletedError):
+        delete_while(root, {moment: remove})
+    with plain(root) as mgr:
+        assert mgr.all_steps() == []
+    assert leftovers(root) == []
+    assert not (root / "1").exists()
+
+
+def test_what_comes_before_a_name_is_given_back_counts(root: Path) -> None:
+    """The save that overwrote has lost its name for a moment; then somebody else acts on it."""
+    with pytest.raises(errors.StepDeletedError):
+        delete_while(root, {"exchange 1": overwrite(2), "exchange 2": overwrite(3)})
+    with plain(root) as mgr:
+        assert mgr.restore(1) == {"number": 3}
+        assert mgr.verify(1)
+        mgr.save(1, items=ITEMS, overwrite=True).result()
+        with pytest.raises(errors.StepDeletedError):
+            delete_while(root, {"exchange 1": overwrite(2), "exchange 2": remove})
+        assert mgr.all_steps() == []
+
+
+def test_only_the_step_it_was_made_of_is_replaced(root: Path) -> None:
+    aside = root / "aside"
+
+    def put_file(_: Any) -> None:
+        os.rename(root / "1", aside)
+        (root / "1").write_text("mine")
+
+    def put_link(_: Any) -> None:
+        os.unlink(root / "1")
+        os.symlink(aside, root / "1")
+
+    def damage(_: Any) -> None:
+        os.unlink(root / "1")
+        os.rename(aside, root / "1")
+        (root / "1" / FILE_NAME).write_bytes(b"cut")
+
+    before = files(root)
+    with pytest.raises(errors.StepDeletedError):
+        delete_while(root, {"sync": put_file})
+    assert (root / "1").read_text() == "mine"
+    os.unlink(root / "1")
+    os.rename(aside, root / "1")
+    with pytest.raises(errors.StepDeletedError):
+        delete_while(root, {"sync": lambda mgr: (put_file(mgr), put_link(mgr))})
+    assert (root / "1").readlink() == aside
+    os.unlink(root / "1")
+    os.rename(aside, root / "1")
+    assert files(root) == before
+    with pytest.raises(errors.StepDeletedError):
+        delete_while(root, {"sync": lambda mgr: (put_file(mgr), damage(mgr))})
+    assert (root / "1" / FILE_NAME).read_bytes() == b"cut"
+    assert leftovers(root) == []
+
+
+def test_a_name_that_cannot_be_given_back_at_once_is_told(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = Held("exchange 1")
+
+    def plan(operation: Operation) -> Any:
+        found = held(operation)
+        back = operation.name == "renameat2" and held.exchanges == 2
+        return Fail(errno.EIO) if back else found
+
+    with plain(root) as mgr, plain(root) as other, ThreadPoolExecutor() as threads:
+        with FaultyFiles(root, plan, sync=False):
+            deletion = threads.submit(mgr.delete, 1, item="optimizer")
+            assert held.reached["exchange 1"].wait(PATIENCE_S)
+            overwrite(2)(other)
+            held.gates["exchange 1"].set()
+            with pytest.raises(errors.StepDeletedError):
+                deletion.result(PATIENCE_S)
+        # The save was acknowledged: whatever happens, it is not removed.
+        (kept,) = root.glob("1.replaced-*")
+        assert str(kept) in caplog.text
+        assert ckpt.sync.load(kept) == {"number": 2}
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_deletions_and_saves_beside_it_keep_what_they_promise(tmp_path: Path, backend: str) -> None:
+    """Races at moments that nobody chose."""
+    item = {"w": np.zeros(3)}
+    told: list[BaseException] = []
+    acknowledged: list[int] = []
+
+    async def main() -> None:
+        async with ckpt.CheckpointManager(tmp_path) as mgr:
+
+            async def delete_item(step: int) -> None:
+                try:
+                    await mgr.delete(step, item="b")
+                except errors.StepNotFoundError as error:
+                    told.append(error)
+
+            async def overwrite(step: int, delay: float) -> None:
+                await anyio.sleep(delay)
+                await (await mgr.save(step, items={"z": {"w": np.ones(3)}}, overwrite=True))
+
+            async def acknowledge(call: Any, step: int, *arguments: Any) -> None:
+                # It may fail where what it was looking at has gone; then it promises nothing.
+                with contextlib.suppress(errors.StorageError):
+                    await call(step, *arguments)
+                    acknowledged.append(step)
+
+            for step in range(50):
+                await (await mgr.save(step, items=dict.fromkeys("abcdef", item)))
+                await mgr.wait_until_finished()
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(delete_item, step)
+                    if step % 2:
+                        tasks.start_soon(acknowledge, mgr.delete, step)
+                    else:
+                        tasks.start_soon(acknowledge, overwrite, step, 0.0004 * step / 2)
+                if step % 2:
+                    left = await mgr.all_steps()
+                    assert step not in left or step not in acknowledged, "it came back"
+                    continue
+                items = (await mgr.metadata(step)).info.items
+                assert (items == ("z",)) == (step in acknowledged), "a save was lost"
+                assert await mgr.verify(step)
+
+    with FaultyFiles(tmp_path, sync=False):
+        anyio.run(main, backend=backend)
+    assert told, "nothing met"
+    assert len(acknowledged) > 20
+    assert leftovers(tmp_path) == []
 
 
 def small(root: Path) -> None:

@@ -107,3 +107,25 @@ def test_the_index_remembers_no_more_than_there_is(tmp_path: Path) -> None:
 
     make_root(tmp_path, 5)
     asyncio.run(main())
+
+
+def test_lists_that_are_made_at_the_same_time_are_whole(tmp_path: Path) -> None:
+    """Also where one of them forgets what another one is about to answer with."""
+
+    async def main() -> None:
+        storage = open_root(tmp_path)
+        index = StepIndex(storage)
+        read_each = storage.read_each
+
+        async def late(*args: Any) -> Any:
+            found = await read_each(*args)
+            index.forget()
+            return found
+
+        await index.refresh()
+        (tmp_path / "3" / "ckpt.json").touch()
+        storage.read_each = late  # type: ignore[method-assign]
+        assert list(await index.refresh()) == [0, 1, 2, 3, 4]
+
+    make_root(tmp_path, 5)
+    asyncio.run(main())

@@ -109,7 +109,7 @@ def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
             else:
                 into[key] = value
 
-    whole: dict[str, Any] = {}
+    whole: dict[str, Any] = type(parts[0])()
     for part in parts:
         add(whole, part)
     return whole
@@ -178,6 +178,31 @@ def test_tensorstore_reads_it(run: Path) -> None:
         spec = {"driver": "zarr3", "kvstore": f"file://{run}/1/state/|ocdbt:{name}/"}
         found = ts.open(spec, open=True).result().read().result()
         assert (np.asarray(found) == array).all()
+
+
+def test_leaves_that_are_one_array_may_change_their_order(tmp_path: Path) -> None:
+    same, other = jnp.arange(4.0), np.arange(1 << 17)
+    parts = [
+        OrderedDict(z={"a": jnp.zeros(2)}, y={"b": 1}),
+        OrderedDict(x=same, w=other, y={"c": other}, z={"q": same, "r": other}),
+    ]
+    with plain(tmp_path) as mgr:
+        in_parts(mgr, 1, *parts)
+        wanted = OrderedDict(
+            z={"a": jnp.zeros(2), "q": same, "r": other}, y={"b": 1, "c": other}, x=same, w=other
+        )
+        found = mgr.restore(1)
+        for tree in (found, mgr.restore(1, wanted)):
+            assert_same(tree, wanted)
+        assert found["z"]["q"] is found["x"]
+        assert found["z"]["r"] is found["y"]["c"] is found["w"]
+        assert mgr.verify(1)
+        shown = mgr.metadata(1)
+        assert [shown.leaves["state"][name].same_as for name in ("z.q", "x")] == [None, "z.q"]
+        assert shown.info.nbytes == same.nbytes + other.nbytes + 8
+    found = ocp.load(tmp_path / "1")
+    assert_same(found["z"]["r"], other)
+    assert_same(found["w"], other)
 
 
 def test_named_items_and_parts_of_them(tmp_path: Path) -> None:
@@ -421,6 +446,70 @@ def test_one_without_parts_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(errors.InvalidArgumentError, match="without any part"):
             in_parts(mgr, 1)
         assert names(tmp_path) == set()
+
+
+def test_a_part_that_comes_after_the_end_is_refused(tmp_path: Path) -> None:
+    with plain(tmp_path) as mgr:
+        with mgr.partial(1) as part:
+            late = part._save.check_part({"a": 1}, None)
+            with pytest.raises(errors.InvalidArgumentError, match="without any part"):
+                part.finalize()
+            with pytest.raises(errors.ClosedError, match="discarded already"):
+                part._save.add(late)
+        assert names(tmp_path) == set()
+        with mgr.partial(2) as part:
+            part.save({"b": 1})
+            late = part._save.check_part({"a": 1}, None)
+            part.finalize()
+            with pytest.raises(errors.ClosedError, match="finalized already"):
+                part._save.add(late)
+        assert mgr.restore(2) == {"b": 1}
+
+
+def test_a_step_without_items_is_never_published(tmp_path: Path) -> None:
+    with plain(tmp_path) as mgr:
+        with mgr.partial(1) as part:
+            part._save.loop.submit(part._save._finish)
+            with pytest.raises(errors.InvalidArgumentError, match="there is no item to save"):
+                part._save.commit.result(PATIENCE_S)
+            part.discard()
+        assert names(tmp_path) == set()
+
+
+def test_an_end_beside_parts_gives_a_whole_step_or_none(tmp_path: Path) -> None:
+    outcomes: list[str] = []
+    with FaultyFiles(tmp_path, sync=False), plain(tmp_path) as mgr:
+        for step in range(30):
+            part = mgr.partial(step)
+            saved: list[str] = []
+
+            def save(part: Any = part, saved: list[str] = saved) -> None:
+                for name in ("a", "b", "c"):
+                    try:
+                        part.save({name: 1})
+                    except errors.ClosedError:
+                        return
+                    saved.append(name)
+
+            saver = threading.Thread(target=save)
+            saver.start()
+            # It ends at another moment each time.
+            for _ in range(step * 40):
+                os.sched_yield()
+            try:
+                info = part.finalize()
+            except errors.InvalidArgumentError as error:
+                assert "without any part" in str(error)  # noqa: PT017
+                info = None
+            saver.join(PATIENCE_S)
+            outcomes.append("none" if info is None else "".join(saved))
+            if info is None:
+                assert not saved
+                assert step not in mgr.all_steps()
+            else:
+                # One part more may be in it: its call was told of the end.
+                assert set(saved) <= set(mgr.restore(step))
+    assert len(set(outcomes)) > 1
 
 
 def test_a_leaf_that_cannot_be_stored_discards_all(tmp_path: Path) -> None:
@@ -675,6 +764,42 @@ def test_tasks_may_save_parts_at_once(tmp_path: Path, backend: str) -> None:
 
 
 @BACKENDS
+def test_tasks_that_save_parts_while_it_is_ended_are_told(tmp_path: Path, backend: str) -> None:
+    async def main() -> None:
+        told: list[BaseException] = []
+
+        async def hear(call: Callable[..., Any], *arguments: Any) -> None:
+            with pytest.raises((errors.ClosedError, errors.InvalidArgumentError)) as caught:
+                await call(*arguments)
+            told.append(caught.value)
+
+        begun, held = threading.Event(), threading.Event()
+
+        def slow(_: Any) -> None:
+            begun.set()
+            held.wait(PATIENCE_S)
+
+        async with ckpt.CheckpointManager(tmp_path) as mgr:
+            part = mgr.partial(1)
+            with FaultyFiles(tmp_path, slow, sync=False):
+                async with anyio.create_task_group() as tasks:
+                    # Nothing can be added to it before it is open.
+                    for number in range(10):
+                        tasks.start_soon(hear, part.save, {f"k{number}": 1})
+                    await anyio.to_thread.run_sync(begun.wait, PATIENCE_S)
+                    tasks.start_soon(hear, part.finalize)
+                    await anyio.wait_all_tasks_blocked()
+                    held.set()
+            assert await mgr.all_steps() == []
+        assert len(told) == 11
+        (ended,) = (each for each in told if isinstance(each, errors.InvalidArgumentError))
+        assert "without any part" in str(ended)
+
+    on(backend, main)
+    assert names(tmp_path) == set()
+
+
+@BACKENDS
 def test_a_cancelled_call_discards_all(tmp_path: Path, backend: str) -> None:
     """Of `save` while it waits for memory, of `finalize` while it waits for the disk."""
 
@@ -756,8 +881,11 @@ def test_its_lease_is_renewed_while_it_is_open(tmp_path: Path) -> None:
 
 # --- Merging, purely ------------------------------------------------------------------------------
 
+# Drawn more than once they are one object at several places.
+SHARED = [np.arange(5), np.full((20_000, 3), 1, np.int32)]
 LEAVES = st.one_of(
     python_scalars(),
+    st.sampled_from(SHARED),
     st.builds(
         lambda rows, kind: np.full((rows, 3), 1, kind),
         st.integers(0, 40_000),
@@ -767,8 +895,12 @@ LEAVES = st.one_of(
 )
 DICTS = st.recursive(
     st.dictionaries(st.one_of(keys(), st.text("ab", max_size=1)), LEAVES, max_size=4),
-    lambda children: st.dictionaries(
-        st.text("abc", min_size=1, max_size=2), st.one_of(children, LEAVES), max_size=4
+    lambda children: st.builds(
+        lambda make, pairs: make(pairs),
+        st.sampled_from([dict, OrderedDict]),
+        st.dictionaries(
+            st.text("abc", min_size=1, max_size=2), st.one_of(children, LEAVES), max_size=4
+        ),
     ),
     max_leaves=8,
 )
@@ -776,14 +908,14 @@ DICTS = st.recursive(
 
 def splits(draw: st.DrawFn, tree: dict[Any, Any], count: int) -> list[dict[Any, Any]]:
     """Parts that make the tree together, in any order; a part may have empty dicts of it."""
-    parts: list[dict[Any, Any]] = [{} for _ in range(count)]
+    parts: list[dict[Any, Any]] = [type(tree)() for _ in range(count)]
     for key, value in tree.items():
-        if type(value) is dict and draw(st.booleans()):
+        if type(value) in (dict, OrderedDict) and draw(st.booleans()):
             for part, below in zip(parts, splits(draw, value, count), strict=True):
                 if below or draw(st.booleans()):
                     part[key] = below
             if not any(key in part for part in parts):
-                parts[draw(st.integers(0, count - 1))][key] = {}
+                parts[draw(st.integers(0, count - 1))][key] = type(value)()
         else:
             parts[draw(st.integers(0, count - 1))][key] = value
     return parts
@@ -793,8 +925,8 @@ def entry_of(tree: Any, budget: int) -> tuple[ItemEntry, PartPlan]:
     """The entry of a tree that is saved, with a digest that tells whose chunk it is."""
     structure = describe(tree)
     save = PlanCache().plan("state", structure, budget, True, False).save
-    names = [leaf.name.rsplit(".", 1)[-1].removeprefix("%k") for leaf in save.leaves]
-    digests = [[f"{names[c.leaf]} {c.number}" for c in g.chunks] for g in save.granules]
+    ids = [id(leaf) for leaf in structure.leaves]
+    digests = [[f"{ids[c.leaf]} {c.number}" for c in g.chunks] for g in save.granules]
     files = [f"d/{number:032x}" for number in range(len(save.granules))]
     records = record_leaves(save, structure.leaves, digests, files)
     entry = ItemEntry(
@@ -818,9 +950,30 @@ def test_any_split_of_a_tree_merges_to_the_entry_of_the_whole(
         # Such as keys of no common order.
         return
     # Which objects are one is told within a part only.
-    tree = jax.tree.map(lambda leaf: leaf.copy() if hasattr(leaf, "copy") else leaf, tree)
-    parts = splits(data.draw, tree, count)
-    tree = merged(parts)
+    check_merging(list(map(copy.deepcopy, splits(data.draw, tree, count))), budget)
+
+
+@st.composite
+def parts_with_ties(draw: st.DrawFn) -> list[dict[Any, Any]]:
+    """Parts whose keys come in any order, and of whose leaves many are one array."""
+    parts: list[dict[Any, Any]] = [OrderedDict() for _ in range(draw(st.integers(2, 3)))]
+    own = [copy.deepcopy(SHARED) for _ in parts]
+    for path in draw(st.permutations([f"{outer}{inner}" for outer in "abc" for inner in "xy"])):
+        number = draw(st.integers(0, len(parts) - 1))
+        array = draw(st.sampled_from(own[number]))
+        parts[number].setdefault(path[0], OrderedDict())[path[1]] = array
+    return parts
+
+
+@given(parts_with_ties(), st.sampled_from([1 << 14, 1 << 20]))
+def test_what_is_one_array_in_a_part_is_one_in_the_whole(
+    parts: list[dict[Any, Any]], budget: int
+) -> None:
+    check_merging(parts, budget)
+
+
+def check_merging(parts: list[dict[Any, Any]], budget: int) -> None:
+    tree, count = merged(parts), len(parts)
     whole, plan = entry_of(tree, budget)
     made = [entry_of(part, budget) for part in parts]
     work = TreeParts()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,9 +15,12 @@ import numpy as np
 import pytest
 
 import ckpt
+import ckpt.step_names
 import ckpt.sync
 from ckpt import errors, policies
 from ckpt.storage import attempts, posix
+from ckpt.testing.faults import Effect, Fail, Operation
+from ckpt.testing.files import FaultyFiles
 
 Deletion = policies.Deletion
 
@@ -45,6 +49,12 @@ def test_the_latest_stays_whatever_the_metric_says(tmp_path: Path) -> None:
             assert mgr.all_steps() == sorted({0, step})
             assert mgr.latest_step() == step
             assert mgr.best_step() == 0
+
+
+def test_the_latest_stays_also_when_the_run_has_gone_back(tmp_path: Path) -> None:
+    with plain(tmp_path, preservation=policies.CustomSteps([])) as mgr:
+        save_all(mgr, [30, 11, 12])
+        assert mgr.all_steps() == [12, 30]
 
 
 def test_the_latest_may_go_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -212,10 +222,10 @@ def test_one_that_cannot_be_deleted_does_not_keep_the_others(
         save_all(mgr, range(5))
     whole: Callable[..., Any] = attempts.hide
 
-    def hide(root: Path, entry: str) -> Any:
+    def hide(root: Path, entry: str, *args: Any) -> Any:
         if entry == "1":
             raise OSError(errno.EIO, "no luck", entry)
-        return whole(root, entry)
+        return whole(root, entry, *args)
 
     with plain(tmp_path, preservation=policies.LatestN(1)) as mgr:
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "ckpt"):
@@ -323,3 +333,202 @@ def test_two_thousand_steps_with_every_policy_on(tmp_path: Path) -> None:
             assert mgr.restore(each) == {"n": each}
         losses = {each: model[each].metrics or {} for each in model}
         assert mgr.best_step() == min(losses, key=lambda each: (losses[each]["loss"], -each))
+
+
+def test_what_is_moved_to_the_trash_is_what_was_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with plain(tmp_path) as mgr:
+        save_all(mgr, range(3))
+    whole = policies.steps_kept
+    with plain(tmp_path) as other:
+
+        def kept(*args: Any) -> Any:
+            # After the steps were listed.
+            other.save(1, {"n": "new"}, overwrite=True).result()
+            return whole(*args)
+
+        one, trash = policies.LatestN(1), Deletion(trash="trash")
+        with plain(tmp_path, preservation=one, deletion=trash) as mgr:
+            monkeypatch.setattr("ckpt.retention.steps_kept", kept)
+            save_all(mgr, [3])
+            assert mgr.all_steps() == [1, 3]
+            assert mgr.restore(1) == {"n": "new"}
+    assert sorted(os.listdir(tmp_path / "trash")) == ["0", "2"]
+
+
+def test_a_step_that_is_saved_anew_while_others_are_deleted_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was going to be deleted, and is the newest now."""
+    with plain(tmp_path) as mgr:
+        save_all(mgr, range(4))
+    begun, go_on = threading.Event(), threading.Event()
+    whole: Callable[..., Any] = attempts.hide
+
+    def hide(root: Path, entry: str, *args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return whole(root, entry, *args)
+
+    one = policies.LatestN(1)
+    with plain(tmp_path, preservation=one, deletion=Deletion(concurrency=1)) as mgr:
+        with monkeypatch.context() as patch:
+            patch.setattr(attempts, "hide", hide)
+            mgr.save(100, {"n": 100}).result()
+            assert begun.wait(60)
+            try:
+                # The deletions after the save of 100 wait with the first of them.
+                assert mgr.save(3, {"n": -3}, overwrite=True).result()
+            finally:
+                go_on.set()
+            mgr.wait_until_finished()
+        assert mgr.all_steps() == [3, 100]
+        assert mgr.restore(3) == {"n": -3}
+
+
+def test_another_process_that_saves_a_step_anew_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It replaces the step between the look at it and its deletion."""
+    with plain(tmp_path) as mgr:
+        save_all(mgr, range(2))
+    whole: Callable[..., Any] = attempts.hide
+
+    def hide(root: Path, entry: str, *args: Any) -> Any:
+        if entry == "0":
+            with plain(tmp_path) as other:
+                other.save(0, {"n": "new"}, overwrite=True).result()
+        return whole(root, entry, *args)
+
+    with plain(tmp_path, preservation=policies.LatestN(1)) as mgr:
+        with monkeypatch.context() as patch:
+            patch.setattr(attempts, "hide", hide)
+            save_all(mgr, [2])
+        assert mgr.all_steps() == [0, 2]
+        assert mgr.restore(0) == {"n": "new"}
+        assert names(tmp_path) == {"0", "2"}
+
+
+def test_saves_that_follow_each_other_delete_one_after_the_other_and_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with plain(tmp_path) as mgr:
+        save_all(mgr, range(12))
+    guard = threading.Lock()
+    running, most = 0, 0
+    whole: Callable[..., Any] = attempts.hide
+
+    def hide(*args: Any) -> Any:
+        nonlocal running, most
+        with guard:
+            running += 1
+            most = max(most, running)
+        try:
+            return whole(*args)
+        finally:
+            with guard:
+                running -= 1
+
+    monkeypatch.setattr(attempts, "hide", hide)
+    events: list[ckpt.Event] = []
+    with (
+        caplog.at_level(logging.INFO, "ckpt"),
+        plain(
+            tmp_path,
+            preservation=policies.LatestN(1),
+            deletion=Deletion(concurrency=1),
+            observers=[events.append],
+        ) as mgr,
+    ):
+        for step in range(100, 106):
+            mgr.save(step, {"n": step})
+        mgr.wait_until_finished()
+        assert mgr.all_steps() == [105]
+    assert most == 1
+    gone = [*range(12), *range(100, 105)]
+    ended = [e.step for e in events if e.operation == "delete" and e.phase == "end"]
+    assert sorted(ended) == gone
+    lines = [line for line in caplog.messages if line.startswith("deleted")]
+    assert len(lines) == len(gone)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_replaced_step_leaves_the_files_of_others(tmp_path: Path) -> None:
+    with plain(tmp_path) as mgr:
+        save_all(mgr, [3])
+        (tmp_path / "3" / "eval.json").write_text("mine")
+        mgr.save(3, {"n": -3}, overwrite=True).result()
+        assert mgr.restore(3) == {"n": -3}
+    assert (tmp_path / "3.others" / "eval.json").read_text() == "mine"
+    ckpt.sync.save(tmp_path / "one", {"n": 1})
+    (tmp_path / "one" / "notes.txt").write_text("mine")
+    ckpt.sync.save(tmp_path / "one", {"n": 2}, overwrite=True)
+    assert (tmp_path / "one.others" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("trash", [".", "5", "metadata/x", "trash/deeper", "7/trash", ".hidden"])
+def test_a_trash_among_the_steps_is_refused(tmp_path: Path, trash: str) -> None:
+    for path in (tmp_path / trash, tmp_path / "link" / trash):
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to(tmp_path)
+        with pytest.raises(errors.InvalidArgumentError, match="trash"):
+            plain(tmp_path, deletion=Deletion(trash=path))
+
+
+def test_a_trash_that_could_be_a_step_by_the_names_in_use_is_refused(tmp_path: Path) -> None:
+    names = ckpt.step_names.Standard("ckpt")
+    with pytest.raises(errors.InvalidArgumentError, match="trash"):
+        plain(tmp_path, step_names=names, deletion=Deletion(trash="ckpt_5"))
+    plain(tmp_path, deletion=Deletion(trash="ckpt_5")).close()
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_trash_folder_that_is_not_there_is_made_again(tmp_path: Path, absolute: bool) -> None:
+    root = tmp_path / "root"
+    folder = tmp_path / "bin" / "trash" if absolute else root / "trash"
+    with plain(root) as mgr:
+        save_all(mgr, [1, 2])
+    deletion = Deletion(trash=folder if absolute else "trash")
+    # Never entered, so nobody has made the folder.
+    mgr = plain(root, deletion=deletion)
+    mgr.delete(1)
+    mgr.close()
+    assert os.listdir(folder) == ["1"]
+    with plain(root, preservation=policies.LatestN(1), deletion=deletion) as mgr:
+        # That is how one empties it.
+        shutil.rmtree(folder)
+        save_all(mgr, [3])
+        assert mgr.all_steps() == [3]
+    assert os.listdir(folder) == ["2"]
+    assert ckpt.sync.load(folder / "2") == {"n": 2}
+
+
+def test_a_file_of_others_may_take_the_place_of_a_directory_of_others(tmp_path: Path) -> None:
+    with plain(tmp_path) as mgr:
+        for path in ("a", "a/b"):
+            save_all(mgr, [3])
+            file = tmp_path / "3" / path
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(path)
+            mgr.delete(3)
+    assert names(tmp_path) == {"3.others", "3.others-1"}
+    assert (tmp_path / "3.others" / "a").read_text() == "a"
+    assert (tmp_path / "3.others-1" / "a" / "b").read_text() == "a/b"
+
+
+def test_a_step_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+    with plain(tmp_path) as mgr:
+        save_all(mgr, [1, 2, 3])
+
+    for name in ("lstat", "open"):
+
+        def refused(operation: Operation, name: str = name) -> Effect | None:
+            inside = operation.path == "2/ckpt.json" and operation.name == name
+            return Fail(errno.EACCES) if inside else None
+
+        with plain(tmp_path, read_only=True) as mgr, FaultyFiles(tmp_path, refused, sync=False):
+            with pytest.raises(errors.StorageError, match=f"{tmp_path}/2/ckpt.json") as caught:
+                mgr.all_steps()
+            assert caught.value.errno == errno.EACCES
+            assert mgr.latest_step() == 3

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import os
 import stat
+import threading
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt import errors
+from ckpt import errors, policies
+from ckpt.root_metadata import read_root_metadata, write_root_metadata
+from ckpt.settings import Timeouts
+from ckpt.storage.local import LocalStorage
+from ckpt.testing.faults import Effect, Fail, Operation
+from ckpt.testing.files import FaultyFiles
 
 
 def plain(root: Path, **settings: Any) -> ckpt.sync.CheckpointManager:
@@ -64,6 +73,40 @@ def test_metadata_that_are_no_json_are_refused(tmp_path: Path, metadata: Any) ->
     assert not (tmp_path / "root").exists()
 
 
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({1: 2}, "the key 1 is no text"),
+        ({"x": [{"y": ({None: 1},)}]}, "the key None is no text"),
+        ({"x": {True: 1, "True": 2}}, "the key True is no text"),
+        ({"x": 10**5000}, "too long to write"),
+        ({10**5000: "x"}, "too long to write"),
+    ],
+    ids=["number", "deep", "bool", "long", "long key"],
+)
+def test_metadata_that_would_come_back_as_others_are_refused(
+    tmp_path: Path, metadata: Any, said: str
+) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match=said):
+        plain(tmp_path / "root", metadata=metadata)
+    with plain(tmp_path / "root") as mgr:
+        with pytest.raises(errors.InvalidArgumentError, match=said) as caught:
+            mgr.save(1, {"w": np.ones(3)}, metadata=metadata)
+        assert caught.value.step == 1
+        with pytest.raises(errors.InvalidArgumentError, match=said):
+            ckpt.sync.save(tmp_path / "one", {"w": np.ones(3)}, metadata=metadata)
+        assert mgr.all_steps() == []
+
+
+def test_tuples_in_metadata_come_back_as_lists(tmp_path: Path) -> None:
+    given = {"t": (1, {"u": (2,)}), "": None}
+    with plain(tmp_path, metadata=given) as mgr:
+        mgr.save(1, {"w": np.ones(3)}, metadata=given).result()
+        assert (
+            mgr.metadata(1).info.metadata == mgr.root_metadata() == {"t": [1, {"u": [2]}], "": None}
+        )
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"custom_metadata": 3}'])
 def test_damaged_metadata_of_the_root_stop_no_step(tmp_path: Path, content: str) -> None:
     with plain(tmp_path) as mgr:
@@ -76,11 +119,111 @@ def test_damaged_metadata_of_the_root_stop_no_step(tmp_path: Path, content: str)
             mgr.root_metadata()
 
 
+def test_what_else_orbax_says_of_a_root_stays(tmp_path: Path) -> None:
+    note = tmp_path / "metadata" / "_ROOT_METADATA"
+    for custom in ({}, None):
+        said = {"internal_metadata": {"k": [1, "é"]}, "custom_metadata": custom, "new": 1.5}
+        note.parent.mkdir(exist_ok=True)
+        note.write_text(json.dumps(said))
+        with plain(tmp_path) as mgr:
+            assert mgr.root_metadata() == {}
+        assert json.loads(note.read_text()) == said
+        with plain(tmp_path, metadata={"run": "a"}) as mgr:
+            assert mgr.root_metadata() == {"run": "a"}
+        assert json.loads(note.read_text()) == said | {"custom_metadata": {"run": "a"}}
+
+
+class Late(LocalStorage):
+    """A storage whose user is overtaken between a look at a note and what follows."""
+
+    def __init__(self, root: Path, *others: dict[str, Any] | None) -> None:
+        super().__init__(root, Timeouts())
+        self.others = list(others)
+
+    async def read_note(self, name: str, limit: int) -> bytes | None:
+        data = await super().read_note(name, limit)
+        if self.others:
+            await write_root_metadata(LocalStorage(Path(self.location), Timeouts()), self.others[0])
+            del self.others[0]
+        return data
+
+
+@pytest.mark.parametrize(
+    ("other", "kept", "warnings"),
+    [(None, {"run": 1}, 0), ({"run": 1}, {"run": 1}, 0), ({"run": 2}, {"run": 2}, 1)],
+)
+def test_of_two_that_open_a_root_none_loses_its_metadata_unheard(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    other: dict[str, Any] | None,
+    kept: dict[str, Any],
+    warnings: int,
+) -> None:
+    storage = Late(tmp_path, other)
+    anyio.run(write_root_metadata, storage, {"run": 1})
+    assert not storage.others
+    assert anyio.run(read_root_metadata, storage) == kept
+    assert ["run" in line for line in caplog.messages] == [True] * warnings
+
+
+def test_a_note_that_comes_and_goes_is_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fleeting(LocalStorage):
+        async def put_note(self, *_: Any, **__: Any) -> bool:
+            return False
+
+    with anyio.from_thread.start_blocking_portal() as portal, caplog.at_level(logging.WARNING):
+        storage = Fleeting(tmp_path, Timeouts())
+        portal.start_task_soon(write_root_metadata, storage, {"run": 1}).result(60)
+    assert "_ROOT_METADATA" in caplog.text
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM])
+def test_metadata_of_the_root_that_may_not_be_read_stop_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    with plain(tmp_path, metadata={"run": "a"}) as mgr:
+        mgr.save(1, {"n": 1}).result()
+
+    def refused(operation: Operation) -> Effect | None:
+        return Fail(code) if operation.path == "metadata/_ROOT_METADATA" else None
+
+    with FaultyFiles(tmp_path, refused, sync=False):
+        with plain(tmp_path, metadata={"run": "b"}) as mgr:
+            mgr.save(2, {"n": 2}).result()
+            assert mgr.all_steps() == [1, 2]
+            assert mgr.restore(1) == {"n": 1}
+            with pytest.raises(errors.StorageError, match="_ROOT_METADATA") as caught:
+                mgr.root_metadata()
+        assert caught.value.errno == code
+    assert "_ROOT_METADATA" in caplog.text
+    with plain(tmp_path) as mgr:
+        assert mgr.root_metadata() == {"run": "a"}
+
+
+def test_other_errors_are_told_when_a_root_is_opened(tmp_path: Path) -> None:
+    def failing(operation: Operation) -> Effect | None:
+        return Fail(errno.EIO) if operation.path == "metadata/_ROOT_METADATA" else None
+
+    with (
+        plain(tmp_path),
+        FaultyFiles(tmp_path, failing, sync=False),
+        pytest.raises(errors.StorageError, match="_ROOT_METADATA"),
+        plain(tmp_path),
+    ):
+        pass
+
+
 def test_a_root_that_is_not_to_be_made_has_to_be_there(tmp_path: Path) -> None:
     root = tmp_path / "runs" / "a"
     with pytest.raises(errors.StorageError, match="create=False"), plain(root, create=False):
         pass
+    with pytest.raises(errors.StorageError, match="create=False"):
+        plain(root, create=False, read_only=True).__enter__()
     mgr = plain(root, create=False)
+    with pytest.raises(errors.StorageError, match="create=False"):
+        mgr.latest_step()
     with pytest.raises(errors.StorageError, match="create=False"):
         mgr.save(1, {"n": 1})
     mgr.close()
@@ -107,6 +250,76 @@ def test_directories_and_files_get_the_permissions_asked_for(
         wanted = mode if path.is_dir() else mode & 0o666
         assert oct(stat.S_IMODE(path.stat().st_mode)) == oct(wanted), path
     assert json.loads((root / "1" / "ckpt.json").read_bytes())["step"] == 1
+
+
+@pytest.mark.parametrize(("mode", "umask"), [(0o770, 0o077), (0o2770, 0o077), (0o700, 0o022)])
+def test_so_does_all_that_lies_beside_the_steps(tmp_path: Path, mode: int, umask: int) -> None:
+    root = tmp_path / "root"
+    foreign = root / "2.others" / "x"
+    seen, wrong = set(), set()
+
+    def look() -> None:
+        for path in [root, *root.rglob("*")]:
+            with contextlib.suppress(FileNotFoundError):
+                status = path.lstat()
+                wanted = mode if stat.S_ISDIR(status.st_mode) else mode & 0o666
+                if stat.S_IMODE(status.st_mode) != wanted and path.name != foreign.name:
+                    wrong.add((oct(status.st_mode), str(path.relative_to(root))))
+                seen.add(path.name[:12] if path.name.startswith(".ckpt") else path.name)
+
+    def look_before(operation: Operation) -> Effect | None:
+        # By then everything has its permissions; a lease and an attempt are gone at the end.
+        if operation.target is not None:
+            look()
+        return None
+
+    before = os.umask(umask)
+    try:
+        trash = policies.Deletion(trash="trash")
+        with (
+            FaultyFiles(root, look_before, sync=False),
+            plain(root, permission_mode=mode, metadata={"run": "a"}, deletion=trash) as mgr,
+            plain(root, permission_mode=mode) as second,
+        ):
+            for step in (1, 2, 3):
+                mgr.save(step, {"w": np.ones(3)}).result()
+                mgr.wait_until_finished()
+            mgr.pin(3, "release")
+            (root / "2" / "x").write_text("mine")
+            second.delete(2)
+            mgr.delete(1)
+            look()
+    finally:
+        os.umask(before)
+    assert wrong == set()
+    assert foreign.read_text() == "mine"
+    assert {"metadata", "_ROOT_METADATA", "3.statistics.json"} <= seen
+    assert {".ckpt-pins", "3.release", ".ckpt-lease-", "2.others", "trash"} <= seen
+
+
+def test_no_permission_is_changed_on_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is slow would stop all else that goes on there."""
+    changed = []
+    real = os.chmod
+
+    def chmod(path: Any, *args: Any, **options: Any) -> None:
+        changed.append((threading.get_ident(), Path(path).name))
+        real(path, *args, **options)
+
+    async def work() -> int:
+        storage = LocalStorage(tmp_path / "root", Timeouts(), mode=0o750)
+        await storage.prepare()
+        attempt = await storage.begin("1")
+        await storage.write(attempt, "a/b/x", b"1")
+        await storage.publish(attempt, overwrite=False)
+        return threading.get_ident()
+
+    monkeypatch.setattr(os, "chmod", chmod)
+    loop = anyio.run(work)
+    assert {"root", "a", "b"} <= {name for _, name in changed}
+    assert [name for thread, name in changed if thread == loop] == []
 
 
 @pytest.mark.parametrize("mode", [0o077, 0o600, -1, 0o10700, "0o750", 7.0, True])

@@ -50,6 +50,12 @@ def test_a_step_tells_where_the_time_of_its_save_went(tmp_path: Path) -> None:
     assert of(ckpt.sync.metadata(tmp_path / "2").info) == later
 
 
+def test_a_one_shot_save_tells_as_much(tmp_path: Path) -> None:
+    told = asdict(of(ckpt.sync.save(tmp_path / "one", {"n": 1})))
+    assert told.pop("deleted") is None
+    assert all(isinstance(value, float) for name, value in told.items() if name != "waited"), told
+
+
 def test_a_copy_of_a_step_tells_what_was_known_when_it_was_written(tmp_path: Path) -> None:
     with ckpt.sync.CheckpointManager(tmp_path / "a") as mgr:
         told = of(mgr.save(1, {"n": 1}).result())
@@ -96,10 +102,44 @@ def test_what_was_kept_goes_with_its_step(tmp_path: Path) -> None:
             "2.statistics.json",
         }
         mgr.delete(2)
-    (tmp_path / "metadata" / "9.statistics.json").write_text("of a step that somebody removed")
+    # Of steps that somebody removed.
+    for step, taken in enumerate([SaveStatistics(), SaveStatistics(1.0, *[2.0] * 6)]):
+        note = tmp_path / "metadata" / f"{step}.statistics.json"
+        note.write_bytes(encode_late("a", taken))
     with ckpt.sync.CheckpointManager(tmp_path):
         pass
     assert [path.name for path in (tmp_path / "metadata").iterdir()] == ["_ROOT_METADATA"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{}",
+        b"null",
+        b"mine",
+        b'["attempt"]',
+        b'{"published": 1.0}',
+        b'{"attempt": "a", "published": 1.0, "loss": 0.5}',
+        b"[" * 3000,
+        b'{"attempt": "' + b"a" * 5000 + b'"}',
+    ],
+)
+def test_what_others_put_beside_them_stays(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "metadata").mkdir()
+    kept = tmp_path / "metadata" / "eval.statistics.json"
+    kept.write_bytes(content)
+    (tmp_path / "metadata" / "a.statistics.json").symlink_to(kept)
+    ours = tmp_path / "metadata" / "z.statistics.json"
+    ours.write_bytes(encode_late("a", SaveStatistics()))
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        mgr.save(1, {"n": 1}).result()
+    with ckpt.sync.CheckpointManager(tmp_path):
+        pass
+    assert kept.read_bytes() == content
+    assert (tmp_path / "metadata" / "a.statistics.json").is_symlink()
+    # One that is in the way is no reason to leave the others.
+    assert not ours.exists()
 
 
 @pytest.mark.parametrize(

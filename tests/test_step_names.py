@@ -203,3 +203,45 @@ def test_a_prefix_that_cannot_be_meant_is_refused(prefix: Any) -> None:
 def test_a_padding_that_cannot_be_meant_is_refused(digits: Any) -> None:
     with pytest.raises(errors.InvalidArgumentError, match="digits"):
         Standard("ckpt", digits)
+
+
+def test_the_whole_one_of_two_names_counts(tmp_path: Path) -> None:
+    names = Composite(Standard("ckpt"), Standard())
+    with plain(tmp_path) as mgr:
+        mgr.save(7, {"n": "old"}).result()
+    with plain(tmp_path, step_names=Standard("ckpt")) as mgr:
+        mgr.save(7, {"n": "new"}).result()
+    (tmp_path / "ckpt_7" / "ckpt.json").write_bytes(b"damaged")
+    with plain(tmp_path, step_names=names) as mgr:
+        assert mgr.all_steps() == [7]
+        assert mgr.restore(7) == mgr.restore() == {"n": "old"}
+        assert mgr.verify(7)
+        mgr.delete(7)
+        assert mgr.all_steps() == []
+        assert entries(tmp_path) == []
+
+
+def test_a_step_that_is_not_kept_goes_under_all_of_its_names(tmp_path: Path) -> None:
+    with plain(tmp_path) as mgr:
+        mgr.save(7, {"n": "old"}).result()
+    with plain(tmp_path, step_names=Standard("ckpt")) as mgr:
+        mgr.save(7, {"n": "new"}).result()
+    names = Composite(Standard("ckpt"), Standard())
+    with plain(tmp_path, step_names=names, preservation=ckpt.policies.LatestN(1)) as mgr:
+        mgr.save(8, {"n": 8}).result()
+        mgr.wait_until_finished()
+        assert mgr.all_steps() == [8]
+    assert entries(tmp_path) == ["ckpt_8"]
+
+
+def test_a_directory_of_others_under_another_name_is_not_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "20").mkdir()
+    (tmp_path / "20" / "plot.png").write_bytes(b"mine")
+    with plain(tmp_path, step_names=Composite(Standard("ckpt"), Standard())) as mgr:
+        mgr.save(20, {"n": 1}).result()
+        mgr.save(20, {"n": 2}, overwrite=True).result()
+        assert mgr.restore(20) == {"n": 2}
+        mgr.delete(20)
+        assert mgr.all_steps() == []
+    assert entries(tmp_path) == ["20"]
+    assert (tmp_path / "20" / "plot.png").read_bytes() == b"mine"

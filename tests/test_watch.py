@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import gc
 import os
 import signal
@@ -585,15 +586,113 @@ def test_a_damaged_manifest_is_told_once(tmp_path: Path) -> None:
         assert next(watch).step == 2
 
 
+def test_a_store_that_fails_until_the_time_is_over_is_told(tmp_path: Path) -> None:
+    """Otherwise a wrong path looks like a root without steps."""
+    file = tmp_path / "file"
+    file.touch()
+    root = tmp_path / "root"
+    save(root, 1)
+    for timeout in (0, 0.1):
+        with pytest.raises(ckpt.errors.StorageError):
+            steps_of(file, timeout=timeout, poll_interval=QUICK * 2)
+        with ckpt.sync.watch(root, timeout=timeout, poll_interval=10) as watch:
+            refusing(storage_of(watch), "entries", iter([io_error() for _ in range(5)]))
+            with pytest.raises(ckpt.errors.StorageError, match="a bad day"):
+                next(watch)
+    # When the time is over, it works: nothing new is there, and that is known.
+    with ckpt.sync.watch(root, after=1, timeout=0.2, poll_interval=10) as watch:
+        refusing(storage_of(watch), "entries", iter([io_error(), *[None] * 100]))
+        assert list(watch) == []
+
+
+def not_renewing(watch: Any) -> Any:
+    """Let the renewing of the lease end by what nobody expects."""
+
+    async def touch_note(name: str) -> bool:
+        raise MemoryError("none left")
+
+    storage_of(watch).touch_note = touch_note  # type: ignore[method-assign]
+    return watch
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_ends_the_renewing_of_the_lease_is_told(tmp_path: Path, waits: bool) -> None:
+    """The watch must not look as if no more steps came."""
+    save(tmp_path, 1, 2)
+    with not_renewing(ckpt.sync.watch(tmp_path, timeouts=ckpt.Timeouts(lease=0.3))) as watch:
+        keeper = watch._face.watcher
+        if waits:
+            take = keeper._next
+
+            async def and_wait() -> Any:
+                await take()
+                await anyio.sleep_forever()
+
+            keeper._next = and_wait
+        else:
+            assert next(watch).step == 1
+            deadline = time.monotonic() + PATIENCE_S
+            while not keeper._stopped:
+                assert time.monotonic() < deadline
+        with pytest.raises(MemoryError, match="none left"):
+            next(watch)
+        assert list(watch) == []
+    assert pinned(tmp_path) == set()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_ends_the_renewing_is_told_to_async_for(tmp_path: Path, backend: str) -> None:
+    save(tmp_path, 1, 2)
+
+    async def main() -> None:
+        brief = ckpt.Timeouts(lease=0.3)
+        async with not_renewing(ckpt.watch(tmp_path, timeouts=brief)) as watch:
+            assert (await anext(watch)).step == 1
+            with anyio.fail_after(PATIENCE_S):
+                while not watch._face.watcher._stopped:
+                    await anyio.lowlevel.checkpoint()
+            with pytest.raises(MemoryError, match="none left"):
+                await anext(watch)
+            assert [info async for info in watch] == []
+
+    anyio.run(main, backend=backend)
+
+
+def test_an_answer_that_has_to_be_awaited_is_refused(tmp_path: Path) -> None:
+    loop = asyncio.new_event_loop()
+    for until in (lambda: over(), lambda: asyncio.Future(loop=loop)):
+        with (
+            ckpt.sync.watch(tmp_path, until=until) as watch,
+            pytest.raises(ckpt.errors.InvalidArgumentError, match=r"until=.*returned '"),
+        ):
+            next(watch)
+    loop.close()
+    # Python would warn of one that was never awaited.
+    gc.collect()
+
+
+async def over() -> bool:
+    return False
+
+
+class Over:
+    async def __call__(self) -> bool:
+        return False
+
+
 @pytest.mark.parametrize(
     ("argument", "values"),
     [
         ("timeout", [-1, "1", True, float("nan"), float("inf"), 10**5000]),
         ("min_interval", [-1, None, "1"]),
         ("poll_interval", [0, 0.0, -1, None]),
-        ("until", [-1, 1.5, "10", True, []]),
-        ("after", [-1, 1.5, "10", True, [], 10**19]),
+        ("until", [-1, 1.5, "10", True, [], 10**5000]),
+        ("until", [over, functools.partial(over), Over(), Over, Over().__call__]),
+        ("after", [-1, 1.5, "10", True, [], 10**19, 10**5000]),
+        ("only_latest", ["no", 1, 0, None, 10**5000]),
+        ("pin", ["no", 1, 0, None]),
         ("step_names", ["ckpt", 5]),
+        ("timeouts", [5, 0, 600.0, "1", {"lease": 5}, ckpt.Timeouts]),
     ],
 )
 def test_wrong_arguments(tmp_path: Path, argument: str, values: list[Any]) -> None:
@@ -714,6 +813,65 @@ def test_a_program_that_ends_or_is_interrupted_leaves_no_pin(tmp_path: Path) -> 
         second.send_signal(signal.SIGINT)
         assert second.wait(PATIENCE_S) == -signal.SIGINT
     assert pinned(waits) == set()
+
+
+def test_a_program_that_leaves_the_loop_and_ends_leaves_no_pin(tmp_path: Path) -> None:
+    """The iterator has gone by then; its lease may not be forgotten."""
+    endings = {"break": 0, "raise": 1, "exit": 3}
+    roots = {how: [tmp_path / how / "plain", tmp_path / how / "asyncio"] for how in endings}
+    for root in [root for both in roots.values() for root in both]:
+        save(root, 1)
+    with contextlib.ExitStack() as stack:
+        children = {
+            how: stack.enter_context(child("evaluator", how, tmp_path / how, 600))
+            for how in endings
+        }
+        for how, process in children.items():
+            assert line_of(process) == "step 1"
+            assert line_of(process) == "step 1"
+            assert process.wait(PATIENCE_S) == endings[how]
+            for root in roots[how]:
+                assert pinned(root) == set(), f"{how}, {root.name}"
+
+
+def test_what_has_gone_leaves_no_hook_behind(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    # Python has no public name for them.
+    hooks: list[Any] = threading._threading_atexits  # type: ignore[attr-defined]
+    before = len(hooks)
+    for _ in range(5):
+        ckpt.sync.watch(tmp_path).close()
+        ckpt.sync.CheckpointManager(tmp_path).close()
+    assert len(hooks) == before
+
+
+def test_who_is_called_at_exit_is_called_once_and_the_last_one_first() -> None:
+    script = """
+from concurrent.futures import ThreadPoolExecutor
+from ckpt.engine.exits import run_at_exit
+
+class Named:
+    def __init__(self, name):
+        self.name = name
+    def end(self):
+        with ThreadPoolExecutor() as pool:
+            pool.submit(print, self.name).result()
+        try:
+            run_at_exit(self.end)
+        except RuntimeError:
+            print("late")
+
+names = [Named(number) for number in range(4)]
+for each in names:
+    run_at_exit(each.end)
+run_at_exit(names[3].end)
+del each, names[1]
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["3", "late", "2", "late", "0", "late"]
+    assert done.stderr == ""
 
 
 def test_a_trainer_that_is_killed_ends_the_watch_after_its_time_limit(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401  (its own hook must be registered before ours)
+import functools
 import sys
 import threading
 import weakref
@@ -18,17 +19,41 @@ from typing import Any
 __all__ = ["fail_exit", "run_at_exit"]
 
 
+# Who wants to be called, oldest first. A hook of Python's cannot be taken back: one for each object
+# would stay when the object has gone.
+_CALLS: weakref.WeakKeyDictionary[object, Callable[[Any], None]] = weakref.WeakKeyDictionary()
+# Set when the main thread has ended; never unset.
+_ENDED = threading.Event()
+
+
 def run_at_exit(method: Callable[[], None]) -> None:
-    """Call the bound `method` when the main thread has ended, unless its object is gone by then."""
-    reference = weakref.WeakMethod(method)
+    """Call the bound `method` when the main thread has ended, unless its object is gone by then.
 
-    def call() -> None:
-        bound = reference()
-        if bound is not None:
-            bound()
+    The object registered last is called first, and each once. It must be hashable.
 
+    Raises:
+        RuntimeError: The main thread has ended; it is too late.
+    """
+    if _ENDED.is_set():
+        raise RuntimeError("the program is ending: nothing can be registered for its end any more")
+    _register()
+    bound: Any = method
+    _CALLS[bound.__self__] = bound.__func__
+
+
+@functools.cache
+def _register() -> None:
+    # At first use: what was imported before, a pool of processes say, then ends after us.
     register = getattr(threading, "_register_atexit", atexit.register)
-    register(call)
+    register(_call_all)
+
+
+def _call_all() -> None:
+    _ENDED.set()
+    for reference in reversed(_CALLS.keyrefs()):
+        owner = reference()
+        if owner is not None and (call := _CALLS.pop(owner, None)) is not None:
+            call(owner)
 
 
 class _Unflushable:

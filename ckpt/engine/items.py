@@ -9,7 +9,7 @@ from ckpt.engine.save import features, keep_lease
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.layout.orbax_view import step_view
 from ckpt.manifest import FILE_NAME, FileEntry, Manifest, encode
-from ckpt.steps import refuse_deleted, while_read
+from ckpt.steps import while_read
 from ckpt.storage.base import Attempt, Storage
 
 __all__ = ["delete_item"]
@@ -67,10 +67,9 @@ async def delete_item(storage: Storage, entry: str, manifest: Manifest, item: st
                 )
                 async with while_read(storage, entry, manifest):
                     kept = await _write_rest(storage, attempt, manifest, kept, item)
-                await refuse_deleted(storage, entry, manifest)
                 # From here on nothing may come between the store and our knowing what it did.
                 with anyio.CancelScope(shield=True):
-                    await storage.publish(attempt, overwrite=True)
+                    await storage.publish(attempt, overwrite=True, replacing=manifest.attempt)
                     attempt = None
                 keeper.cancel()
     finally:

@@ -23,7 +23,7 @@ from ckpt.engine.parts import ItemParts
 from ckpt.engine.plans import PlanCache
 from ckpt.engine.session import Batch, SaveSession
 from ckpt.engine.writer import EngineItemWriter
-from ckpt.errors import StorageError, located
+from ckpt.errors import InvalidArgumentError, StorageError, located
 from ckpt.events import Observer, Recorder
 from ckpt.handlers.base import Handler, errors_of
 from ckpt.handlers.registry import Handlers
@@ -339,6 +339,9 @@ async def _record(
     entries: Mapping[str, ItemEntry],
 ) -> Manifest:
     """Write what is left of the Orbax view, then the manifest; all of it is durable on return."""
+    if not entries:
+        # Nobody could read such a step.
+        raise InvalidArgumentError("there is no item to save: a step has at least one")
     attempt = await session.opened()
     committed_ns = engine.now_ns()
     files = step_view(

@@ -222,9 +222,9 @@ def merge_entries(entries: Sequence[ItemEntry], merged: Merged) -> ItemEntry:
         merged: The tree.
     """
     first_files = _starts([len(entry.data_files) for entry in entries])
-    numbers = {source: number for number, source in enumerate(merged.sources)}
     shardings: dict[str, tuple[int, ShardingEntry]] = {}
     known: dict[tuple[int, int], int] = {}
+    firsts: dict[tuple[int, int], int] = {}
 
     def sharding_of(part: int, number: int) -> int:
         if (part, number) not in known:
@@ -236,14 +236,17 @@ def merge_entries(entries: Sequence[ItemEntry], merged: Merged) -> ItemEntry:
     leaves: list[LeafEntry] = []
     for name, (part, number) in zip(merged.names, merged.sources, strict=True):
         leaf = entries[part].leaves[number]
-        update: dict[str, Any] = {"name": name}
+        # Keys of ordered dicts keep the places they came to, so of the leaves that are one array
+        # another may come first than in the part.
+        array = (part, number if leaf.same_as is None else leaf.same_as)
+        first = firsts.setdefault(array, len(leaves))
+        same_as = None if first == len(leaves) else first
+        update: dict[str, Any] = {"name": name, "same_as": same_as}
         if leaf.offsets and first_files[part]:
             here = leaf.files or [0] * len(leaf.offsets)
             update["files"] = [file + first_files[part] for file in here]
         if leaf.sharding is not None:
             update["sharding"] = sharding_of(part, leaf.sharding)
-        if leaf.same_as is not None:
-            update["same_as"] = numbers[part, leaf.same_as]
         leaves.append(leaf.model_copy(update=update))
     return entries[0].model_copy(
         update={

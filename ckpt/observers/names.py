@@ -92,7 +92,9 @@ def _of_jax() -> dict[str, Name]:
         for outcome in OUTCOMES:
             names[f"{operation}/{outcome}"] = Name("event", f"one {operation}: {_ENDED[outcome]}")
         names[f"{operation}/seconds"] = Name("duration", f"the whole {operation}")
-        names[f"{operation}/bytes"] = Name("scalar", f"bytes of the arrays of the {operation}")
+        if phases:
+            # A deletion has none, and moves nothing.
+            names[f"{operation}/bytes"] = Name("scalar", f"bytes of the arrays of the {operation}")
         for phase, meaning in phases.items():
             names[f"{operation}/{phase}_seconds"] = Name("duration", meaning)
             if (operation, phase) in BYTES:

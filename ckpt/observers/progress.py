@@ -155,8 +155,9 @@ class ProgressBar:
             if bar.task is None:
                 operation, step = key
                 name = operation if step is None else f"{operation} step {step}"
-                bar.task = self._screen.progress.add_task(name, total=None)
-            self._screen.progress.update(bar.task, completed=bar.done, total=bar.total)
+                bar.task = self._screen.progress.add_task(name, total=bar.total, completed=bar.done)
+            else:
+                self._screen.progress.update(bar.task, completed=bar.done, total=bar.total)
         self._screen.draw()
 
     def _open(self) -> _Screen | None:
@@ -267,7 +268,8 @@ def _progress_on(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(binary_units=True),
+        # Decimal units, as the speed has them.
+        DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
         console=console,

@@ -17,6 +17,7 @@ __all__ = [
     "check_seconds",
     "check_steps",
     "name_of",
+    "shown",
     "truth_of",
     "whole_number",
     "why_no_policy",
@@ -24,18 +25,24 @@ __all__ = [
 
 T = TypeVar("T")
 
+# The greatest step there can be; no count needs to be greater.
+_MOST = 10**19 - 1
 
-def check_count(policy: str, value: object, *, name: str = "", most: int | None = None) -> None:
-    """Raise unless `value` is a whole number, 1 or more.
+
+def check_count(policy: str, value: object, *, name: str = "", most: int = _MOST) -> int:
+    """Return `value` as an int if it is a whole number, of Python or numpy, 1 or more.
 
     Raises:
         InvalidArgumentError: It is not, or is greater than `most`.
     """
-    if type(value) is not int or value < 1 or (most is not None and value > most):
-        range_ = "1 or more" if most is None else f"from 1 to {most}"
+    number = whole_number(value)
+    if number is None or not 1 <= number <= most:
+        is_bounded = most < _MOST or (number is not None and number > most)
+        range_ = f"from 1 to {most}" if is_bounded else "1 or more"
         raise InvalidArgumentError(
-            f"{policy}({_named(name)}{value!r:.60}): expected a whole number, {range_}"
+            f"{policy}({_named(name)}{shown(value)}): expected a whole number, {range_}"
         )
+    return number
 
 
 def check_seconds(policy: str, value: object, *, name: str = "", zero: bool = False) -> None:
@@ -49,7 +56,7 @@ def check_seconds(policy: str, value: object, *, name: str = "", zero: bool = Fa
     if not 0 <= seconds <= sys.float_info.max or (seconds == 0 and not zero):
         least = "0 or more" if zero else "more than 0"
         raise InvalidArgumentError(
-            f"{policy}({_named(name)}{value!r:.60}): expected a finite number of seconds, {least}"
+            f"{policy}({_named(name)}{shown(value)}): expected a finite number of seconds, {least}"
         )
 
 
@@ -60,7 +67,7 @@ def check_bool(policy: str, value: object, *, name: str) -> None:
         InvalidArgumentError: It is not.
     """
     if not isinstance(value, bool):
-        raise InvalidArgumentError(f"{policy}({name}={value!r:.60}): expected True or False")
+        raise InvalidArgumentError(f"{policy}({name}={shown(value)}): expected True or False")
 
 
 def check_steps(policy: str, steps: object) -> frozenset[int]:
@@ -71,14 +78,14 @@ def check_steps(policy: str, steps: object) -> frozenset[int]:
     """
     if not isinstance(steps, Iterable):
         raise InvalidArgumentError(
-            f"{policy}({steps!r:.60}): expected steps, such as {policy}([100, 1000])"
+            f"{policy}({shown(steps)}): expected steps, such as {policy}([100, 1000])"
         )
     found = set()
     for step in steps:
         number = whole_number(step)
-        if number is None or number < 0:
+        if number is None or not 0 <= number <= _MOST:
             raise InvalidArgumentError(
-                f"{policy}(...{step!r:.60}...): expected steps: whole numbers, 0 or more"
+                f"{policy}(...{shown(step)}...): expected steps: whole numbers, 0 or more"
             )
         found.add(number)
     return frozenset(found)
@@ -142,9 +149,18 @@ def truth_of(answer: object) -> bool | None:
     return bool(answer) if kind == "b" and getattr(answer, "shape", None) == () else None
 
 
+def shown(value: object, most: int = 60) -> str:
+    """Return how messages show what was given, in no more than `most` letters."""
+    try:
+        return f"{value!r:.{most}}"
+    except ValueError:
+        # Python refuses to write very long numbers.
+        return f"<{type(value).__name__} too long to write>"
+
+
 def name_of(policy: object) -> str:
     """Return how messages call a policy."""
-    return getattr(policy, "__qualname__", None) or f"{policy!r:.120}"
+    return getattr(policy, "__qualname__", None) or shown(policy, 120)
 
 
 def _named(name: str) -> str:

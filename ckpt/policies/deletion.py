@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from ckpt.errors import InvalidArgumentError
-from ckpt.policies.checks import check_bool, check_count
+from ckpt.policies.checks import check_bool, check_count, shown
 
 __all__ = ["Deletion"]
 
@@ -42,7 +42,8 @@ class Deletion:
     keep_latest: bool = True
 
     def __post_init__(self) -> None:
-        check_count("Deletion", self.concurrency, name="concurrency", most=_MOST_AT_ONCE)
+        count = check_count("Deletion", self.concurrency, name="concurrency", most=_MOST_AT_ONCE)
+        object.__setattr__(self, "concurrency", count)
         check_bool("Deletion", self.keep_latest, name="keep_latest")
         if self.trash is not None:
             # As text, so that equal ones are equal.
@@ -74,4 +75,4 @@ def _checked_trash(trash: object) -> str:
 
 
 def _no_trash(trash: object, expected: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"Deletion(trash={trash!r:.120}): {expected}")
+    return InvalidArgumentError(f"Deletion(trash={shown(trash, 120)}): {expected}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt.errors import InvalidArgumentError
-from ckpt.policies.checks import check_seconds
+from ckpt.policies.checks import check_seconds, shown
 from ckpt.policies.records import SaveContext, SavedStep
 from ckpt.policies.saving import seconds_since_last
 
@@ -49,7 +49,7 @@ class BoundedOverhead:
         fraction: object = self.fraction
         if not isinstance(fraction, float) or not 0 < fraction < 1:
             raise InvalidArgumentError(
-                f"BoundedOverhead(fraction={fraction!r:.60}): expected a number above 0 and below "
+                f"BoundedOverhead(fraction={shown(fraction)}): expected a number above 0 and below "
                 "1, such as 0.03 for 3%"
             )
         least, most = self.at_least_seconds, self.at_most_seconds
@@ -58,8 +58,8 @@ class BoundedOverhead:
             check_seconds("BoundedOverhead", most, name="at_most_seconds")
             if least > most:
                 raise InvalidArgumentError(
-                    f"BoundedOverhead(at_least_seconds={least!r}, at_most_seconds={most!r}): "
-                    "expected at least no longer than at most"
+                    f"BoundedOverhead(at_least_seconds={shown(least)}, "
+                    f"at_most_seconds={shown(most)}): expected at least no longer than at most"
                 )
 
     def refusal(self, step: int, previous: Sequence[SavedStep], context: SaveContext) -> str | None:

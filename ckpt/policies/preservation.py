@@ -12,6 +12,7 @@ from ckpt.policies.checks import (
     check_count,
     check_steps,
     name_of,
+    shown,
     truth_of,
     whole_number,
     why_no_policy,
@@ -63,7 +64,7 @@ def check_preservation(policy: object) -> None:
     )
     if hint is not None:
         raise InvalidArgumentError(
-            f"preservation policy {policy!r:.120}: expected one of ckpt.policies, such as "
+            f"preservation policy {shown(policy, 120)}: expected one of ckpt.policies, such as "
             "LatestN(3), an object with keep(steps, now), or a function of a step that returns "
             f"True for steps to keep; {hint}"
         )
@@ -108,16 +109,16 @@ def _is_kept(policy: object, step: int) -> bool:
     kept = truth_of(answer)
     if kept is None:
         raise InvalidArgumentError(
-            f"preservation policy {name_of(policy)}: returned {answer!r:.120} for step {step}; "
-            "expected True or False. Nothing is deleted"
+            f"preservation policy {name_of(policy)}: returned {shown(answer, 120)} for step "
+            f"{step}; expected True or False. Nothing is deleted"
         )
     return kept
 
 
 def _no_answer(policy: object, answer: object) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"preservation policy {name_of(policy)}: returned {answer!r:.120}; expected those of the "
-        "given steps that are to be kept, as whole numbers. Nothing is deleted"
+        f"preservation policy {name_of(policy)}: returned {shown(answer, 120)}; expected those of "
+        "the given steps that are to be kept, as whole numbers. Nothing is deleted"
     )
 
 
@@ -141,7 +142,7 @@ class LatestN:
     n: int
 
     def __post_init__(self) -> None:
-        check_count("LatestN", self.n)
+        object.__setattr__(self, "n", check_count("LatestN", self.n))
 
     def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
         """Return the last `n` of `steps`."""

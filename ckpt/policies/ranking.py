@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ckpt.errors import InvalidArgumentError
-from ckpt.policies.checks import ask, check_bool, check_count, name_of
+from ckpt.policies.checks import ask, check_bool, check_count, name_of, shown
 from ckpt.policies.preservation import AnyPreservation
 from ckpt.policies.records import SavedStep
 
@@ -44,7 +44,7 @@ class BestN:
     keep_without_metrics: bool = True
 
     def __post_init__(self) -> None:
-        check_count("BestN", self.n, name="n")
+        object.__setattr__(self, "n", check_count("BestN", self.n, name="n"))
         check_metric("BestN", self.metric, self.mode)
         check_bool("BestN", self.keep_without_metrics, name="keep_without_metrics")
 
@@ -66,12 +66,12 @@ def check_metric(policy: str, metric: object, mode: object) -> None:
     """
     if isinstance(metric, type) or not (callable(metric) or (isinstance(metric, str) and metric)):
         raise InvalidArgumentError(
-            f"{policy}(metric={metric!r:.60}): expected the name of a metric, such as 'loss', or a "
-            "function of a step's metrics that returns a number"
+            f"{policy}(metric={shown(metric)}): expected the name of a metric, such as 'loss', or "
+            "a function of a step's metrics that returns a number"
         )
     if not isinstance(mode, str) or mode not in get_args(Mode):
         raise InvalidArgumentError(
-            f"{policy}(mode={mode!r:.60}): expected 'min' or 'max': whether the smallest or the "
+            f"{policy}(mode={shown(mode)}): expected 'min' or 'max': whether the smallest or the "
             "greatest number is best"
         )
 
@@ -88,7 +88,8 @@ def best_of(steps: Sequence[SavedStep], metric: Metric, mode: Mode) -> int | Non
         InvalidArgumentError: `metric` or `mode` is none, or the function raised something or
             returned no number.
     """
-    check_metric("best_of", metric, mode)
+    # The managers' call of it is what people know.
+    check_metric("best_step", metric, mode)
     ranked = [(_rank(saved, metric, mode), saved.step) for saved in steps]
     best = max((each for each in ranked if each[0] > _NAN), default=None)
     return None if best is None else best[1]
@@ -146,7 +147,7 @@ def _value(saved: SavedStep, metric: Metric) -> float | None:
     except (TypeError, ValueError, OverflowError) as error:
         called = repr(metric) if isinstance(metric, str) else name_of(metric)
         raise InvalidArgumentError(
-            f"metric {called}: {value!r:.60} is no number", step=saved.step
+            f"metric {called}: {shown(value)} is no number", step=saved.step
         ) from error
 
 

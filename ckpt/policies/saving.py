@@ -14,6 +14,7 @@ from ckpt.policies.checks import (
     check_seconds,
     check_steps,
     name_of,
+    shown,
     truth_of,
     why_no_policy,
 )
@@ -68,7 +69,7 @@ def check_save_policy(policy: object) -> None:
     )
     if hint is not None:
         raise InvalidArgumentError(
-            f"save policy {policy!r:.120}: expected one of ckpt.policies, such as "
+            f"save policy {shown(policy, 120)}: expected one of ckpt.policies, such as "
             "FixedInterval(100), an object with refusal(step, previous, context), or a function of "
             f"these three that returns True for steps to save; {hint}"
         )
@@ -103,7 +104,7 @@ def refusal_of(
         answer.close()
     expected = "True or False" if refusal is None else "a sentence that says why not, or None"
     raise InvalidArgumentError(
-        f"save policy {name_of(policy)}: returned {answer!r:.120} for step {step}; expected "
+        f"save policy {name_of(policy)}: returned {shown(answer, 120)} for step {step}; expected "
         f"{expected}"
     )
 
@@ -131,7 +132,7 @@ class FixedInterval:
     n: int
 
     def __post_init__(self) -> None:
-        check_count("FixedInterval", self.n)
+        object.__setattr__(self, "n", check_count("FixedInterval", self.n))
 
     def refusal(self, step: int, previous: Sequence[SavedStep], context: SaveContext) -> str | None:
         """Return None for multiples of `n`, else a sentence."""

@@ -36,10 +36,11 @@ class EveryNSteps:
     max_to_keep: int | None = None
 
     def __post_init__(self) -> None:
-        check_count("EveryNSteps", self.n, name="n")
+        object.__setattr__(self, "n", check_count("EveryNSteps", self.n, name="n"))
         check_bool("EveryNSteps", self.exact, name="exact")
         if self.max_to_keep is not None:
-            check_count("EveryNSteps", self.max_to_keep, name="max_to_keep")
+            most = check_count("EveryNSteps", self.max_to_keep, name="max_to_keep")
+            object.__setattr__(self, "max_to_keep", most)
 
     def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
         """Return the chosen ones of `steps`."""
@@ -70,9 +71,10 @@ class EveryNStepsClosest:
     max_to_keep: int | None = None
 
     def __post_init__(self) -> None:
-        check_count("EveryNStepsClosest", self.n, name="n")
+        object.__setattr__(self, "n", check_count("EveryNStepsClosest", self.n, name="n"))
         if self.max_to_keep is not None:
-            check_count("EveryNStepsClosest", self.max_to_keep, name="max_to_keep")
+            most = check_count("EveryNStepsClosest", self.max_to_keep, name="max_to_keep")
+            object.__setattr__(self, "max_to_keep", most)
 
     def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
         """Return the chosen ones of `steps`."""

@@ -18,8 +18,8 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt.errors import StepExistsError
-from ckpt.manifest import FILE_NAME
+from ckpt.errors import StepDeletedError, StepExistsError
+from ckpt.manifest import FILE_NAME, MAX_BYTES, peek
 from ckpt.storage import posix
 from ckpt.storage.leases import renew_lease, take_lease
 from ckpt.storage.sweeping import attempt_name, lease_name, trash_name
@@ -81,11 +81,9 @@ def begin(root: Path, entry: str, lease_seconds: float, mode: int | None = None)
         # It could be made, and then not be removed.
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(root / entry))
     # The lease comes first, so that there is no moment in which the attempt looks abandoned.
-    lease = take_lease(root / lease_name(token), lease_seconds)
+    lease = take_lease(root / lease_name(token), lease_seconds, mode)
     try:
-        os.mkdir(path)
-        if mode is not None:
-            os.chmod(path, mode)
+        posix.make_directory(path, mode)
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -120,14 +118,20 @@ def link(attempt: LocalAttempt, path: str) -> None:
         os.close(fd)
 
 
-def publish(attempt: LocalAttempt, *, overwrite: bool) -> bool:
+def publish(attempt: LocalAttempt, *, overwrite: bool, replacing: str | None = None) -> bool:
     """Give an attempt the name of its entry, durably.
+
+    Args:
+        attempt: The attempt.
+        overwrite: Whether an entry that exists is replaced.
+        replacing: Id of the attempt that became the entry: nothing but that is replaced.
 
     Returns:
         Whether an entry was replaced; it bears the attempt's name now.
 
     Raises:
         StepExistsError: The entry exists, and is not to be replaced or not ours to replace.
+        StepDeletedError: What `replacing` became is not there any more.
         OSError: It could not be published, and is not.
     """
     target = attempt.root / attempt.entry
@@ -141,7 +145,10 @@ def publish(attempt: LocalAttempt, *, overwrite: bool) -> bool:
             "writer for dead. Nothing was published; save again",
             str(attempt.path),
         )
-    replaced = _give_name(attempt, target, overwrite)
+    if replacing is None:
+        replaced = _give_name(attempt, target, overwrite)
+    else:
+        replaced = _take_place(attempt, target, replacing)
     try:
         posix.fsync_path(attempt.root)
     except OSError:
@@ -167,6 +174,38 @@ def _give_name(attempt: LocalAttempt, target: Path, overwrite: bool) -> bool:
                 continue
             return True
         return False
+
+
+def _take_place(attempt: LocalAttempt, target: Path, replacing: str) -> bool:
+    """Exchange an attempt with the entry that the attempt `replacing` became, and no other."""
+    try:
+        # Held open, so that what comes out of the exchange is known at once and without doubt.
+        old = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _gone(target) from error
+    try:
+        if _attempt_of(target) != replacing:
+            raise _gone(target)
+        try:
+            posix.exchange(attempt.path, target)
+        except FileNotFoundError as error:
+            if not _bears(attempt.directory, attempt.path):
+                raise
+            raise _gone(target) from error
+        if not _bears(old, attempt.path):
+            # Another step has taken the name since the look: it gets it back.
+            _take_back(attempt, target, replaced=True)
+            raise _gone(target)
+    finally:
+        os.close(old)
+    return True
+
+
+def _gone(target: Path) -> StepDeletedError:
+    return StepDeletedError(
+        f"{target} was deleted or replaced, or cannot be read any more, so what was made of it did "
+        "not take its place. Look at what is there now, and try again"
+    )
 
 
 def _refuse_to_replace(target: Path, overwrite: bool, error: OSError) -> None:
@@ -264,15 +303,47 @@ def _end_lease(path: Path | None, lease: int) -> None:
         os.close(lease)
 
 
-def hide(root: Path, entry: str) -> Path | None:
-    """Rename an entry to a name of trash, durably; return its path there, None if not there."""
-    trash = root / trash_name(attempt_name(entry, uuid.uuid4().hex))
-    try:
-        os.rename(root / entry, trash)
-    except FileNotFoundError:
+def hide(root: Path, entry: str, attempt: str | None = None) -> Path | None:
+    """Rename an entry to a name of trash, durably; return its path there, None if not there.
+
+    With `attempt`, an entry whose manifest is of another one stays: somebody has replaced it since
+    it was looked at.
+    """
+    token = uuid.uuid4().hex
+    trash = root / trash_name(attempt_name(entry, token))
+    with contextlib.ExitStack() as stack:
+        directory = None
+        try:
+            if attempt is not None:
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+                directory = os.open(root / entry, flags)
+                stack.callback(os.close, directory)
+                if _attempt_of(root / entry) != attempt:
+                    return None
+            os.rename(root / entry, trash)
+        except FileNotFoundError:
+            return None
+        if directory is None or _bears(directory, trash):
+            posix.fsync_path(root)
+            return trash
+        # Replaced between the look and the rename: it goes back.
+        try:
+            posix.rename_new(trash, root / entry)
+        except FileExistsError:
+            kept = root / f"{entry}.replaced-{token}"
+            os.rename(trash, kept)
+            logger.error("a step that somebody has replaced twice meanwhile is at %s", kept)
+        posix.fsync_path(root)
         return None
-    posix.fsync_path(root)
-    return trash
+
+
+def _attempt_of(path: Path) -> str | None:
+    """Return the attempt that wrote the entry that lies at `path`; None where it does not tell."""
+    with contextlib.suppress(OSError, ValueError):
+        data = posix.read_regular(path, FILE_NAME, MAX_BYTES)
+        summary = None if data is None else peek(data)
+        return None if summary is None else summary.attempt
+    return None
 
 
 def remove_hidden(path: Path) -> None:

@@ -117,32 +117,46 @@ class Storage(Protocol):
     def database_url(self, entry: str, path: str) -> str:
         """Return the TensorStore kvstore URL of the directory `path` of an entry."""
 
-    async def publish(self, attempt: Attempt, *, overwrite: bool) -> None:
+    async def publish(
+        self, attempt: Attempt, *, overwrite: bool, replacing: str | None = None
+    ) -> None:
         """Make the attempt its entry, atomically and durably; everything in it is whole by then.
 
-        With `overwrite` an existing entry is replaced in the same atomic act.
+        Args:
+            attempt: The attempt.
+            overwrite: Whether an existing entry is replaced, in the same atomic act.
+            replacing: Id of the attempt that became the entry. That is replaced, whatever
+                `overwrite` says, and nothing else; where it is gone, nothing is published.
 
         Raises:
             StepExistsError: The entry exists (and `overwrite` is False); the attempt is left.
+            StepDeletedError: What `replacing` became is not there any more; the attempt is left.
         """
 
     async def discard(self, attempt: Attempt) -> None:
         """Remove an attempt that will not be published; what will not go is left to `sweep`."""
 
-    async def remove(self, entry: str) -> bool:
-        """Remove an entry: first atomically out of sight, then its bytes. False if not there."""
+    async def remove(self, entry: str, *, attempt: str | None = None) -> bool:
+        """Remove an entry: first atomically out of sight, then its bytes. False if not there.
+
+        With `attempt`, only if its manifest is of that attempt; otherwise it stays.
+        """
 
     async def move(self, entry: str, trash: str) -> str | None:
         """Move an entry into a folder, atomically and durably; return its path there.
 
-        None if it is not there. `trash` is a folder below the root, or a path.
+        None if it is not there. `trash` is a folder below the root, or a path; it is made if it
+        is missing, see `prepare_trash`.
         """
 
     async def prepare_trash(self, trash: str) -> None:
         """Make the folder `trash`, and raise if entries cannot be moved into it."""
 
     async def set_aside(self, entry: str, paths: Sequence[str]) -> str:
-        """Move files out of an entry, durably, into a folder beside it; return that folder."""
+        """Move files out of an entry, durably, into a folder beside it; return that folder.
+
+        Nothing is replaced there: a name that is taken gets a number behind it.
+        """
 
     async def sweep(self) -> list[str]:
         """Remove what provably dead writers left; return the names of what was removed."""

@@ -68,8 +68,13 @@ def boot_id() -> str | None:
         return None
 
 
-def take_lease(path: Path, seconds: float) -> int:
+def take_lease(path: Path, seconds: float, mode: int | None = None) -> int:
     """Make a lease at `path` and lock it.
+
+    Args:
+        path: The lease.
+        seconds: How long it lasts after it was renewed.
+        mode: Of these permissions it gets those that files can have; None follows the umask.
 
     Returns:
         The file descriptor that holds the lock until it is closed, or this process ends, however
@@ -77,6 +82,8 @@ def take_lease(path: Path, seconds: float) -> int:
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
+        if mode is not None:
+            os.fchmod(fd, mode & 0o666)
         # Without the lock a free one will prove nothing: the time of the lease decides then.
         boot = boot_id() if _locked(fd) else None
         # Written once it is locked: whoever finds it valid and unlocked knows that its writer has

@@ -82,13 +82,9 @@ class LocalStorage:
     def _prepare(self) -> None:
         missing = [path for path in (self._root, *self._root.parents) if not path.exists()]
         if missing and not self._create:
-            reason = "it is not there, and create=False was given"
-            raise FileNotFoundError(errno.ENOENT, reason, str(self._root))
+            raise self._no_root()
         try:
-            os.makedirs(self._root, exist_ok=True)
-            if self._mode is not None:
-                for path in missing:
-                    os.chmod(path, self._mode)
+            posix.make_directories(self._root, self._mode)
             # A root that a power cut takes away takes its steps along.
             for path in missing:
                 posix.fsync_path(path.parent)
@@ -108,13 +104,21 @@ class LocalStorage:
             return await self._run(self._list_entries)
 
     def _list_entries(self) -> list[str]:
-        with contextlib.suppress(FileNotFoundError), os.scandir(self._root) as found:
-            return [
-                entry.name
-                for entry in found
-                if not is_unfinished(entry.name) and entry.is_dir(follow_symlinks=False)
-            ]
+        try:
+            with os.scandir(self._root) as found:
+                return [
+                    entry.name
+                    for entry in found
+                    if not is_unfinished(entry.name) and entry.is_dir(follow_symlinks=False)
+                ]
+        except FileNotFoundError:
+            if not self._create:
+                raise self._no_root() from None
         return []
+
+    def _no_root(self) -> FileNotFoundError:
+        reason = "it is not there, and create=False was given"
+        return FileNotFoundError(errno.ENOENT, reason, str(self._root))
 
     async def exists(self, entry: str) -> bool:
         """Tell whether anything bears the name of an entry."""
@@ -139,29 +143,28 @@ class LocalStorage:
 
     async def stamps(self, entries: Sequence[str], path: str) -> list[Hashable | None]:
         """Return identity, size and times of a file of each entry; see `Storage.stamps`."""
-        with _translated("look at the entries of", self._root):
-            return await self._run(
-                lambda: [posix.stamp(f"{self._root}/{entry}/{path}") for entry in entries]
-            )
+        top = str(self._root)
+
+        def stamp(name: str) -> Hashable | None:
+            return posix.stamp(f"{top}/{name}/{path}")
+
+        return await self._run(_of_each, "look at", top, entries, path, stamp)
 
     async def read_each(
         self, entries: Sequence[str], path: str, limit: int, parse: Callable[[bytes], T]
     ) -> list[T | None]:
         """Read a small file of each entry; see `Storage.read_each`."""
 
-        def read(names: Sequence[str]) -> list[T | None]:
-            found: list[T | None] = []
-            for name in names:
-                data = None
-                with contextlib.suppress(ValueError):
-                    data = posix.read_regular(self._root, f"{name}/{path}", limit)
-                found.append(None if data is None else parse(data))
-            return found
+        def read(name: str) -> T | None:
+            data = None
+            with contextlib.suppress(ValueError):
+                data = posix.read_regular(self._root, f"{name}/{path}", limit)
+            return None if data is None else parse(data)
 
         every: list[T | None] = []
-        with _translated("read the entries of", self._root):
-            for start in range(0, len(entries), _BATCH):
-                every += await self._run(read, entries[start : start + _BATCH])
+        for start in range(0, len(entries), _BATCH):
+            names = entries[start : start + _BATCH]
+            every += await self._run(_of_each, "read", str(self._root), names, path, read)
         return every
 
     async def begin(self, entry: str) -> Attempt:
@@ -236,13 +239,16 @@ class LocalStorage:
 
     def database_url(self, entry: str, path: str) -> str:
         """Return the URL of the directory `path` of an entry."""
-        return _url(self._root / entry / path)
+        return (self._root / entry / path).absolute().as_uri() + "/"
 
-    async def publish(self, attempt: Attempt, *, overwrite: bool) -> None:
+    async def publish(
+        self, attempt: Attempt, *, overwrite: bool, replacing: str | None = None
+    ) -> None:
         """Rename the attempt to its entry, durably; with `overwrite` swap it with the old one."""
         own = _local(attempt)
         with _translated("publish", self._root / own.entry):
-            replaced = await self._run(attempts.publish, own, overwrite=overwrite)
+            rename = partial(attempts.publish, overwrite=overwrite, replacing=replacing)
+            replaced = await self._run(rename, own)
         if replaced:
             await self._finish_removal(attempts.remove_hidden, own.path, own.path)
         await self._run(attempts.end, own)
@@ -255,10 +261,10 @@ class LocalStorage:
         finally:
             await self._run(attempts.end, own)
 
-    async def remove(self, entry: str) -> bool:
+    async def remove(self, entry: str, *, attempt: str | None = None) -> bool:
         """Rename the entry to a trash name, make that durable, then remove the bytes."""
         with _translated("delete", self._root / entry):
-            trash = await self._run(attempts.hide, self._root, entry)
+            trash = await self._run(attempts.hide, self._root, entry, attempt)
         if trash is None:
             return False
         # Also when cancelled: it is gone for everybody, only its bytes are not.
@@ -269,18 +275,23 @@ class LocalStorage:
     async def move(self, entry: str, trash: str) -> str | None:
         """Rename an entry into a folder; see `Storage.move`."""
         with _translated("move to the trash", self._root / entry):
-            path = await self._run(move_to_trash, self._root, entry, self._root / trash)
+            try:
+                path = await self._run(move_to_trash, self._root, entry, self._root / trash)
+            except FileNotFoundError:
+                # Not made yet, or somebody has emptied the trash by removing it.
+                await self.prepare_trash(trash)
+                path = await self._run(move_to_trash, self._root, entry, self._root / trash)
         return None if path is None else str(path)
 
     async def prepare_trash(self, trash: str) -> None:
         """Make the folder that entries are moved into."""
         with _translated("use the trash folder", self._root / trash):
-            await self._run(prepare_trash, self._root, self._root / trash)
+            await self._run(prepare_trash, self._root, self._root / trash, self._mode)
 
     async def set_aside(self, entry: str, paths: Sequence[str]) -> str:
         """Move files out of an entry; see `Storage.set_aside`."""
         with _translated("move files of others out of", self._root / entry):
-            return str(await self._run(set_aside, self._root, entry, list(paths)))
+            return str(await self._run(set_aside, self._root, entry, list(paths), self._mode))
 
     async def sweep(self) -> list[str]:
         """Remove what dead writers left; see `storage.sweeping`."""
@@ -293,9 +304,9 @@ class LocalStorage:
         """Write a small file of the root; see `Storage.put_note`."""
         with _translated("write", self._root / name):
             if not durable and not replace:
-                return await self._run(notes.put_brief, self._root, name, data)
-            lease = self._timeouts.lease
-            return await self._run(notes.put, self._root, name, data, lease, replace=replace)
+                return await self._run(notes.put_brief, self._root, name, data, self._mode)
+            lease, mode = self._timeouts.lease, self._mode
+            return await self._run(notes.put, self._root, name, data, lease, mode, replace=replace)
 
     async def read_note(self, name: str, limit: int) -> bytes | None:
         """Return a small file of the root, or None; see `Storage.read_note`."""
@@ -344,7 +355,7 @@ async def _make_directories(attempt: LocalAttempt, path: Path) -> None:
             with contextlib.suppress(FileExistsError):
                 await aiofiles.os.makedirs(directory)
                 if attempt.mode is not None:
-                    os.chmod(directory, attempt.mode)
+                    await anyio.to_thread.run_sync(os.chmod, directory, attempt.mode)
             attempt.made.add(directory)
 
 
@@ -353,12 +364,22 @@ def _local(attempt: Attempt) -> LocalAttempt:
     return attempt
 
 
-def _url(path: Path) -> str:
-    return path.absolute().as_uri() + "/"
+def _of_each(
+    what: str, top: str, names: Sequence[str], path: str, act: Callable[[str], T]
+) -> list[T]:
+    """Return what `act` makes of each entry; an error names the one that it is about."""
+    found = []
+    for name in names:
+        try:
+            found.append(act(name))
+        except OSError:
+            with _translated(what, f"{top}/{name}/{path}"):
+                raise
+    return found
 
 
 @contextlib.contextmanager
-def _translated(what: str, path: Path) -> Iterator[None]:
+def _translated(what: str, path: Path | str) -> Iterator[None]:
     """Turn every `OSError` of the body into a `StorageError` that names the path."""
     try:
         yield

@@ -3,7 +3,8 @@
 A note that is to last is written as an attempt is, and given its name once it is durable, so that
 a sweep finds what a dead writer left. A brief one, which says what somebody is doing at the moment,
 is made under its own name and never synced: after a power cut nobody does it any more. A folder is
-made for its first note, and goes with its last. Blocking functions that raise `OSError`.
+made for its first note, and goes with its last. Both get the permissions `mode`, files those of
+them that files can have; None follows the umask. Blocking functions that raise `OSError`.
 """
 
 from __future__ import annotations
@@ -32,16 +33,24 @@ _RENAME_NOREPLACE = 1
 _TRIES = 100
 
 
-def put(root: Path, name: str, data: bytes, lease_seconds: float, *, replace: bool) -> bool:
+def put(
+    root: Path,
+    name: str,
+    data: bytes,
+    lease_seconds: float,
+    mode: int | None = None,
+    *,
+    replace: bool,
+) -> bool:
     """Write a note, atomically and durably; False if it exists and is not to be replaced."""
     folder, file = _parts(name)
-    attempt = attempts.begin(root, folder, lease_seconds)
+    attempt = attempts.begin(root, folder, lease_seconds, mode)
     try:
         written = attempt.path / file
-        write_block(written, memoryview(data))
+        write_block(written, memoryview(data), mode)
         for last in _tries():
             try:
-                with _made(root, folder) as directory:
+                with _made(root, folder, mode) as directory:
                     if not _give_name(written, root / folder / file, replace):
                         return False
                     # A name that moves from one directory to another changes both.
@@ -76,7 +85,7 @@ def _give_name(written: Path, target: Path, replace: bool) -> bool:
     return True
 
 
-def put_brief(root: Path, name: str, data: bytes) -> bool:
+def put_brief(root: Path, name: str, data: bytes, mode: int | None = None) -> bool:
     """Make a note that need not outlive a power cut; False if it exists, and is left as it is.
 
     Its name is there before its content.
@@ -84,7 +93,7 @@ def put_brief(root: Path, name: str, data: bytes) -> bool:
     folder, file = _parts(name)
     for last in _tries():
         try:
-            with _made(root, folder) as directory:
+            with _made(root, folder, mode) as directory:
                 fd = os.open(file, _NEW, 0o666, dir_fd=directory)
         except FileExistsError:
             return False
@@ -93,6 +102,8 @@ def put_brief(root: Path, name: str, data: bytes) -> bool:
                 raise
             continue
         try:
+            if mode is not None:
+                os.fchmod(fd, mode & 0o666)
             while data:
                 data = data[os.write(fd, data) :]
         except BaseException:
@@ -174,10 +185,10 @@ def _tries() -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def _made(root: Path, folder: str) -> Iterator[int]:
+def _made(root: Path, folder: str, mode: int | None) -> Iterator[int]:
     """Open a folder of notes, made if it is not there; a link is refused."""
     with contextlib.suppress(FileExistsError):
-        os.mkdir(root / folder)
+        posix.make_directory(root / folder, mode)
     fd = os.open(root / folder, _DIRECTORY)
     try:
         yield fd

@@ -7,6 +7,7 @@ crash between any two leaves on disk.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -22,6 +23,8 @@ __all__ = [
     "is_there",
     "link_file",
     "list_files",
+    "make_directories",
+    "make_directory",
     "open_regular",
     "read_regular",
     "remove_tree",
@@ -54,24 +57,75 @@ def fsync_directories(top: Path) -> None:
         fsync_path(directory)
 
 
+def make_directory(path: Path, mode: int | None) -> None:
+    """Make a directory with these permissions; None follows the umask."""
+    # Never more than that, not even for a moment.
+    os.mkdir(path, 0o777 if mode is None else mode & 0o777)
+    if mode is not None:
+        os.chmod(path, mode)
+
+
+def make_directories(path: Path, mode: int | None) -> list[Path]:
+    """Make a directory and those above it, with these permissions; return what was missing.
+
+    Raises:
+        FileExistsError, NotADirectoryError: Something else is there, or on the way to it.
+    """
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    for each in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            make_directory(each, mode)
+    # Of what was in the way no directory is made.
+    os.makedirs(path, exist_ok=True)
+    return missing
+
+
 def rename_new(source: Path, target: Path) -> None:
-    """Rename a directory to a name that must not exist.
+    """Rename a directory, or a file, to a name that must not exist.
 
     Raises:
         FileExistsError: The target exists.
     """
     code = renameat2(source, target, _RENAME_NOREPLACE)
     if code in _UNSUPPORTED:
-        # rename() refuses a target that is a file or a non-empty directory; an empty directory is
-        # not a step, and replacing it loses nothing.
-        try:
-            os.rename(source, target)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):
-                raise FileExistsError(errno.EEXIST, "exists", str(target)) from error
-            raise
+        if stat.S_ISDIR(os.lstat(source).st_mode):
+            _rename_directory(source, target)
+        else:
+            _rename_file(source, target)
     elif code:
         raise OSError(code, os.strerror(code), str(target))
+
+
+def _rename_directory(source: Path, target: Path) -> None:
+    # rename() refuses a target that is a file or a non-empty directory; an empty directory is not
+    # a step, and replacing it loses nothing.
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):
+            raise FileExistsError(errno.EEXIST, "exists", str(target)) from error
+        raise
+
+
+def _rename_file(source: Path, target: Path) -> None:
+    # rename() would replace a file; a link does not.
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _UNLINKABLE:
+            raise
+    else:
+        os.unlink(source)
+        return
+    # No links, or not to files of other users: the name is taken first, and what took it replaced.
+    os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    try:
+        os.rename(source, target)
+    except OSError:
+        # Otherwise it may have been renamed after all, as seen through a network.
+        if is_there(source):
+            os.unlink(target)
+        raise
 
 
 def exchange(first: Path, second: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -13,7 +14,7 @@ from ckpt.settings import Timeouts
 from ckpt.storage.base import Storage
 from ckpt.storage.local import LocalStorage
 
-__all__ = ["PathLike", "open_entry", "open_root"]
+__all__ = ["PathLike", "check_trash", "open_entry", "open_root"]
 
 PathLike = str | os.PathLike[str]
 
@@ -54,6 +55,29 @@ def open_root(
             "which its owner may do everything, such as 0o750"
         )
     return LocalStorage(_local_path(path), timeouts, create=create, mode=permission_mode)
+
+
+def check_trash(root: PathLike, trash: PathLike, is_step: Callable[[str], bool]) -> None:
+    """Raise if steps of a root cannot be kept apart from those moved into its trash folder.
+
+    Args:
+        root: The root.
+        trash: A folder below it, or an absolute path.
+        is_step: Tells whether a directory of the root may be a step.
+
+    Raises:
+        InvalidArgumentError: It is the root, or may be a step of it, or lies in one.
+    """
+    top = Path(os.path.realpath(_local_path(root)))
+    folder = Path(os.path.realpath(top / trash))
+    if not folder.is_relative_to(top):
+        return
+    parts = folder.relative_to(top).parts
+    if len(parts) != 1 or is_step(parts[0]) or parts[0] == "metadata" or parts[0].startswith("."):
+        raise InvalidArgumentError(
+            f"Deletion(trash={os.fspath(trash)!r:.120}): expected a folder of its own directly "
+            f"below {_shown(root)}, that is no step and not 'metadata', or one elsewhere"
+        )
 
 
 def open_entry(path: PathLike, *, follow: bool = False) -> tuple[Storage, str]:

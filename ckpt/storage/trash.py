@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from itertools import count
 from pathlib import Path
 
@@ -17,11 +18,12 @@ __all__ = ["move_to_trash", "prepare_trash", "set_aside"]
 _ASIDE = ".others"
 
 
-def prepare_trash(root: Path, trash: Path) -> None:
-    """Make the folder that steps of `root` are moved into, and check that they can be."""
-    missing = [path for path in (trash, *trash.parents) if not path.exists()]
-    os.makedirs(trash, exist_ok=True)
-    for path in missing:
+def prepare_trash(root: Path, trash: Path, mode: int | None = None) -> None:
+    """Make the folder that steps of `root` are moved into, and check that they can be.
+
+    It gets the permissions `mode`, and so does what is missing above it; None follows the umask.
+    """
+    for path in posix.make_directories(trash, mode):
         posix.fsync_path(path.parent)
     if os.stat(trash).st_dev != os.stat(root).st_dev:
         raise OSError(
@@ -36,6 +38,9 @@ def move_to_trash(root: Path, entry: str, trash: Path) -> Path | None:
     """Rename an entry into a folder, durably; return its path there, None if it was not there.
 
     It keeps its name, with a number behind it if that is taken.
+
+    Raises:
+        FileNotFoundError: The entry is there, and the folder is not.
     """
     for number in count():
         target = trash / (f"{entry}-{number}" if number else entry)
@@ -54,17 +59,23 @@ def move_to_trash(root: Path, entry: str, trash: Path) -> Path | None:
     raise AssertionError("count() does not end")
 
 
-def set_aside(root: Path, entry: str, files: list[str]) -> Path:
+def set_aside(root: Path, entry: str, files: list[str], mode: int | None = None) -> Path:
     """Move files of an entry into a folder beside it, durably; return that folder.
 
-    Not one file is replaced there: one whose name is taken gets a number behind it.
+    Not one file is replaced there: one whose name is taken gets a number behind it. So does the
+    folder, if a file of it is where a directory is needed. New directories get the permissions
+    `mode`; None follows the umask.
     """
     aside = root / f"{entry}{_ASIDE}"
-    folders = set()
+    for number in count(1):
+        folders = {(aside / path).parent for path in files}
+        if not any(_is_blocked(folder, root) for folder in folders):
+            break
+        aside = root / f"{entry}{_ASIDE}-{number}"
+    for folder in folders:
+        posix.make_directories(folder, mode)
     for path in files:
         first = aside / path
-        os.makedirs(first.parent, exist_ok=True)
-        folders.add(first.parent)
         for number in count():
             target = first.with_name(f"{first.name}-{number}") if number else first
             try:
@@ -80,3 +91,9 @@ def set_aside(root: Path, entry: str, files: list[str]) -> Path:
         if folder == root or folder.is_relative_to(aside):
             posix.fsync_path(folder)
     return aside
+
+
+def _is_blocked(folder: Path, root: Path) -> bool:
+    """Tell whether a folder below `root` cannot be made, or leads elsewhere."""
+    below = [path for path in (folder, *folder.parents) if root in path.parents]
+    return any(posix.is_there(path) and not stat.S_ISDIR(os.lstat(path).st_mode) for path in below)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpt.events import Event
 
-MIB = 1 << 20
+MB = 1_000_000
 SECOND = 1_000_000
 
 
@@ -14,8 +14,8 @@ def granule(phase: str, n: int, began: int, ended: int, nbytes: int, step: int |
 
 
 def a_long_save(step: int | None = 7, count: int = 10, at: int = 0) -> list[Event]:
-    """A save of 100 MiB that takes a second for each granule, without its end."""
-    size = 100 * MIB // count
+    """A save of 100 MB that takes a second for each granule, without its end."""
+    size = 100 * MB // count
     plan = Event("save", "plan", step, at * 1000, at * 1000, size * count)
     told = [plan]
     for n in range(count):

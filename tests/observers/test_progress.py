@@ -24,7 +24,7 @@ from ckpt.errors import InvalidArgumentError, UnsupportedLeafError
 from ckpt.events import Event, emit
 from ckpt.observers import ProgressBar
 from tests.observers.examples import end, event
-from tests.observers.long_saves import MIB, SECOND, a_long_save, granule
+from tests.observers.long_saves import MB, SECOND, a_long_save, granule
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,13 +104,27 @@ def test_a_long_save_has_a_bar_until_it_ends() -> None:
     board = Board()
     screen = board.tell(*a_long_save())
     assert screen.text.startswith("save step 7 ━")
-    assert any("50.0/100.0 MiB" in line for line in screen.seen)
+    assert any("50.0/100.0 MB" in line for line in screen.seen)
     assert screen.cursor
     assert board.tell(end(0, 10 * SECOND, step=7)).is_clean()
     # The next one begins anew.
     later = a_long_save(8, at=20 * SECOND)
     assert board.tell(*later[:7]).text.startswith("save step 8 ━")
     assert board.tell(end(0, 30 * SECOND, step=8)).is_clean()
+
+
+def test_the_first_drawing_says_how_far_it_is_in_one_kind_of_unit() -> None:
+    board = Board()
+    screen = board.tell(
+        event("plan", 0, 1, nbytes=100 * MB),
+        granule("write", 0, 0, SECOND // 10, 10 * MB, 1),
+        granule("write", 1, 0, SECOND, 10 * MB, 1),
+    )
+    drawn = [line for line in (*screen.seen, screen.text) if line]
+    assert drawn
+    assert all("20.0/100.0 MB" in line for line in drawn), drawn
+    later = board.tell(*(granule("write", n, 0, n * SECOND, 10 * MB, 1) for n in range(2, 10)))
+    assert re.search(r"100\.0/100\.0 MB \d+\.\d [kMGTP]B/s", later.text)
 
 
 @pytest.mark.parametrize("outcome", ["failed", "cancelled", "skipped"])
@@ -140,47 +154,47 @@ def test_what_takes_a_moment_is_not_shown() -> None:
 def test_it_is_drawn_ten_times_a_second_and_no_more() -> None:
     board = Board()
     writes = [
-        granule("write", n, 100 * n, 100 * n + 99, MIB, 1) for n in range(50_000)
+        granule("write", n, 100 * n, 100 * n + 99, MB, 1) for n in range(50_000)
     ]  # in five seconds
-    screen = board.tell(event("plan", 0, 1, nbytes=50_000 * MIB), *writes)
+    screen = board.tell(event("plan", 0, 1, nbytes=50_000 * MB), *writes)
     assert 40 <= len(screen.seen) <= 55
 
 
 def test_compressed_granules_count_as_what_was_planned() -> None:
-    size, told = 10 * MIB, [event("plan", 0, 1, nbytes=100 * MIB)]
+    size, told = 10 * MB, [event("plan", 0, 1, nbytes=100 * MB)]
     for n in range(10):
         told.append(granule("stage", n, 0, 1, size, 1))
         told.append(granule("write", n, 0, (n + 1) * SECOND, size // 7, 1))
-    assert "100.0/100.0 MiB" in Board().tell(*told).text
+    assert "100.0/100.0 MB" in Board().tell(*told).text
     # Views and the manifest are not part of the plan.
-    view = event("write", 0, 12 * SECOND, nbytes=5 * MIB)
-    assert "50.0/100.0 MiB" in Board().tell(*told[:11], view).text
+    view = event("write", 0, 12 * SECOND, nbytes=5 * MB)
+    assert "50.0/100.0 MB" in Board().tell(*told[:11], view).text
 
 
 def test_several_items_are_one_save() -> None:
     board = Board()
     screen = board.tell(
-        event("plan", 0, 1, nbytes=30 * MIB),
-        event("plan", 1, 2, nbytes=10 * MIB),
-        granule("stage", 0, 0, 3, 30 * MIB, 1),
-        granule("stage", 0, 0, 3, 10 * MIB, 1),
-        granule("write", 0, 0, SECOND, 10 * MIB, 1),
-        granule("write", 0, 0, 2 * SECOND, 30 * MIB, 1),
+        event("plan", 0, 1, nbytes=30 * MB),
+        event("plan", 1, 2, nbytes=10 * MB),
+        granule("stage", 0, 0, 3, 30 * MB, 1),
+        granule("stage", 0, 0, 3, 10 * MB, 1),
+        granule("write", 0, 0, SECOND, 10 * MB, 1),
+        granule("write", 0, 0, 2 * SECOND, 30 * MB, 1),
     )
     assert screen.text.startswith("save step 1 ━")
-    assert "40.0/40.0 MiB" in screen.text
+    assert "40.0/40.0 MB" in screen.text
 
 
 @pytest.mark.parametrize("operation", ["restore", "verify"])
 def test_without_a_total_it_says_how_much_was_done(operation: str) -> None:
     board = Board()
     reads = [
-        event("read", n * SECOND, (n + 1) * SECOND, operation=operation, nbytes=MIB)
+        event("read", n * SECOND, (n + 1) * SECOND, operation=operation, nbytes=MB)
         for n in range(3)
     ]
     screen = board.tell(*reads)
     assert screen.text.startswith(f"{operation} step 1 ━")
-    assert "3.0/? MiB" in screen.text
+    assert "3.0/? MB" in screen.text
     assert board.tell(end(0, 4 * SECOND, operation=operation)).is_clean()
 
 

@@ -170,6 +170,11 @@ class TestBest:
         with pytest.raises(InvalidArgumentError, match="'loss'"):
             p.best_of(losses(value), "loss", "min")
 
+    @pytest.mark.parametrize(("metric", "mode"), [("loss", "minimum"), (3, "min")])
+    def test_what_is_wrong_is_said_of_what_people_call(self, metric: Any, mode: Any) -> None:
+        with pytest.raises(InvalidArgumentError, match=r"^best_step\((mode='minimum'|metric=3)\)"):
+            p.best_of(losses(0.5), metric, mode)
+
     def test_what_a_function_raises_is_said(self) -> None:
         with pytest.raises(InvalidArgumentError, match="ZeroDivisionError") as caught:
             p.best_of(losses(0.0), lambda m: 1 / m["loss"], "min")

@@ -88,6 +88,24 @@ def test_a_note_is_not_replaced_unless_it_is_to_be(tmp_path: Path, durable: bool
     assert names(tmp_path) == ["a"]
 
 
+@pytest.mark.parametrize(("mode", "umask"), [(0o770, 0o077), (0o700, 0o022), (None, 0o027)])
+@pytest.mark.parametrize("durable", [True, False])
+def test_notes_and_their_folder_get_the_permissions_asked_for(
+    tmp_path: Path, mode: int | None, umask: int, durable: bool
+) -> None:
+    async def work(storage: LocalStorage) -> bool:
+        return await storage.put_note("a/x", b"", replace=False, durable=durable)
+
+    before = os.umask(umask)
+    try:
+        assert anyio.run(work, LocalStorage(tmp_path, Timeouts(), mode=mode))
+    finally:
+        os.umask(before)
+    wanted = 0o777 & ~umask if mode is None else mode
+    assert oct((tmp_path / "a").stat().st_mode & 0o7777) == oct(wanted)
+    assert oct((tmp_path / "a" / "x").stat().st_mode & 0o7777) == oct(wanted & 0o666)
+
+
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS])
 def test_without_a_rename_that_refuses_to_replace_nothing_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int

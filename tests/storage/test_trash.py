@@ -1,0 +1,221 @@
+"""Steps moved away instead of removed, and files of others moved out of them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import anyio
+import pytest
+
+from ckpt.errors import StorageError
+from ckpt.settings import Timeouts
+from ckpt.storage import posix
+from ckpt.storage.local import LocalStorage
+from ckpt.testing.faults import Effect, Fail, Operation
+from ckpt.testing.files import FaultyFiles
+
+T = TypeVar("T")
+
+
+def run(work: Callable[[LocalStorage], Awaitable[T]], root: Path, mode: int | None = None) -> T:
+    return anyio.run(work, LocalStorage(root, Timeouts(), mode=mode))
+
+
+def move(root: Path, entry: str, trash: str = "trash") -> str | None:
+    return run(lambda storage: storage.move(entry, trash), root)
+
+
+def set_aside(root: Path, entry: str, *paths: str) -> Path:
+    """Write these files into an entry, each with its path as content, and move them out again."""
+    for path in paths:
+        file = root / entry / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(path)
+    return Path(run(lambda storage: storage.set_aside(entry, paths), root))
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def steps(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).mkdir()
+        (root / name / "ckpt.json").write_text(name)
+
+
+def test_a_trash_folder_that_is_gone_is_made_for_the_next_step(tmp_path: Path) -> None:
+    steps(tmp_path, "1", "2")
+    assert move(tmp_path, "1", "bin/trash") == str(tmp_path / "bin" / "trash" / "1")
+    assert files(tmp_path / "bin") == {"trash/1/ckpt.json": "1"}
+    (tmp_path / "bin").rename(tmp_path / "elsewhere")
+    assert move(tmp_path, "2", "bin/trash") == str(tmp_path / "bin" / "trash" / "2")
+    assert files(tmp_path / "bin") == {"trash/2/ckpt.json": "2"}
+
+
+def test_no_folder_is_made_for_a_step_that_is_not_there(tmp_path: Path) -> None:
+    assert move(tmp_path, "1") is None
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_of_another_file_system_is_named_and_the_step_stays(tmp_path: Path) -> None:
+    if not os.path.isdir("/dev/shm") or os.stat("/dev/shm").st_dev == os.stat(tmp_path).st_dev:
+        pytest.skip("there is no second file system")
+    trash = Path("/dev/shm") / f"ckpt-test-trash-{os.getpid()}"
+    steps(tmp_path, "1")
+    try:
+        with pytest.raises(StorageError, match=f"{trash}: it is on another file system") as caught:
+            move(tmp_path, "1", str(trash))
+        assert caught.value.errno == errno.EXDEV
+    finally:
+        trash.rmdir()
+    assert files(tmp_path) == {"1/ckpt.json": "1"}
+
+
+def test_a_file_in_the_place_of_the_folder_is_named_and_the_step_stays(tmp_path: Path) -> None:
+    steps(tmp_path, "1")
+    (tmp_path / "trash").write_text("mine")
+    with pytest.raises(StorageError, match="trash"):
+        move(tmp_path, "1")
+    with pytest.raises(StorageError, match="trash"):
+        run(lambda storage: storage.prepare_trash("trash"), tmp_path)
+    assert files(tmp_path) == {"1/ckpt.json": "1", "trash": "mine"}
+
+
+# As on NFS; and where there are no links either, or none to files of other users.
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS])
+@pytest.mark.parametrize("links", [True, False])
+def test_without_a_rename_that_refuses_to_replace_no_file_is_lost(
+    tmp_path: Path, code: int, links: bool
+) -> None:
+    def plan(operation: Operation) -> Effect | None:
+        if operation.name == "link" and not links:
+            return Fail(errno.EPERM)
+        return Fail(code) if operation.name == "renameat2" else None
+
+    folder = tmp_path / "5.others"
+    with FaultyFiles(tmp_path, plan, sync=False) as faulty:
+        for content in ("first", "second", "third"):
+            (tmp_path / "5" / "plots").mkdir(parents=True, exist_ok=True)
+            (tmp_path / "5" / "plots" / "loss.png").write_text(content)
+            (tmp_path / "5" / "link").symlink_to(content)
+            (tmp_path / "5" / "there").mkdir(exist_ok=True)
+            (tmp_path / "5" / "there" / "file").write_text(content)
+            paths = ["plots/loss.png", "link", "there/file"]
+            run(lambda storage, paths=paths: storage.set_aside("5", paths), tmp_path)
+        # One in whose place there is a directory.
+        set_aside(tmp_path, "6", "a/b")
+        (tmp_path / "6" / "a" / "b").touch()
+        (tmp_path / "6" / "a").rename(tmp_path / "6" / "old")
+        set_aside(tmp_path, "6", "a")
+    assert faulty.met
+    assert sorted(files(folder / "plots").values()) == ["first", "second", "third"]
+    assert sorted(files(folder / "there").values()) == ["first", "second", "third"]
+    found = {os.readlink(path) for path in folder.iterdir() if path.is_symlink()}
+    assert found == {"first", "second", "third"}
+    assert files(tmp_path / "6.others") == {"a/b": "a/b", "a-1": "a"}
+    assert files(tmp_path / "5") == {}
+
+
+def test_a_file_that_cannot_be_moved_leaves_nothing_behind(tmp_path: Path) -> None:
+    failing = {"renameat2": errno.ENOSYS, "link": errno.EPERM, "rename": errno.EACCES}
+
+    def plan(operation: Operation) -> Effect | None:
+        code = failing.get(operation.name)
+        return None if code is None else Fail(code)
+
+    with FaultyFiles(tmp_path, plan, sync=False), pytest.raises(StorageError, match="5"):
+        set_aside(tmp_path, "5", "x")
+    assert files(tmp_path) == {"5/x": "x"}
+
+
+@pytest.mark.parametrize("code", [0, errno.ENOSYS])
+def test_directories_are_renamed_as_before_and_never_replace_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    if code:
+        monkeypatch.setattr(posix, "renameat2", lambda *_: code)
+    steps(tmp_path, "1", "2")
+    with pytest.raises(FileExistsError):
+        posix.rename_new(tmp_path / "1", tmp_path / "2")
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        posix.rename_new(tmp_path / "1", tmp_path / "file")
+    posix.rename_new(tmp_path / "1", tmp_path / "3")
+    assert files(tmp_path) == {"2/ckpt.json": "2", "3/ckpt.json": "1", "file": ""}
+
+
+def test_a_file_where_a_directory_is_needed_makes_it_another_folder(tmp_path: Path) -> None:
+    assert set_aside(tmp_path, "5", "a").name == "5.others"
+    (tmp_path / "5.others" / "there").symlink_to(tmp_path)
+    assert set_aside(tmp_path, "5", "x/a/b", "y").name == "5.others"
+    # `there` is a link that leads elsewhere, and `a` is a file.
+    assert set_aside(tmp_path, "5", "there/z").name == "5.others-1"
+    assert set_aside(tmp_path, "5", "a/b", "y").name == "5.others-1"
+    (tmp_path / "5.others-2").write_text("mine")
+    assert set_aside(tmp_path, "5", "a/b/c").name == "5.others-3"
+    (tmp_path / "5.others" / "there").unlink()
+    assert files(tmp_path) == {
+        "5.others/a": "a",
+        "5.others/x/a/b": "x/a/b",
+        "5.others/y": "y",
+        "5.others-1/a/b": "a/b",
+        "5.others-1/y": "y",
+        "5.others-1/there/z": "there/z",
+        "5.others-2": "mine",
+        "5.others-3/a/b/c": "a/b/c",
+    }
+
+
+@pytest.mark.parametrize(("mode", "umask"), [(0o700, 0o022), (0o2770, 0o077), (None, 0o027)])
+def test_folders_get_the_permissions_asked_for(
+    tmp_path: Path, mode: int | None, umask: int
+) -> None:
+    steps(tmp_path, "1")
+    (tmp_path / "1" / "mine").mkdir()
+    (tmp_path / "1" / "mine" / "x").touch()
+    (tmp_path / "there").mkdir()
+    kept = stat.S_IMODE((tmp_path / "there").stat().st_mode)
+    before = os.umask(umask)
+    try:
+        run(lambda storage: storage.set_aside("1", ["mine/x"]), tmp_path, mode)
+        run(lambda storage: storage.prepare_trash("there/bin/trash"), tmp_path, mode)
+    finally:
+        os.umask(before)
+    wanted = 0o777 & ~umask if mode is None else mode
+    for path in ("1.others", "1.others/mine", "there/bin", "there/bin/trash"):
+        assert oct(stat.S_IMODE((tmp_path / path).stat().st_mode)) == oct(wanted), path
+    assert stat.S_IMODE((tmp_path / "there").stat().st_mode) == kept
+
+
+def test_a_new_folder_is_open_to_nobody_else_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = []
+    real = os.chmod
+
+    def chmod(path: Path, mode: int) -> None:
+        first.append(stat.S_IMODE(path.stat().st_mode))
+        real(path, mode)
+
+    monkeypatch.setattr(os, "chmod", chmod)
+    assert posix.make_directories(tmp_path / "a" / "b", 0o700) == [
+        tmp_path / "a" / "b",
+        tmp_path / "a",
+    ]
+    assert first == [0o700, 0o700]
+    assert posix.make_directories(tmp_path / "a" / "b", 0o750) == []
+    assert len(first) == 2
+    (tmp_path / "a" / "file").touch()
+    for path in ("a/file", "a/file/c"):
+        with pytest.raises((FileExistsError, NotADirectoryError)):
+            posix.make_directories(tmp_path / path, 0o700)
