@@ -399,7 +399,8 @@ def cached_bytes(path: Path) -> int:
 
     before = from_devices()
     size = len(path.read_bytes())
-    found = size - (from_devices() - before)
+    # It may have had other things read besides, such as what the file system keeps of the file.
+    found = max(size - (from_devices() - before), 0)
     evict(path)
     return found
 
