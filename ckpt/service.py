@@ -47,7 +47,7 @@ from ckpt.retention import Retention
 from ckpt.root_metadata import read_root_metadata, write_root_metadata
 from ckpt.saves import Saves
 from ckpt.settings import Staging, Timeouts
-from ckpt.step_names import StepNames
+from ckpt.step_names import Standard, StepNames
 from ckpt.steps import check_step
 from ckpt.storage.base import Storage
 
@@ -237,6 +237,9 @@ class RootService:
 
     async def other_entries(self, step: int) -> list[str]:
         """Return the entries of `step` under other names than the one it is written to."""
+        if isinstance(self._names, Standard):
+            # It gives a step one name only, so nothing needs to be looked at.
+            return []
         written = self._names.name(step)
         return [entry for entry in await self._index.entries_of(step) if entry != written]
 
