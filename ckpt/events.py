@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 __all__ = ["Event", "Observer", "Outcome", "Recorder", "emit"]
@@ -101,23 +101,32 @@ class Recorder:
         emit(self.observers, Event(self.operation, "preempted", self.step, began, now))
 
     @contextmanager
-    def ending(self, began_ns: int) -> Iterator[list[int]]:
-        """Report the whole operation when the body ends, however it does.
+    def ending(
+        self, began_ns: int, *, skips: type[Exception] | tuple[type[Exception], ...] = ()
+    ) -> Iterator[list[int]]:
+        """Report the whole operation when the body ends, however it does; see `failing`.
 
         Gives a list; the body adds to it how many bytes it moved.
         """
         moved: list[int] = []
-        with self.failing(began_ns):
+        with self.failing(began_ns, skips=skips):
             yield moved
         self.end(began_ns, "ok", nbytes=sum(moved))
 
     @contextmanager
-    def failing(self, began_ns: int) -> Iterator[None]:
-        """Report the whole operation only if the body raises."""
+    def failing(
+        self, began_ns: int, *, skips: type[Exception] | tuple[type[Exception], ...] = ()
+    ) -> Iterator[None]:
+        """Report the whole operation only if the body raises: as skipped where it raises `skips`.
+
+        Where the operation was not asked for a step, the error may tell which one it was about.
+        """
         try:
             yield
         except Exception as error:
-            self.end(began_ns, "failed", reason=str(error))
+            step = getattr(error, "step", None) if self.step is None else self.step
+            outcome: Outcome = "skipped" if isinstance(error, skips) else "failed"
+            replace(self, step=step).end(began_ns, outcome, reason=str(error))
             raise
         except BaseException:
             self.end(began_ns, "cancelled")

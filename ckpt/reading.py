@@ -99,25 +99,25 @@ class RootReader:
 
     async def verify(self, step: int | None, deep: bool) -> VerifyReport:
         """Compare `step`, or the latest one, with its manifest; see `engine.verification`."""
-        for _ in range(_LATEST_TRIES if step is None else 1):
-            began = time.perf_counter_ns()
-            with self._recorder("verify", step).failing(began):
+        began = time.perf_counter_ns()
+        with self._recorder("verify", step).failing(began):
+            for _ in range(_LATEST_TRIES if step is None else 1):
                 chosen = await self.latest_step() if step is None else check_step(step)
                 if chosen is None:
                     raise self._no_step()
                 entries = await self._index.entries_of(chosen)
                 if not entries:
                     raise await self._index.not_found(chosen)
-            try:
-                with self._recorder("verify", chosen).ending(began) as moved:
+                try:
                     report = await verify_entry(
                         self._storage, entries[0], chosen, deep, self._engine.observers
                     )
-                    moved.append(report.nbytes)
-                    return report
-            except StepNotFoundError as error:
-                deleted = error
-        raise deleted
+                except StepNotFoundError as error:
+                    deleted = error
+                    continue
+                self._recorder("verify", chosen).end(began, "ok", nbytes=report.nbytes)
+                return report
+            raise deleted
 
     async def restore(
         self,
@@ -129,21 +129,21 @@ class RootReader:
         """Load a step, or the latest one: then the next one where it is deleted meanwhile."""
         # It may be asked for more than once.
         items = list(items) if isinstance(items, Iterator) else items
-        for _ in range(_LATEST_TRIES if step is None else 1):
-            began = time.perf_counter_ns()
-            with self._recorder("restore", step).failing(began):
+        began = time.perf_counter_ns()
+        with self._recorder("restore", step).failing(began):
+            for _ in range(_LATEST_TRIES if step is None else 1):
                 entry, manifest = await self.found(step)
-            try:
-                with self._recorder("restore", manifest.step).ending(began) as moved:
+                try:
                     loaded = await self._load(entry, manifest, like, items, adapt)
-                    moved.append(sum(manifest.items[name].nbytes for name in loaded))
-            except StepDeletedError as error:
-                deleted = error
-                continue
-            seconds = (time.perf_counter_ns() - began) / 1e9
-            logger.info("restored step %s: %d bytes in %.2f s", manifest.step, moved[0], seconds)
-            return result_of(manifest, loaded, named=items is not None)
-        raise deleted
+                except StepDeletedError as error:
+                    deleted = error
+                    continue
+                nbytes = sum(manifest.items[name].nbytes for name in loaded)
+                self._recorder("restore", manifest.step).end(began, "ok", nbytes=nbytes)
+                seconds = (time.perf_counter_ns() - began) / 1e9
+                logger.info("restored step %s: %d bytes in %.2f s", manifest.step, nbytes, seconds)
+                return result_of(manifest, loaded, named=items is not None)
+            raise deleted
 
     async def _load(
         self,

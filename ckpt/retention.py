@@ -18,6 +18,7 @@ from ckpt.history import saved_step
 from ckpt.index import StepIndex
 from ckpt.late_statistics import drop_late, keep_late, statistics_of
 from ckpt.manifest import Manifest
+from ckpt.moments import Moments
 from ckpt.pins import deletion_of, pins, refuse_pinned
 from ckpt.policies import Deletion, PreservationPolicyLike, PreserveAll, steps_kept
 from ckpt.steps import check_step, while_read
@@ -39,7 +40,7 @@ class Retention:
         deletion: Deletion,
         observers: tuple[Observer, ...],
         now_ns: Callable[[], int],
-        newest_saved: Callable[[], int | None],
+        moments: Moments,
     ) -> None:
         """Keep the steps of `storage` that `policy` wants to have kept.
 
@@ -50,7 +51,7 @@ class Retention:
             deletion: How the others go.
             observers: Told of every deletion.
             now_ns: Tells the time, in Unix nanoseconds.
-            newest_saved: Tells which step was acknowledged last.
+            moments: Tell which step was acknowledged last.
         """
         self._storage = storage
         self._index = index
@@ -60,7 +61,7 @@ class Retention:
         self._trash = None if deletion.trash is None else os.fspath(deletion.trash)
         self._observers = observers
         self._now_ns = now_ns
-        self._newest_saved = newest_saved
+        self._moments = moments
         # Made on the engine's loop. Held while steps are deleted after a commit, so that those of
         # several commits are not more than were asked for, and none is deleted twice.
         self._preserving: anyio.Lock | None = None
@@ -93,7 +94,7 @@ class Retention:
         found = await self._index.refresh()
         steps = [saved_step(each) for each in found.values()]
         kept = await anyio.to_thread.run_sync(steps_kept, self._policy, steps, self._now_ns() / 1e9)
-        always = {self._newest_saved()}
+        always = {self._moments.newest}
         if self._keeps_latest:
             always.add(max(found, default=None))
         going = [step for step in found if step not in kept and step not in always]
@@ -217,12 +218,7 @@ class Retention:
             StepPinnedError: It is pinned already.
         """
         recorder = Recorder("delete", step, self._observers)
-        began_ns = time.perf_counter_ns()
-        async with deletion_of(self._storage, step) as pinned:
-            try:
+        with recorder.ending(time.perf_counter_ns(), skips=StepPinnedError):
+            async with deletion_of(self._storage, step) as pinned:
                 refuse_pinned(self._storage, step, pinned)
-            except StepPinnedError as error:
-                recorder.end(began_ns, "skipped", reason=error.message)
-                raise
-            with recorder.ending(began_ns):
                 yield

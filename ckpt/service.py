@@ -22,7 +22,7 @@ from ckpt.engine.exits import fail_exit
 from ckpt.engine.loop import EngineLoop, Job
 from ckpt.engine.plans import PlanCache
 from ckpt.engine.save import SaveEngine
-from ckpt.errors import ReadOnlyError, StorageError
+from ckpt.errors import CheckpointError, ReadOnlyError, StorageError
 from ckpt.events import Observer, Recorder
 from ckpt.handlers.registry import HandlersLike, find_handlers
 from ckpt.history import Previous, saved_step
@@ -106,6 +106,7 @@ class RootService:
         self._opened = False
         self._swept = 0.0
         self._index = StepIndex(storage, names)
+        self.saves = Saves(loop, storage, engine, backlog, preemption)
         self._retention = Retention(
             storage,
             self._index,
@@ -113,9 +114,8 @@ class RootService:
             deletion,
             engine.observers,
             engine.now_ns,
-            lambda: self.saves.moments.newest,
+            self.saves.moments,
         )
-        self.saves = Saves(loop, storage, engine, backlog, preemption)
         self.reader = RootReader(storage, self._index, engine, ranking_of(preservation))
         self._partials = PartialSaves(loop, storage, engine, self.saves)
 
@@ -203,6 +203,9 @@ class RootService:
                 await self._sweep()
             with Recorder("save", saved, self._engine.observers).phase("preserve"):
                 await self._retention.preserve()
+        except CheckpointError as error:
+            logger.warning("steps that are no longer kept could not be deleted: %s", error)
+            return None
         except Exception:
             logger.warning("steps that are no longer kept could not be deleted", exc_info=True)
             return None

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import gc
 import logging
 import signal
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import anyio
 import pytest
@@ -18,6 +22,7 @@ import ckpt
 import ckpt.sync
 from ckpt import errors, policies
 from ckpt.policies import SaveContext, SavedStep
+from ckpt.storage import notes
 from tests.gates import PATIENCE_S, Gate, GateHandler
 
 
@@ -382,3 +387,66 @@ def test_a_restore_that_is_cancelled_says_so(tmp_path: Path) -> None:
 def test_a_number_that_nobody_would_write_is_no_step(tmp_path: Path, step: int) -> None:
     with plain(tmp_path) as mgr, pytest.raises(errors.InvalidArgumentError, match="step="):
         mgr.save(step, {"n": 1})
+
+
+def test_a_restore_that_goes_on_with_another_step_is_one_operation(tmp_path: Path) -> None:
+    """The step it began with is deleted under it; nobody is told of a failure."""
+
+    class Moving(GateHandler):
+        async def load(self, *args: Any) -> str:
+            if trainer.latest_step() == 1:
+                return "loaded"
+            await anyio.to_thread.run_sync(move_on)
+            raise errors.CorruptCheckpointError("half of it is gone")
+
+    def move_on() -> None:
+        trainer.save(1, items={"gate": gate}).result(PATIENCE_S)
+        trainer.delete(0)
+
+    events: list[ckpt.Event] = []
+    gate = Gate()
+    gate.open()
+    reader = ckpt.sync.CheckpointManager(tmp_path, handlers=[Moving()], observers=[events.append])
+    with plain(tmp_path) as trainer, reader:
+        trainer.save(0, items={"gate": gate}).result(PATIENCE_S)
+        assert reader.restore() == {"gate": "loaded"}
+        trainer.save(2, {"n": 1.0}).result(PATIENCE_S)
+        with pytest.raises(errors.TargetMismatchError):
+            reader.restore(like={"m": 1.0})
+    ends = [(each.step, each.outcome) for each in events if each.phase == "end"]
+    assert ends == [(1, "ok"), (2, "failed")]
+
+
+def test_a_deletion_that_cannot_be_announced_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[ckpt.Event] = []
+    with plain(tmp_path, observers=[events.append]) as mgr:
+        mgr.save(0, {"n": 1}).result(PATIENCE_S)
+        with monkeypatch.context() as patch:
+            refused = OSError(errno.EACCES, "not here")
+            patch.setattr(notes, "put_brief", Mock(side_effect=refused))
+            with pytest.raises(errors.StorageError, match="not here"):
+                mgr.delete(0)
+        assert mgr.all_steps() == [0]
+    ends = [(e.operation, e.outcome) for e in events if e.phase == "end"]
+    assert ends == [("save", "ok"), ("delete", "failed")]
+
+
+def test_a_manager_that_is_dropped_is_gone_at_once(tmp_path: Path) -> None:
+    """Nothing of it waits for the garbage collector: errors to tell, and handlers of signals."""
+    gc.collect()
+    gc.disable()
+    try:
+        mgr = plain(tmp_path, preservation=policies.LatestN(1))
+        for step in range(3):
+            mgr.save(step, {"n": step}).result(PATIENCE_S)
+        mgr.wait_until_finished()
+        service = weakref.ref(mgr._service)
+        thread = mgr._loop._thread
+        del mgr
+        assert thread is not None
+        thread.join(PATIENCE_S)
+        assert service() is None
+    finally:
+        gc.enable()

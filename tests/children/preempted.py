@@ -178,6 +178,7 @@ def at_exit(root: Path) -> None:
         return frame is not None
 
     def watch() -> None:
+        # Nothing signals that the exit waits, so it is looked at.
         while not is_exiting():
             time.sleep(0.01)
         signal_here()
@@ -273,6 +274,7 @@ def changes_hands() -> None:
         for step in itertools.count(1):
             if mgr.reached_preemption(step):
                 break
+            # JAX agrees on the step in threads of its own, and tells by the answer only.
             time.sleep(0.01)
     show([early, mgr.reached_preemption(step + 1)])
     jax.distributed.shutdown()
