@@ -16,6 +16,8 @@
     ├── ReadOnlyError                           a write was asked of a read-only manager
     ├── ClosedError (RuntimeError)              use after close
     ├── ForkedProcessError (RuntimeError)       use in a forked child
+    ├── CoordinationError                       the processes of a job cannot agree or talk
+    │   └── CoordinationTimeoutError (TimeoutError)  a process gave no sign of life in time
     ├── CommitCancelledError                    the commit was cancelled before it was published
     └── CommitTimeoutError (TimeoutError)       `result(timeout)` ran out; the commit goes on
 
@@ -35,6 +37,8 @@ __all__ = [
     "ClosedError",
     "CommitCancelledError",
     "CommitTimeoutError",
+    "CoordinationError",
+    "CoordinationTimeoutError",
     "CorruptCheckpointError",
     "ForkedProcessError",
     "HandlerError",
@@ -204,6 +208,21 @@ class ClosedError(CheckpointError, RuntimeError):
 
 class ForkedProcessError(CheckpointError, RuntimeError):
     """An object made before `fork()` was used in the child, where its threads do not exist."""
+
+
+class CoordinationError(CheckpointError):
+    """The processes of a job do not agree, or what they talk through does not work."""
+
+
+class CoordinationTimeoutError(CoordinationError, TimeoutError):
+    """A process of the job gave no sign of life in time; the message says which, and when.
+
+    Attributes:
+        missing: The numbers of the processes that were waited for; empty where it was the service
+            that all of them share which did not answer.
+    """
+
+    missing: tuple[int, ...] = ()
 
 
 class CommitCancelledError(CheckpointError):

@@ -27,6 +27,7 @@ _DEFAULT_SHARE = 4
 # Cleaners take a lease for longer than this for somebody's mistake.
 LONGEST_LEASE_SECONDS = 7 * 86400.0
 _LONGEST_EXIT_SECONDS = 365 * 86400.0
+_LONGEST_COORDINATION_SECONDS = 86400.0
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -95,17 +96,25 @@ class Timeouts:
             longer may find its attempt removed, and its save then fails.
         exit: How long interpreter exit waits for saves that nobody waited for. Those that have not
             ended by then are given up, and the program ends with an error.
+        coordination: How long a process of a job waits for another that gives no sign of life: that
+            neither comes to where it is waited for nor moves any bytes. One that is slow is waited
+            for as long as it takes.
 
     Raises:
-        InvalidArgumentError: One of them is no number of seconds above 0, or a lease is longer
-            than a week.
+        InvalidArgumentError: One of them is no number of seconds above 0, a lease is longer than a
+            week, or a wait for another process longer than a day.
     """
 
     lease: float = 600.0
     exit: float = 600.0
+    coordination: float = 60.0
 
     def __post_init__(self) -> None:
-        for name, most in (("lease", LONGEST_LEASE_SECONDS), ("exit", _LONGEST_EXIT_SECONDS)):
+        for name, most in (
+            ("lease", LONGEST_LEASE_SECONDS),
+            ("exit", _LONGEST_EXIT_SECONDS),
+            ("coordination", _LONGEST_COORDINATION_SECONDS),
+        ):
             seconds = getattr(self, name)
             is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
             if not is_number or not 0 < seconds <= most:

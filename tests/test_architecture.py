@@ -18,8 +18,17 @@ FLOORS = [
     {"errors"},
     {"backlog", "events", "manifest", "pace", "policies", "preemption", "settings"},
     {"statistics", "step_names", "waiting"},
-    {"layout", "storage", "commit", "observers"},
-    {"handlers", "late_statistics", "pins", "root_metadata", "steps", "stepinfo", "surgery"},
+    {"coordination", "layout", "storage", "commit", "observers"},
+    {
+        "handlers",
+        "late_statistics",
+        "peers",
+        "pins",
+        "root_metadata",
+        "steps",
+        "stepinfo",
+        "surgery",
+    },
     {"engine", "index"},
     {"entries", "history", "moments", "requests"},
     {"reading", "retention", "saves", "watcher"},
@@ -114,8 +123,18 @@ def test_third_party_libraries_are_named_only_at_their_seams(module: str) -> Non
     for library, rooms in SEAMS.items():
         if room != "testing" and library in roots:
             assert room in rooms, f"{module} names {library}"
-    private = {name for name in GRAPH[module] if name.startswith("jax._src")}
-    assert not private, f"{module} uses jax's private {private}"
+
+
+def test_private_modules_of_jax_are_named_in_exactly_one_file() -> None:
+    private = {
+        module
+        for module, imported in GRAPH.items()
+        if any(name == "jax._src" or name.startswith("jax._src.") for name in imported)
+    }
+    assert private == {"ckpt.coordination.jax_service"}
+    # Nor are they reached by attribute.
+    named = {name_of(path) for path in MODULES if "jax._src" in path.read_text()}
+    assert named == private
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

@@ -1,0 +1,36 @@
+"""Signs of life of a process that is busy with what moves no bytes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import anyio
+
+from ckpt.coordination.operation import Operation
+from ckpt.errors import located
+
+__all__ = ["beating"]
+
+# So often within the time limit, and so often in all: what takes longer hangs, and is noticed.
+_BEATS = 8
+_MOST_BEATS = 10 * _BEATS
+
+
+@contextlib.asynccontextmanager
+async def beating(operation: Operation) -> AsyncIterator[None]:
+    """Let the others know, while the body runs, that this process lives; `watch` tells them.
+
+    That ends when ten times the time limit has gone by.
+    """
+    with located():
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_beat, operation)
+            yield
+            tasks.cancel_scope.cancel()
+
+
+async def _beat(operation: Operation) -> None:
+    for _ in range(_MOST_BEATS):
+        operation.advance(1)
+        await anyio.sleep(operation.seconds / _BEATS)

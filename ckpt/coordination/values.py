@@ -1,0 +1,60 @@
+"""Values of any length in a store of short ones: compressed, and in parts where they are long.
+
+A value is stored as a head, and the parts that the head names. The parts are there before the head
+is, under a name that nobody else uses, so whoever sees the head can read all of it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import zlib
+from collections.abc import Callable
+
+from ckpt.errors import CoordinationError
+
+__all__ = ["PART_BYTES", "Part", "join", "split"]
+
+# gRPC takes messages of up to 4 MB where nobody has raised its limit, and a service that hands out
+# long messages keeps everybody else waiting.
+PART_BYTES = 1 << 20
+_WORTH_COMPRESSING = 512
+_PLAIN, _COMPRESSED, _IN_PARTS = b"p", b"z", b"n"
+
+Part = tuple[str, bytes]
+
+
+def split(value: bytes) -> tuple[bytes, list[Part]]:
+    """Return the head of a value, and the parts to be stored before it, by name."""
+    body = _PLAIN + value
+    if len(value) >= _WORTH_COMPRESSING:
+        compressed = zlib.compress(value, 1)
+        if len(compressed) < len(value):
+            body = _COMPRESSED + compressed
+    if len(body) <= PART_BYTES:
+        return body, []
+    name = secrets.token_hex(8)
+    pieces = [body[at : at + PART_BYTES] for at in range(0, len(body), PART_BYTES)]
+    parts = [(f"{name}/{number}", piece) for number, piece in enumerate(pieces)]
+    return _IN_PARTS + f"{name} {len(parts)}".encode(), parts
+
+
+def join(head: bytes, read: Callable[[str], bytes]) -> bytes:
+    """Return the value of a head; `read` gives the parts by name.
+
+    Raises:
+        CoordinationError: That was not written by `split`.
+    """
+    try:
+        if head[:1] == _IN_PARTS:
+            name, count = head[1:].decode().split(" ")
+            head = b"".join(read(f"{name}/{number}") for number in range(int(count)))
+        if head[:1] == _PLAIN:
+            return head[1:]
+        if head[:1] == _COMPRESSED:
+            return zlib.decompress(head[1:])
+    except (ValueError, zlib.error):
+        pass
+    raise CoordinationError(
+        f"a value that the processes share is not understood ({head[:80]!r}); all processes of a "
+        "job have to run the same version of this library"
+    )

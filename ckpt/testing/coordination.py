@@ -1,0 +1,7 @@
+"""What the processes of a make-believe job share: several managers in one process, for tests."""
+
+from __future__ import annotations
+
+from ckpt.coordination.memory import MemoryKeyValues
+
+__all__ = ["MemoryKeyValues"]
