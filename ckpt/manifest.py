@@ -22,8 +22,10 @@ from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, Unsupporte
 __all__ = [
     "COMPRESSION",
     "FILE_NAME",
+    "FOLDER",
     "FORMAT_VERSION",
     "MAX_BYTES",
+    "OWN_DISKS",
     "FileEntry",
     "ItemEntry",
     "JsonValue",
@@ -43,7 +45,11 @@ FILE_NAME = "ckpt.json"
 FORMAT_VERSION = 1
 # Chunks may be compressed.
 COMPRESSION = "compression"
-SUPPORTED_FEATURES: frozenset[str] = frozenset({COMPRESSION})
+# The files may lie in a folder of the entry.
+FOLDER = "folder"
+# Other processes have other chunks of the arrays, on disks of their own.
+OWN_DISKS = "own_disks"
+SUPPORTED_FEATURES: frozenset[str] = frozenset({COMPRESSION, FOLDER, OWN_DISKS})
 # A manifest takes about 250 bytes a leaf, so this is room for a million leaves; a larger file is
 # refused before it is parsed.
 MAX_BYTES = 256 << 20
@@ -61,6 +67,8 @@ Version = Annotated[int, Field(gt=-(10**40), lt=10**40)]
 Step = Annotated[int, Field(ge=0, lt=10**19)]
 Size = Annotated[int, Field(ge=0, le=1 << 62)]
 UnixTime = Annotated[int, Field(ge=0, le=1 << 62)]
+# A name from a file: it must not lead anywhere else.
+Folder = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
 Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 Metrics = dict[str, float | Literal["nan", "inf", "-inf"]]
 
@@ -123,8 +131,7 @@ class LeafEntry(_Model):
     """One leaf.
 
     Attributes:
-        name: The stored name (escaped leaf path); array data lies under `<name>/` in the item's
-            database.
+        name: The stored name (escaped leaf path); its keys in the database begin with `<name>/`.
         kind: `jax`, `key` (a typed PRNG key, stored as its key data), `numpy`, `numpy_scalar`; a
             value that stands in `value`: `int`, `float`, `complex`, `bool`, `str`, `bytes`,
             `numpy_str`, `numpy_bytes`; or `callable`, of which only the name is stored.
@@ -133,6 +140,7 @@ class LeafEntry(_Model):
         chunks: Shape of one stored chunk; chunks tile the array from the origin.
         digests: xxh3_128 of the logical bytes (C order, little endian) of every chunk, in C order
             of the chunk grid. Of a chunk at the upper edge only the part inside the array counts.
+            Empty for a chunk that another process keeps on a disk of its own.
         offsets: First byte of every chunk within its data file, in the order of `digests`; empty
             where only the database tells where the chunks lie.
         files: Index into the item's `data_files` of every chunk's file; empty where all are in
@@ -206,6 +214,8 @@ class Manifest(_Model):
         requires: Names of features a reader must know to read the step rightly.
         step: The step, or None for a one-shot checkpoint.
         attempt: Random id of the attempt that wrote the step.
+        folder: Folder of the entry in which all files but the manifest lie: its name is the id of
+            the attempt that wrote them. Empty where they lie in the entry itself.
         unnamed: Whether the step is one object saved without a name; it lies in item `state`.
         items: The items by name.
         metrics: Metrics given to `save`; NaN and infinities as text, since JSON has none.
@@ -214,8 +224,9 @@ class Manifest(_Model):
         committed_ns: Unix time in nanoseconds at which the manifest was written.
         writer: Versions of the libraries that wrote the step.
         process_count: Number of processes that wrote the step.
+        save: Where each of them has a disk of its own: random id that its manifests have in common.
         statistics: Where the time of the save went until the manifest was written, in seconds.
-        files: Every other file of the step, by path relative to it.
+        files: Every other file of the step, by path relative to it, or to `folder`.
     """
 
     format: Literal["ckpt"]
@@ -223,6 +234,7 @@ class Manifest(_Model):
     requires: list[str] = Field(default_factory=list)
     step: Step | None
     attempt: str
+    folder: Folder = ""
     unnamed: bool
     items: dict[str, ItemEntry]
     metrics: Metrics | None = None
@@ -231,6 +243,7 @@ class Manifest(_Model):
     committed_ns: UnixTime
     writer: dict[str, str]
     process_count: int
+    save: str = ""
     statistics: dict[str, Seconds] = Field(default_factory=dict)
     files: dict[str, FileEntry]
 
@@ -248,6 +261,7 @@ class Summary(_Header):
     """What lists of steps are made of. Attributes as in `Manifest`."""
 
     attempt: str = ""
+    save: str = ""
     metrics: Metrics | None = None
     created_ns: UnixTime = 0
     committed_ns: UnixTime = 0
@@ -257,10 +271,12 @@ class _Files(_Model):
     """The files of a step, without the rest."""
 
     files: dict[str, FileEntry]
+    folder: Folder = ""
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset({FILE_NAME, *self.files})
+        start = f"{self.folder}/" if self.folder else ""
+        return frozenset({FILE_NAME, *(start + path for path in self.files)})
 
 
 def encode(manifest: Manifest) -> bytes:

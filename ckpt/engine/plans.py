@@ -9,6 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ckpt.digests import digest
 from ckpt.errors import CheckpointError
@@ -16,8 +17,10 @@ from ckpt.layout.formatting import FormatRules, Formatted, format_leaves
 from ckpt.layout.leaves import SHAREABLE, Classifier, LeafSpec
 from ckpt.layout.ocdbt import Index
 from ckpt.layout.orbax_view import item_view
+from ckpt.layout.outlines import Outline, tree_outline
+from ckpt.layout.owners import Team
 from ckpt.layout.plan import Places, SavePlan, database_entries, plan_save
-from ckpt.layout.records import record_leaves
+from ckpt.layout.records import StoredChunks, record_chunks
 from ckpt.layout.structure import Structure, unboxed_names
 from ckpt.manifest import FileEntry, ItemEntry, Node
 
@@ -33,11 +36,13 @@ class ItemPlan:
 
     Attributes:
         save: Where its bytes go.
-        index: Index of its database, or None where it stores no array, or where the places of its
-            chunks are only known once they are encoded.
-        view: Its files for Orbax, by path relative to the item, with their entries.
+        index: Index of its database, or None where it stores no array, where the places of its
+            chunks are only known once they are encoded, or where other processes write some.
+        view: Its files for Orbax, by path relative to the item, with their entries; of several
+            processes the primary has them.
         formatted: What the formats came to, where there are any.
         keys: Numbers of the leaves that are PRNG keys.
+        outline: What the processes that save together compare; None for one alone.
     """
 
     save: SavePlan
@@ -45,6 +50,7 @@ class ItemPlan:
     view: dict[str, tuple[bytes, FileEntry]]
     formatted: Formatted | None = None
     keys: tuple[int, ...] = ()
+    outline: Outline | None = None
 
     def index_over(self, places: Places) -> Index:
         """Return the index of the database where encoded chunks lie at `places`."""
@@ -55,12 +61,23 @@ class ItemPlan:
         return [new_data_file() for _ in self.save.granules]
 
 
+@dataclass(frozen=True, slots=True)
+class _How:
+    """What a plan depends on besides the tree."""
+
+    rules: FormatRules | None
+    budget: int
+    team: Team | None
+    largest: int | None
+    usual: int | None
+
+
 @dataclass(slots=True)
 class _Known:
     names: tuple[str, ...]
     nodes: tuple[Node, ...]
     specs: list[LeafSpec]
-    formatted: bool
+    how: _How
     plan: ItemPlan
 
 
@@ -73,6 +90,8 @@ class PlanCache:
 
     rules: FormatRules | None = None
     classifier: Classifier = field(default_factory=Classifier)
+    # Of leaves that several processes save.
+    spanning: Classifier = field(default_factory=lambda: Classifier(spanning=True))
     known: dict[str, _Known] = field(default_factory=dict)
 
     def plan(
@@ -82,57 +101,50 @@ class PlanCache:
         budget: int,
         formatted: bool = True,
         whole: bool = True,
+        team: Team | None = None,
+        largest_file_bytes: int | None = None,
+        usual_file_bytes: int | None = None,
     ) -> ItemPlan:
         """Return the plan for a tree, made anew only if another one was planned last.
 
         Args:
             item: Name of the item.
             structure: The tree.
-            budget: The staging budget in bytes.
+            budget: The staging budget in bytes; the same on all processes.
             formatted: Whether the rules apply.
             whole: Whether it is the whole item; a part has neither an index nor a view of its own,
                 and is not kept.
+            team: The processes that save together; None for one alone.
+            largest_file_bytes: Most bytes of a data file, or None.
+            usual_file_bytes: About how large data files are best, or None.
 
         Raises:
             UnsupportedLeafError: Leaves that cannot be stored; names the first, notes the others.
+            InvalidArgumentError: The tree cannot be planned; see `plan_save`.
         """
-        specs = self._classify(structure)
-        rules = self.rules if formatted else None
+        spread = team is not None and team.count > 1
+        specs = _classify(self.spanning if spread else self.classifier, structure)
+        how = _How(
+            rules=self.rules if formatted else None,
+            budget=budget,
+            team=team,
+            largest=largest_file_bytes,
+            usual=usual_file_bytes,
+        )
         if not whole:
-            return _plan_part(structure, specs, rules, budget)
+            return _plan_part(structure, specs, how)
         known = self.known.get(item)
         if (
             known is not None
-            and known.formatted == formatted
+            and known.how == how
             and known.specs == specs
             and known.names == structure.names
             and known.nodes == structure.nodes
         ):
             return known.plan
-        plan = _plan(structure, specs, rules, budget)
-        self.known[item] = _Known(structure.names, structure.nodes, specs, formatted, plan)
+        plan = _plan(structure, specs, how)
+        self.known[item] = _Known(structure.names, structure.nodes, specs, how, plan)
         return plan
-
-    def _classify(self, structure: Structure) -> list[LeafSpec]:
-        specs: list[LeafSpec] = []
-        problems = []
-        first: dict[int, int] = {}
-        for name, leaf in zip(structure.names, structure.leaves, strict=True):
-            try:
-                spec = self.classifier.classify(leaf, name)
-            except CheckpointError as error:
-                problems.append(error)
-                continue
-            number = len(specs)
-            # The leaves are kept by the structure, so an identity is not given twice.
-            if first.setdefault(id(leaf), number) != number and spec.kind in SHAREABLE:
-                spec = replace(spec, same_as=first[id(leaf)])
-            specs.append(spec)
-        if problems:
-            for other in problems[1:_MOST_PROBLEMS]:
-                problems[0].add_note(f"also: {other}")
-            raise problems[0]
-        return specs
 
 
 def new_data_file() -> str:
@@ -140,15 +152,40 @@ def new_data_file() -> str:
     return f"d/{uuid.uuid4().hex}"
 
 
-def _plan(
-    structure: Structure, specs: Sequence[LeafSpec], rules: FormatRules | None, budget: int
-) -> ItemPlan:
-    plan = _plan_part(structure, specs, rules, budget)
-    save = plan.save
-    entries = [] if save.is_encoded else list(database_entries(save))
-    # The view is a function of what does not change; digests and files are left blank for it.
-    blanks = [[""] * len(granule.chunks) for granule in save.granules]
-    records = record_leaves(save, structure.leaves, blanks, [])
+def _classify(classifier: Classifier, structure: Structure) -> list[LeafSpec]:
+    specs: list[LeafSpec] = []
+    problems = []
+    first: dict[int, int] = {}
+    for name, leaf in zip(structure.names, structure.leaves, strict=True):
+        try:
+            spec = classifier.classify(leaf, name)
+        except CheckpointError as error:
+            problems.append(error)
+            continue
+        number = len(specs)
+        # The leaves are kept by the structure, so an identity is not given twice.
+        if first.setdefault(id(leaf), number) != number and spec.kind in SHAREABLE:
+            spec = replace(spec, same_as=first[id(leaf)])
+        specs.append(spec)
+    if problems:
+        for other in problems[1:_MOST_PROBLEMS]:
+            problems[0].add_note(f"also: {other}")
+        raise problems[0]
+    return specs
+
+
+def _plan(structure: Structure, specs: Sequence[LeafSpec], how: _How) -> ItemPlan:
+    plan = _plan_part(structure, specs, how)
+    save, team = plan.save, plan.save.team
+    if team is not None:
+        plan = replace(plan, outline=tree_outline(save, structure.nodes))
+        if team.index and team.mode == "shared":
+            return plan
+    entries = [] if save.is_encoded or team is not None else list(database_entries(save))
+    # The view is a function of what does not change; where chunks lie is left out of it.
+    blank: list[list[Any]] = [[] for _ in save.leaves]
+    chunks = StoredChunks(blank, blank, blank, {})
+    records = record_chunks(save, structure.leaves, chunks, [])
     item = ItemEntry(
         handler="", nodes=list(structure.nodes), leaves=records.leaves, shardings=records.shardings
     )
@@ -159,14 +196,12 @@ def _plan(
     return replace(plan, index=Index(entries) if entries else None, view=view)
 
 
-def _plan_part(
-    structure: Structure, specs: Sequence[LeafSpec], rules: FormatRules | None, budget: int
-) -> ItemPlan:
+def _plan_part(structure: Structure, specs: Sequence[LeafSpec], how: _How) -> ItemPlan:
     formatted = None
-    if rules is not None:
+    if how.rules is not None:
         paths = unboxed_names(structure.nodes, structure.names)
-        formatted = format_leaves(rules, paths, specs)
+        formatted = format_leaves(how.rules, paths, specs)
         specs = formatted.specs
-    save = plan_save(structure.names, specs, budget)
+    save = plan_save(structure.names, specs, how.budget, how.team, how.largest, how.usual)
     keys = tuple(number for number, leaf in enumerate(save.leaves) if leaf.spec.kind == "key")
     return ItemPlan(save, None, {}, formatted, keys)

@@ -72,6 +72,7 @@ def choose_chunk(
     itemsize: int,
     target_bytes: int,
     axes: Sequence[int] = (),
+    most_bytes: int | None = None,
 ) -> tuple[int, ...]:
     """Return the chunk shape for an array whose shards have the shape `shard`.
 
@@ -79,6 +80,10 @@ def choose_chunk(
     has a divisor that comes near, it is split evenly, so that no chunk crosses a shard and none is
     padded. Where it has none (a prime length), chunks cross shards or are padded at the edge of the
     array: every chunk is at most `target_bytes`.
+
+    With `most_bytes` no chunk crosses a shard, whatever the lengths are: another process may hold
+    the next one. Where a shard has no good divisor, its chunks are larger than `target_bytes` then,
+    but not larger than `most_bytes` if any divisor gives such.
 
     Before that, `axes` are cut in turn into equal parts, each as often as the others, as long as
     their lengths have small divisors: finer shards along them then consist of whole chunks.
@@ -89,6 +94,7 @@ def choose_chunk(
         itemsize: Bytes of one element.
         target_bytes: Upper bound of a chunk.
         axes: Axes to be split before the others, not negative.
+        most_bytes: Upper bound of a chunk that crosses no shard; None where chunks may cross them.
 
     Returns:
         The chunk shape, at least 1 along every axis.
@@ -96,13 +102,21 @@ def choose_chunk(
     chunk = [max(n, 1) for n in shard]
     _cut_evenly(chunk, itemsize, target_bytes, axes)
     nbytes = math.prod(chunk) * itemsize
+    uneven = []
     for axis in (*axes, *range(len(chunk))):
         if nbytes <= target_bytes:
             break
         row = nbytes // chunk[axis]
         step = _part(chunk[axis], max(target_bytes // row, 1))
+        if most_bytes is not None and chunk[axis] % step and shard[axis] != shape[axis]:
+            uneven.append(axis)
+            continue
         nbytes = row * step
         chunk[axis] = step
+    for axis in uneven:
+        row = nbytes // chunk[axis]
+        chunk[axis] = _divisor(chunk[axis], row, target_bytes, most_bytes or target_bytes)
+        nbytes = row * chunk[axis]
     return tuple(chunk)
 
 
@@ -118,6 +132,18 @@ def _cut_evenly(chunk: list[int], itemsize: int, target_bytes: int, axes: Sequen
             continue
         chunk[axis] //= factor
         pieces[axis] *= factor
+
+
+def _divisor(length: int, row: int, target_bytes: int, most_bytes: int) -> int:
+    """Return the divisor of `length` that gives the best chunks, of so many rows of `row` bytes."""
+    small = (n for n in range(1, math.isqrt(length) + 1) if length % n == 0)
+    divisors = sorted({each for n in small for each in (n, length // n)})
+    below = [n for n in divisors if n * row <= target_bytes]
+    # A chunk that is too large is better than very many that are too small.
+    if below and below[-1] * row * _MOST_PIECES**2 >= target_bytes:
+        return below[-1]
+    above = next(n for n in divisors if n * row > target_bytes or n == length)
+    return above if above * row <= most_bytes or not below else below[-1]
 
 
 def _part(length: int, longest: int) -> int:

@@ -11,7 +11,7 @@ from ckpt.layout.rebuild import rebuild
 from ckpt.layout.records import check_leaves
 from ckpt.layout.report import Problem
 from ckpt.layout.structure import unboxed_names
-from ckpt.manifest import FILE_NAME, ItemEntry, Manifest, Node
+from ckpt.manifest import FILE_NAME, OWN_DISKS, ItemEntry, Manifest, Node
 
 __all__ = ["Contradictions", "contradictions"]
 
@@ -69,7 +69,11 @@ def _problems_of_item(name: str, item: ItemEntry, manifest: Manifest) -> list[Pr
             rebuild([_bare(node) for node in item.nodes], range(len(item.leaves)))
     except CorruptCheckpointError as error:
         found.append(Problem(FILE_NAME, name, error.leaf, error.message))
-    if any(leaf.digests for leaf in item.leaves) and f"{name}/{_DATABASE}" not in manifest.files:
+    if (
+        any(leaf.digests for leaf in item.leaves)
+        and OWN_DISKS not in manifest.requires
+        and f"{name}/{_DATABASE}" not in manifest.files
+    ):
         message = f"it does not list {name}/{_DATABASE}, the database of the item's arrays"
         found.append(Problem(FILE_NAME, name, None, message))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import math
 import types
 from dataclasses import dataclass
 from typing import Any
@@ -100,22 +101,23 @@ class LeafSpec:
         """Logical bytes of the whole array; 0 where there is none."""
         if self.dtype is None:
             return 0
-        return int(np.prod(self.shape, dtype=object)) * DTYPES[self.dtype].itemsize
+        return math.prod(map(int, self.shape)) * DTYPES[self.dtype].itemsize
 
 
-def classify(leaf: Any, name: str) -> LeafSpec:
+def classify(leaf: Any, name: str, spanning: bool = False) -> LeafSpec:
     """Return what `leaf` is.
 
     Args:
         leaf: A leaf of a tree about to be saved.
         name: Its stored name, for messages.
+        spanning: Whether arrays may lie on devices of other processes, because those save, too.
 
     Raises:
         UnsupportedLeafError: The leaf is of a kind or dtype that cannot be stored, or an array
             whose buffer is gone (donated or deleted).
     """
     if isinstance(leaf, jax.Array):
-        return _classify_jax(leaf, name)
+        return _classify_jax(leaf, name, spanning)
     kind = scalar_kind(leaf)
     if kind is None and isinstance(leaf, np.ndarray | np.generic):
         is_array = isinstance(leaf, np.ndarray)
@@ -182,8 +184,9 @@ class Classifier:
     specs of two saves is comparing identities.
     """
 
-    def __init__(self) -> None:
-        """Know nothing yet."""
+    def __init__(self, spanning: bool = False) -> None:
+        """Know nothing yet; see `classify` for `spanning`."""
+        self._spanning = spanning
         # By identity, since hashing a sharding is slow; the objects are kept, so that no identity
         # is given to another one meanwhile.
         self._known: dict[tuple[int, int, bool, type], tuple[Any, Any, LeafSpec]] = {}
@@ -192,9 +195,9 @@ class Classifier:
     def classify(self, leaf: Any, name: str) -> LeafSpec:
         """Return what `leaf` is; see `classify`."""
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
-            return classify(leaf, name)
+            return classify(leaf, name, self._spanning)
         if leaf.is_deleted():
-            return classify(leaf, name)
+            return classify(leaf, name, self._spanning)
         aval, sharding = leaf.aval, leaf.sharding
         key = (id(aval), id(sharding), leaf.committed, type(leaf))
         known = self._known.get(key)
@@ -202,12 +205,12 @@ class Classifier:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
                 self._specs.clear()
-            spec = classify(leaf, name)
+            spec = classify(leaf, name, self._spanning)
             known = self._known[key] = (aval, sharding, self._specs.setdefault(spec, spec))
         return known[2]
 
 
-def _classify_jax(leaf: jax.Array, name: str) -> LeafSpec:
+def _classify_jax(leaf: jax.Array, name: str, spanning: bool) -> LeafSpec:
     if isinstance(leaf, jax.core.Tracer):
         raise UnsupportedLeafError(
             "a traced value has no bytes to store; call save() outside jit, grad and vmap",
@@ -219,10 +222,11 @@ def _classify_jax(leaf: jax.Array, name: str) -> LeafSpec:
             "save() was called. Save the function's output instead of its donated input.",
             leaf=name,
         )
-    if not leaf.is_fully_addressable:
+    if not leaf.is_fully_addressable and not spanning:
         raise UnsupportedLeafError(
-            "the array has shards on devices of other processes; this version saves from one "
-            "process only",
+            "the array has shards on devices of other processes, and this process saves alone. "
+            "Call save() on all processes of the job, with the coordinator of all of them; or save "
+            "what lies here alone",
             leaf=name,
         )
     if getattr(getattr(leaf.sharding, "spec", None), "unreduced", None):

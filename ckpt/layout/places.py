@@ -96,6 +96,9 @@ def places_in(item: ItemEntry, files: Collection[int]) -> list[StoredPlace]:
 def _places_of(number: int, leaf: LeafEntry) -> Iterator[StoredPlace]:
     whole = math.prod(leaf.chunks) * parse_dtype(leaf.dtype).itemsize
     for chunk, start in enumerate(leaf.offsets):
+        if not leaf.digests[chunk]:
+            # It is on the disk of another process.
+            continue
         length = leaf.lengths[chunk] if leaf.codec is not None else whole
         file = leaf.files[chunk] if leaf.files else 0
         yield StoredPlace(file, start, start + length, number, chunk)

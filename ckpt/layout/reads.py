@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ckpt.errors import TargetMismatchError
 from ckpt.layout.pieces import Piece
 from ckpt.layout.shards import (
     Region,
@@ -73,6 +74,9 @@ def plan_chunk_reads(
     Args:
         leaves: The stored leaves.
         reads: The arrays to read, each with its number.
+
+    Raises:
+        TargetMismatchError: A chunk is on the disk of another process.
     """
     wanted: dict[int, _Places] = {}
     for number, read in reads:
@@ -110,4 +114,10 @@ def _add_uses(
 
 def _chunk_read(leaf: LeafEntry, place: tuple[int, ...], uses: tuple[Use, ...]) -> ChunkRead:
     number = position_in_grid(place, chunk_grid(leaf.shape, leaf.chunks))
+    if leaf.digests and not leaf.digests[number]:
+        raise TargetMismatchError(
+            f"chunk {number} of {len(leaf.digests)} is on the disk of another process, where each "
+            "has its own. Restore with the number of processes and the shardings of the save",
+            leaf=leaf.name,
+        )
     return ChunkRead(leaf, number, chunk_region(place, leaf.chunks, leaf.shape), uses)

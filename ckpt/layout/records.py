@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from ckpt.layout.shardings import describe_sharding
 from ckpt.layout.shards import chunk_grid
 from ckpt.manifest import ItemEntry, LeafEntry, ShardingEntry
 
-__all__ = ["LeafRecords", "check_leaves", "record_leaves"]
+__all__ = ["LeafRecords", "StoredChunks", "check_leaves", "record_chunks", "record_leaves"]
 
 # numpy's own limit of dimensions; zarr and jax have none lower.
 _MAX_RANK = 64
@@ -46,6 +46,23 @@ class LeafRecords:
     shardings: list[ShardingEntry]
     data_files: list[str]
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunks:
+    """Where the chunks of all leaves lie, by leaf and in C order of the chunk grid.
+
+    Attributes:
+        digests: Their digests.
+        offsets: First byte of each within its data file.
+        files: Number of the data file.
+        lengths: Bytes of every chunk, of leaves whose chunks are encoded.
+    """
+
+    digests: Sequence[list[str]]
+    offsets: Sequence[list[int]]
+    files: Sequence[list[int]]
+    lengths: Mapping[int, list[int]]
 
 
 def record_leaves(
@@ -78,6 +95,21 @@ def record_leaves(
             offsets_of[chunk.leaf][chunk.number] = place.offset
             lengths = lengths_of.setdefault(chunk.leaf, [0] * len(digests_of[chunk.leaf]))
             lengths[chunk.number] = place.length
+    chunks = StoredChunks(digests_of, offsets_of, files_of, lengths_of)
+    return record_chunks(plan, leaves, chunks, data_files)
+
+
+def record_chunks(
+    plan: SavePlan, leaves: Sequence[Any], stored: StoredChunks, data_files: Sequence[str]
+) -> LeafRecords:
+    """Return the entries of leaves whose chunks lie where `stored` says.
+
+    Args:
+        plan: The plan, of any of the processes that wrote them.
+        leaves: Python scalars at their places; arrays are not looked at.
+        stored: Where the chunks of all leaves lie.
+        data_files: Path of every data file, relative to the item.
+    """
     numbers: dict[jax.sharding.Sharding, int] = {}
     # Hashing a sharding is slow, and thousands of leaves share a few.
     known: dict[int, int] = {}
@@ -103,11 +135,11 @@ def record_leaves(
                 dtype=spec.dtype,
                 shape=list(spec.shape),
                 chunks=list(leaf.chunk),
-                digests=digests_of[chunks],
-                offsets=offsets_of[chunks],
-                files=files_of[chunks] if any(files_of[chunks]) else [],
+                digests=stored.digests[chunks],
+                offsets=stored.offsets[chunks],
+                files=stored.files[chunks] if any(stored.files[chunks]) else [],
                 codec=None if leaf.compression is None else leaf.compression.name,
-                lengths=lengths_of.get(chunks, []),
+                lengths=stored.lengths.get(chunks, []),
                 packed=leaf.packed,
                 sharding=sharding,
                 committed=spec.committed,

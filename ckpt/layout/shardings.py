@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -45,18 +47,22 @@ def _unless_default(kind: str | None, device: jax.Device) -> str | None:
 
 
 def rebuild_sharding(entry: ShardingEntry) -> jax.sharding.Sharding | None:
-    """Return the sharding of `entry` on the same devices of this process, or None if it cannot be.
+    """Return the sharding of `entry` on the same devices of this job, or None if it cannot be.
 
-    Devices count as the same when platform and id agree.
+    Devices count as the same when platform and id agree. Whatever is returned, this process has a
+    part of it; in a job of several processes see `_within_reach`.
     """
     try:
         present = {device.id: device for device in jax.devices(entry.platform)}
+        local = jax.local_devices(backend=entry.platform)
     except RuntimeError:
         return None
     if not entry.device_ids or not set(entry.device_ids) <= set(present):
         return None
-    devices = [present[number] for number in entry.device_ids]
-    kinds = {memory.kind for memory in devices[0].addressable_memories()}
+    devices = _within_reach([present[number] for number in entry.device_ids], local)
+    if devices is None:
+        return None
+    kinds = {memory.kind for memory in local[0].addressable_memories()}
     if entry.memory_kind is not None and entry.memory_kind not in kinds:
         return None
     if entry.kind == "single":
@@ -75,3 +81,28 @@ def rebuild_sharding(entry: ShardingEntry) -> jax.sharding.Sharding | None:
         # A record this jax does not understand is no reason to lose the data, and jax refuses with
         # whatever its own code happens to raise.
         return None
+
+
+def _within_reach(
+    devices: list[jax.Device], local: Sequence[jax.Device]
+) -> list[jax.Device] | None:
+    """Return the devices for a sharding of which every process of the job has a part, or None.
+
+    - Devices of every process stay as they are.
+    - Devices of one process held what each process has for itself: every process takes those at
+      the same places among its own.
+    - Devices of some processes would leave the others with arrays that they cannot use.
+
+    Args:
+        devices: The devices of the sharding, all of one platform.
+        local: Those of this process.
+    """
+    owners = {device.process_index for device in devices}
+    platform = devices[0].platform
+    if owners == {device.process_index for device in jax.devices(platform)}:
+        return devices
+    if len(owners) > 1:
+        return None
+    theirs = jax.local_devices(process_index=owners.pop(), backend=platform)
+    places = [theirs.index(device) for device in devices]
+    return None if max(places) >= len(local) else [local[place] for place in places]

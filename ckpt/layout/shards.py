@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -20,6 +20,7 @@ __all__ = [
 ]
 
 Shape = tuple[int, ...]
+Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +73,14 @@ def whole(shape: Sequence[int]) -> Region:
 
 
 def addressable_regions(
-    sharding: jax.sharding.Sharding | None, shape: Shape
+    sharding: jax.sharding.Sharding | None, shape: Shape, process: int | None = None
 ) -> list[tuple[Region, list[int]]]:
     """Return the distinct regions that local devices hold, and who holds each.
 
     Args:
         sharding: Sharding of the array, or None for an array on one device.
         shape: Global shape.
+        process: The process whose devices are meant; None for this one.
 
     Returns:
         For every distinct region the positions, in the order of `addressable_shards`, of the
@@ -87,14 +89,18 @@ def addressable_regions(
     if sharding is None:
         return [(whole(shape), [0])]
     found: dict[Region, list[int]] = {}
-    indices = sharding.addressable_devices_indices_map(shape).values()
+    if process is None:
+        indices = list(sharding.addressable_devices_indices_map(shape).values())
+    else:
+        every: Mapping[jax.Device, Index | None] = sharding.devices_indices_map(shape)
+        indices = [index for device, index in every.items() if device.process_index == process]
     for position, index in enumerate(indices):
         region = _region_of(index, shape)
         found.setdefault(region, []).append(position)
     return list(found.items())
 
 
-def _region_of(index: tuple[slice, ...] | None, shape: Shape) -> Region:
+def _region_of(index: Index | None, shape: Shape) -> Region:
     if index is None:
         return whole(shape)
     bounds = [part.indices(n)[:2] for part, n in zip(index, shape, strict=True)]

@@ -29,7 +29,7 @@ from ckpt.engine.staging import (
     sources_of,
     to_page_locked,
 )
-from ckpt.layout import plan as plan_module
+from ckpt.layout import chunking
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.leaves import classify
 from ckpt.layout.plan import SavePlan, plan_save
@@ -165,8 +165,8 @@ def test_chunks_of_any_shape(chunk: tuple[int, int], dtype: str, layout: str | N
     host = values(dtype, 8 * 7, 4 * 11)
     leaf = host if layout is None else jax.device_put(host, LAYOUTS[layout]())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "choose_chunk", lambda *_: chunk)
-        patch.setattr(plan_module, "PACKED_BYTES", 0)
+        patch.setattr(chunking, "choose_chunk", lambda *_: chunk)
+        patch.setattr(chunking, "PACKED_BYTES", 0)
         check([leaf], [host], 1 << 20)
 
 
@@ -174,8 +174,8 @@ def test_chunks_of_any_shape(chunk: tuple[int, int], dtype: str, layout: str | N
 def test_chunks_of_any_shape_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(plan_module, "choose_chunk", lambda *_: chunk)
-    monkeypatch.setattr(plan_module, "PACKED_BYTES", 0)
+    monkeypatch.setattr(chunking, "choose_chunk", lambda *_: chunk)
+    monkeypatch.setattr(chunking, "PACKED_BYTES", 0)
     state = {
         f"{dtype} {layout}": jax.device_put(values(dtype, 8 * 7, 4 * 11), LAYOUTS[layout]())
         for dtype in ("float32", "bool", "int4")

@@ -28,7 +28,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import ckpt
-from ckpt.layout import plan
+from ckpt.layout import chunking
 
 GOLDEN = Path(__file__).parent / "golden"
 # Sets by name; the last is what this script writes.
@@ -201,7 +201,7 @@ def write(directory: Path) -> None:
         mgr.save(STEP, items=step_items(), metrics=METRICS, metadata=METADATA)
     # Any chunks and granules are valid; tiny ones keep what is committed small.
     limits = {"PACKED_BYTES": 64, "CHUNK_BYTES": 1024, "GRANULE_BYTES": 8192}
-    with mock.patch.multiple(plan, **limits):
+    with mock.patch.multiple(chunking, **limits):
         ckpt.sync.save(directory / "shards", sharded_state())
 
 

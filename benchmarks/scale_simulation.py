@@ -1,0 +1,217 @@
+"""The planner and the primary's work for jobs larger than any machine, by the real code.
+
+    python -m benchmarks.scale_simulation           # every case; for docs/scaling/simulation.json
+    python -m benchmarks.scale_simulation --smoke   # a small one, only shown
+
+Devices are made up. One process plans its own share by the real planner; the records of all
+processes hold as many chunks as the plan says, with made-up digests, and are packed, read, joined,
+indexed and encoded by the real code. No byte of an array is there, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks.fake_devices import devices_of
+from ckpt.digests import digest
+from ckpt.layout.joining import ItemRecord, disagreement, join, pack, unpack
+from ckpt.layout.leaves import LeafSpec
+from ckpt.layout.ocdbt import Index
+from ckpt.layout.outlines import outline_of, tree_outline
+from ckpt.layout.owners import Team
+from ckpt.layout.plan import SavePlan, plan_save
+from ckpt.layout.shares import has_chunks
+from ckpt.manifest import FileEntry, ItemEntry, Manifest, decode, encode
+
+RESULTS = Path(__file__).parent.parent / "docs" / "scaling" / "simulation.json"
+DEVICES_EACH = 8
+BUDGET = 4 << 30
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job of hosts with eight devices each.
+
+    Attributes:
+        name: What it is called.
+        hosts: Processes.
+        shards: Devices over which a matrix is cut; the rest of the mesh replicates it.
+        matrices: How many leaves are cut.
+        vectors: How many small leaves are on all devices.
+        rows: Length of the axis of the matrices that is cut; the other is 4096 float32.
+    """
+
+    name: str
+    hosts: int
+    shards: int
+    matrices: int
+    vectors: int
+    rows: int
+
+
+CASES = [
+    *(
+        Case("large model", hosts, min(hosts * 8, 1000), 600, 600, 160_000)
+        for hosts in (1, 10, 100, 1000, 10_000)
+    ),
+    *(
+        Case("many leaves", hosts, min(hosts * 8, 16), 40_000, 60_000, 320)
+        for hosts in (1, 10, 100, 1000, 10_000)
+    ),
+]
+SMOKE = Case("smoke", 20, 16, 30, 30, 1600)
+
+
+def specs_of(case: Case) -> list[LeafSpec]:
+    """Returns what the leaves of a case are."""
+    devices = devices_of(case.hosts, DEVICES_EACH).reshape(-1, case.shards)
+    mesh = Mesh(devices, ("data", "fsdp"))
+    cut = NamedSharding(mesh, PartitionSpec("fsdp"))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    matrix = LeafSpec("jax", "float32", (case.rows, 4096), cut)
+    vector = LeafSpec("jax", "float32", (4096,), everywhere)
+    return [matrix] * case.matrices + [vector] * case.vectors
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Returns times of the processor in seconds, and bytes, of one case."""
+    specs = specs_of(case)
+    names = [f"params.layer_{number:06}.kernel" for number in range(len(specs))]
+    found: dict[str, Any] = {
+        "name": case.name,
+        "hosts": case.hosts,
+        "shards": case.shards,
+        "leaves": len(specs),
+    }
+    base = _peak_bytes()
+    team = Team(0, case.hosts)
+    with _timed(found, "plan"):
+        plan = plan_save(names, specs, BUDGET, team if case.hosts > 1 else None)
+    found["plan_peak_bytes"] = _peak_bytes() - base
+    found["bytes"] = plan.nbytes
+    found["share_chunks"] = sum(len(granule.chunks) for granule in plan.granules)
+    found["share_files"] = len(plan.granules)
+    found["share_bytes"] = sum(granule.nbytes for granule in plan.granules)
+    with _timed(found, "outline"):
+        # One process alone compares itself with nobody.
+        tree = tree_outline(plan, []) if plan.team else outline_of([], 1)
+    packed = [pack(record) for record in _records(plan, tree, case.hosts)]
+    with _timed(found, "pack"):
+        pack(next(iter(_records(plan, tree, case.hosts))))
+    found["record_bytes"] = max(map(len, packed))
+    found["records_bytes"] = sum(map(len, packed))
+    base = _peak_bytes()
+    with _timed(found, "unpack"):
+        records = [unpack(each) for each in packed]
+        assert disagreement(records) is None
+    with _timed(found, "join"):
+        joined = join(plan, [None] * len(specs), records)
+    found["chunks"] = sum(len(record.rows) for record in records)
+    del packed, records
+    with _timed(found, "index"):
+        database = Index(joined.entries).encode(joined.records.data_files, "t", bytes(16), 0)
+    found["index_bytes"] = len(database.tree)
+    manifest = _manifest(joined.records, case)
+    with _timed(found, "encode"):
+        data = encode(manifest)
+    found["manifest_bytes"] = len(data)
+    found["primary_peak_bytes"] = _peak_bytes() - base
+    del joined, database, manifest
+    with _timed(found, "decode"):
+        decode(data, where="ckpt.json")
+    return found
+
+
+def _records(plan: SavePlan, tree: Any, hosts: int) -> Iterator[ItemRecord]:
+    """Yields the records of all processes: every chunk once, dealt out in turn."""
+    counts = [int(np.prod(leaf.grid)) if has_chunks(leaf) else 0 for leaf in plan.leaves]
+    leaves = np.repeat(np.arange(len(counts)), counts)
+    firsts = np.repeat(np.cumsum([0, *counts[:-1]]), counts)
+    numbers = np.arange(len(leaves)) - firsts
+    rng = np.random.default_rng(0)
+    none = outline_of([], hosts)
+    dtype = [
+        ("leaf", "<u4"),
+        ("number", "<u4"),
+        ("file", "<u4"),
+        ("offset", "<u8"),
+        ("length", "<u8"),
+    ]
+    for host in range(hosts):
+        mine = slice(host * len(leaves) // hosts, (host + 1) * len(leaves) // hosts)
+        rows = np.zeros(len(leaves[mine]), dtype)
+        rows["leaf"], rows["number"] = leaves[mine], numbers[mine]
+        files = max(-(-len(rows) // 64), 1)
+        rows["file"] = np.arange(len(rows)) // 64
+        rows["offset"] = np.arange(len(rows)) % 64 * (1 << 20)
+        digests = rng.integers(0, 256, (len(rows), 16), np.uint8)
+        paths = tuple(f"d/{digest(b'%d.%d' % (host, file))}" for file in range(files))
+        yield ItemRecord(paths, rows, digests, tree, none)
+
+
+def _manifest(records: Any, case: Case) -> Manifest:
+    item = ItemEntry(
+        handler="pytree",
+        leaves=records.leaves,
+        shardings=records.shardings,
+        data_files=records.data_files,
+        nbytes=records.nbytes,
+    )
+    files = {
+        f"state/{path}": FileEntry(size=64 << 20, digest=path[2:]) for path in records.data_files
+    }
+    return Manifest(
+        format="ckpt", version=1, step=1, attempt="0" * 32, unnamed=True, items={"state": item},
+        created_ns=0, committed_ns=0, writer={}, process_count=case.hosts, files=files,
+    )  # fmt: skip
+
+
+class _timed:
+    def __init__(self, found: dict[str, Any], name: str) -> None:
+        self._found, self._name = found, name
+
+    def __enter__(self) -> None:
+        self._began = time.process_time()
+
+    def __exit__(self, *_: object) -> None:
+        self._found[self._name] = time.process_time() - self._began
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main() -> None:
+    """Runs every case in a process of its own, since the peak of memory is that of a process."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale_simulation")
+    parser.add_argument("--smoke", action="store_true", help="one small case, only shown")
+    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.smoke or chosen.case is not None:
+        case = SMOKE if chosen.smoke else CASES[chosen.case]
+        sys.stdout.write(json.dumps(run(case)) + "\n")
+        return
+    done = []
+    for number in range(len(CASES)):
+        command = [sys.executable, "-m", "benchmarks.scale_simulation", "--case", str(number)]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        sys.stdout.write(output)
+        done.append(json.loads(output))
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
