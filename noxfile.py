@@ -59,6 +59,17 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def stores(session: nox.Session) -> None:
+    """Run the tests of object stores against real servers, on this machine's loopback.
+
+    Arguments after -- go to pytest.
+    """
+    session.install("-e", ".", *group("stores"))
+    env = hermetic_env(session) | {"CKPT_ALL_STORES": "1"}
+    session.run("python", "-m", "pytest", "tests/stores", *session.posargs, env=env)
+
+
+@nox.session
 def reliability(session: nox.Session) -> None:
     """Attack the library for an hour or two and record the counts in docs/reliability.md.
 

@@ -10,7 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt import coordination as coordination
     from ckpt import errors, handlers, observers, policies, surgery, sync
+    from ckpt import step_names as step_names
+    from ckpt import storage as storage
+    from ckpt import testing as testing
     from ckpt.commit import Commit, Progress, StepInfo
     from ckpt.errors import CheckpointError
     from ckpt.events import Event
@@ -58,6 +62,9 @@ __all__ = [
     "watch",
 ]
 
+# Modules of the reference that are not needed often enough to be among the names above.
+_MODULES = ("coordination", "step_names", "storage", "testing")
+
 _HOMES = {
     "Adapt": "ckpt.layout.adapt",
     "ArrayFormat": "ckpt.layout.formats",
@@ -88,10 +95,10 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in __all__:
+    if name in __all__ or name in _MODULES:
         return importlib.import_module(f"ckpt.{name}")
     raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_MODULES])

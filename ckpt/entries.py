@@ -11,7 +11,9 @@ import anyio
 
 from ckpt.commit import CommitHooks
 from ckpt.engine.batches import Batches
-from ckpt.engine.save import SaveEngine, SaveRequest, save_step
+from ckpt.engine.joint import Joint
+from ckpt.engine.save import save_step
+from ckpt.engine.saving import SaveEngine, SaveRequest
 from ckpt.engine.session import Batch
 from ckpt.errors import (
     CorruptCheckpointError,
@@ -19,11 +21,12 @@ from ckpt.errors import (
     StepExistsError,
     StorageError,
 )
-from ckpt.manifest import FILE_NAME, MAX_BYTES, Manifest, peek_files
+from ckpt.manifest import FILE_NAME, MAX_BYTES, Manifest, peek, peek_files
+from ckpt.peers import Peers
 from ckpt.policies.checks import shown
 from ckpt.storage.base import Storage
 
-__all__ = ["is_ours", "make_way", "remove_others", "save_entry", "spare_others"]
+__all__ = ["is_ours", "make_way", "remove_others", "replacing_part", "save_entry", "spare_others"]
 
 logger = logging.getLogger("ckpt")
 
@@ -35,6 +38,7 @@ async def save_entry(
     storage: Storage,
     request: SaveRequest,
     hooks: CommitHooks,
+    joint: Joint,
     *,
     batches: Batches | None = None,
     on_safe: Callable[[], None] = lambda: None,
@@ -48,6 +52,7 @@ async def save_entry(
         storage: Where to.
         request: What.
         hooks: The commit to move along.
+        joint: The processes of the job that save the same entry.
         batches: The items, where they come call by call; None for those of the request.
         on_safe: Called once the caller may change or donate the items of the request.
         on_staged: Called once they need no more staging memory.
@@ -66,6 +71,7 @@ async def save_entry(
         request,
         hooks,
         batches,
+        joint,
         may_write=may_write or anyio.lowlevel.checkpoint,
     )
 
@@ -113,12 +119,41 @@ async def is_ours(storage: Storage, entry: str) -> bool:
         return True
 
 
+async def replacing_part(
+    storage: Storage, peers: Peers, request: SaveRequest, joint: Joint
+) -> SaveRequest:
+    """Return a request that replaces a step which not all disks have, and which so is none.
+
+    Of processes that share a root it is the request itself.
+
+    Raises:
+        InvalidArgumentError: The request is to overwrite, and every process has its own disk.
+    """
+    if not joint.own_disks:
+        return request
+    if request.overwrite:
+        raise InvalidArgumentError(
+            "overwrite=True: where processes have disks of their own, not all can be replaced at "
+            "once, and a failure in between would lose the step. Delete it first",
+            step=request.step,
+        )
+    data = await storage.read(request.entry, FILE_NAME, MAX_BYTES)
+    summary = None if data is None else await anyio.to_thread.run_sync(peek, data)
+    save = None if summary is None else summary.save
+    if set(await peers.gathered(joint.operation, save)) == {save}:
+        return request
+    return replace(request, overwrite=True)
+
+
 async def spare_others(storage: Storage, entry: str) -> None:
     """Move out of an entry, which is going to be removed, what the library did not write.
 
     Of an entry whose manifest is damaged nobody knows what that would be. One that is replaced or
-    removed by somebody else meanwhile is left to them.
+    removed by somebody else meanwhile is left to them. Nothing has to be moved where the store
+    removes no more than was written.
     """
+    if storage.keeps_others:
+        return
     try:
         data = await storage.read(entry, FILE_NAME, MAX_BYTES)
         known = None if data is None else await anyio.to_thread.run_sync(peek_files, data)

@@ -34,6 +34,7 @@ class Indexed:
         created_ns: When its save began, in Unix nanoseconds.
         committed_ns: When it was committed, in Unix nanoseconds.
         metrics: The metrics it was saved with, or None.
+        save: As in `Manifest`.
     """
 
     step: int
@@ -42,6 +43,7 @@ class Indexed:
     created_ns: int
     committed_ns: int
     metrics: Mapping[str, float] | None
+    save: str = ""
 
 
 class StepIndex:
@@ -181,6 +183,7 @@ class StepIndex:
             summary.created_ns,
             summary.committed_ns,
             None if metrics is None else {key: float(value) for key, value in metrics.items()},
+            summary.save,
         )
 
     async def _first_answer(self, look: Callable[[Sequence[str]], Awaitable[T | None]]) -> T | None:

@@ -11,6 +11,7 @@ import anyio
 
 from ckpt.backlog import BacklogPolicy
 from ckpt.commit import Commit
+from ckpt.coordination.base import Coordinator
 from ckpt.events import Observer
 from ckpt.handlers.registry import HandlersLike
 from ckpt.layout.adapt import Adapt
@@ -34,11 +35,9 @@ class CheckpointManager:
 
     Use it as `async with`; leaving the block waits for every commit and raises the error of a
     failed one, unless somebody has seen it already. Its coroutines may be awaited from any task;
-    all work is done on a thread of the library's own, so a caller that blocks its event loop does
-    not stall a commit, and a save does not stall the caller's loop.
-
-    A program that never closes its manager loses nothing: at interpreter exit saves under way are
-    finished, and what failed unseen is written to standard error.
+    all work is done on a thread of the library's own: neither side stalls the other's loop. Saves
+    of a manager that was not closed are finished at interpreter exit, and their errors written to
+    standard error. In a job of several processes all of them make the same calls.
     """
 
     def __init__(
@@ -59,13 +58,14 @@ class CheckpointManager:
         permission_mode: int | None = None,
         preemption_signals: Iterable[int] = (),
         timeouts: Timeouts | None = None,
+        coordinator: Coordinator | None = None,
         observers: Iterable[Observer] = (),
         clock: Callable[[], float] | None = None,
     ) -> None:
         """Manage the steps below `root`. Does no input or output yet.
 
         Args:
-            root: The directory.
+            root: A directory, a URL (`s3://bucket/run`), or a store of `ckpt.storage`.
             save_policy: Which steps are saved (`ckpt.policies`), or a function of step, previous
                 steps and `SaveContext` that returns True for those to save; None saves them all.
             preservation: Which steps are kept after a commit (`ckpt.policies`), or a function that
@@ -87,15 +87,16 @@ class CheckpointManager:
                 save that has not begun to write for the newer one; its commit becomes falsy. (With
                 `force=True` a save is never skipped.)
             read_only: Refuse everything that writes, for evaluators.
-            create: Make the root if it is not there; otherwise opening the manager fails then.
-            permission_mode: Permissions of new directories, such as 0o750; files get those of them
-                that files can have. None lets both follow the umask.
+            create: Make the root if it is not there; otherwise opening the manager fails.
+            permission_mode: Permissions of new directories, such as 0o750; files get what of them
+                files can have. None lets both follow the umask.
             preemption_signals: Signals that announce the end of the run, such as
                 `(signal.SIGTERM,)`. They are handled from the first use in the main thread until
                 the manager closes; see `reached_preemption`.
             timeouts: How long is waited for what may never come.
+            coordinator: The processes of the job (`ckpt.coordination`); None is jax.distributed's.
             observers: Called with an `Event` for every timed phase, on the library's thread.
-            clock: Tells the time in Unix seconds, for tests of policies; None is the real time.
+            clock: Tells the time in Unix seconds, for tests of policies.
 
         Raises:
             InvalidArgumentError: An argument cannot be meant as given.
@@ -116,6 +117,7 @@ class CheckpointManager:
             permission_mode=permission_mode,
             preemption_signals=preemption_signals,
             timeouts=timeouts,
+            coordinator=coordinator,
             observers=observers,
             clock=clock,
         )
@@ -124,7 +126,7 @@ class CheckpointManager:
 
     @property
     def root(self) -> str:
-        """The directory, as it was given."""
+        """The directory, or the URL of the place in a store."""
         return self._service.storage.location
 
     async def __aenter__(self) -> Self:
@@ -144,8 +146,7 @@ class CheckpointManager:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # Also when the block is cancelled: a snapshot that training paid for is worth the seconds
-        # its commit still needs.
+        # Also when cancelled: a snapshot that was paid for is worth the seconds its commit needs.
         with anyio.CancelScope(shield=True):
             await self._close()
         raise_unseen(self._service, error)

@@ -1,9 +1,10 @@
-"""What was saved when, as far as one manager knows: what decisions about saves are made of."""
+"""What decisions about saves are made of: what was saved when, and who is asked."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from ckpt.backlog import Place
 from ckpt.manifest import Manifest
@@ -11,7 +12,34 @@ from ckpt.pace import Pace
 from ckpt.policies import SaveContext, SavedStep
 from ckpt.preemption import Preemption
 
-__all__ = ["Moments"]
+__all__ = ["Moments", "Root"]
+
+
+class Root(Protocol):
+    """What decides about the saves of a root, on the engine's loop."""
+
+    async def open(self) -> None:
+        """Make the root ready for writing."""
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether `refusal` may be anything but None."""
+
+    async def refusal(self, step: int, context: SaveContext) -> str | None:
+        """Return why `step` is not to be saved, or None if it is."""
+
+    async def newest_time(self) -> float | None:
+        """Return when the save of the greatest committed step began, in Unix seconds."""
+
+    async def other_entries(self, step: int) -> list[str]:
+        """Return the entries of `step` under other names than the one it is written to."""
+
+    async def preserve(self, saved: int) -> float | None:
+        """Delete what is not kept any more, now that `saved` is committed; never raises.
+
+        Returns:
+            How many seconds that took; None if it was not done.
+        """
 
 
 class Moments:

@@ -10,18 +10,22 @@ from typing import Any, TypeVar
 import anyio
 
 from ckpt.commit import Commit, CommitHooks, StepInfo
+from ckpt.coordination.base import Coordinator
+from ckpt.engine.joint import Joint
 from ckpt.engine.loop import EngineLoop
 from ckpt.engine.restore import restore_items
 from ckpt.engine.verification import verify_entry
 from ckpt.entries import make_way, save_entry
+from ckpt.errors import InvalidArgumentError
 from ckpt.handlers.registry import HandlersLike
 from ckpt.late_statistics import statistics_of
 from ckpt.layout.adapt import Adapt
 from ckpt.layout.formatting import Formats
 from ckpt.layout.report import VerifyReport
+from ckpt.opening import checked_type, job_of, make_peers
 from ckpt.requests import make_request, result_of, wanted_items
 from ckpt.service import make_engine
-from ckpt.settings import Staging
+from ckpt.settings import Staging, Timeouts
 from ckpt.stepinfo import StepMetadata, describe_step, step_info
 from ckpt.steps import read_manifest, while_read
 from ckpt.storage.resolve import PathLike, open_entry
@@ -56,11 +60,15 @@ async def save(
     handlers: HandlersLike = (),
     staging: Staging | None = None,
     formats: Formats | None = None,
+    timeouts: Timeouts | None = None,
+    coordinator: Coordinator | None = None,
 ) -> StepInfo:
     """Save one checkpoint at `path`; durable on return.
 
+    In a job of several processes all of them call it.
+
     Args:
-        path: A directory that does not exist yet.
+        path: A directory that does not exist yet; or a URL, or a store of `ckpt.storage`.
         state: As in `CheckpointManager.save`.
         items: As in `CheckpointManager.save`.
         metrics: Numbers to keep with it.
@@ -70,13 +78,27 @@ async def save(
         staging: Memory budget and mode; the default copies numpy arrays only, since nothing can be
             donated before the call returns.
         formats: As for `CheckpointManager`.
+        timeouts: As for `CheckpointManager`.
+        coordinator: As for `CheckpointManager`.
 
     Raises:
         CheckpointError: As `CheckpointManager.save` and its commit.
 
     Cancellation: everything of the attempt is removed before the cancellation goes on.
     """
-    call = save_call(path, state, items, metrics, metadata, overwrite, handlers, staging, formats)
+    call = save_call(
+        path,
+        state,
+        items,
+        metrics,
+        metadata,
+        overwrite,
+        handlers,
+        staging,
+        formats,
+        timeouts,
+        coordinator,
+    )
     return await _run(call)
 
 
@@ -87,15 +109,19 @@ async def load(
     items: Mapping[str, Any] | Iterable[str] | None = None,
     adapt: Adapt | Mapping[str, Adapt] | None = None,
     handlers: HandlersLike = (),
+    coordinator: Coordinator | None = None,
 ) -> Any:
     """Load a one-shot checkpoint, or one step of a manager's root (`runs/a/100`).
+
+    In a job of several processes (`coordinator`, as for `CheckpointManager`) each one loads what is
+    for its own devices, and waits for none of the others.
 
     Arguments, result and errors are those of `CheckpointManager.restore`.
 
     Raises:
         NotACheckpointError: There is no committed checkpoint at `path`.
     """
-    return await _run(load_call(path, like, items, adapt, handlers))
+    return await _run(load_call(path, like, items, adapt, handlers, coordinator))
 
 
 async def metadata(path: PathLike) -> StepMetadata:
@@ -139,20 +165,43 @@ def save_call(
     handlers: HandlersLike,
     staging: Staging | None,
     formats: Formats | None,
+    timeouts: Timeouts | None,
+    coordinator: Coordinator | None,
 ) -> Call[StepInfo]:
     """Return the call behind `save`, arguments checked."""
     storage, entry = open_entry(path)
     request = make_request(entry, None, state, items, metrics, metadata, overwrite=overwrite)
-    engine = make_engine(staging or Staging(mode="view"), handlers, (), formats)
+    staging = checked_type("staging", staging, Staging) or Staging(mode="view")
+    timeouts = checked_type("timeouts", timeouts, Timeouts) or Timeouts()
+    engine = make_engine(staging, handlers, (), formats)
+    peers = make_peers(coordinator, timeouts, f"{storage.location}/{entry}", engine)
 
     async def call() -> StepInfo:
         began = time.perf_counter()
-        await storage.prepare()
-        await storage.sweep()
-        await make_way(storage, request)
+        if peers.own_disks:
+            raise InvalidArgumentError(
+                "a checkpoint of processes with disks of their own needs a manager, which knows "
+                "what all of them have: use CheckpointManager(coordinator=...)"
+            )
+        kind = f"save-{entry}"
+        turn = peers.turn(kind)
+        operation = await peers.operation(kind, turn, f"the save of {entry}")
+        joint = Joint(operation, peers.team, peers.budget_bytes)
         # Nobody holds this commit: the call itself returns or raises its outcome.
         hooks = CommitHooks(Commit(None, lambda: None))
-        manifest = await save_entry(engine, storage, request, hooks)
+        try:
+            if joint.publishes:
+                await storage.prepare()
+                await storage.sweep()
+                await make_way(storage, request)
+            async with joint.watched():
+                manifest = await save_entry(engine, storage, request, hooks, joint)
+        except BaseException as error:
+            told = await joint.settle(error)
+            if told is error:
+                raise
+            raise told from error
+        await peers.ended(operation)
         info = step_info(manifest, f"{storage.location}/{entry}", hooks.watch.taken)
         logger.info("saved %s: %d bytes in %.2f s", entry, info.nbytes, time.perf_counter() - began)
         return info
@@ -166,9 +215,11 @@ def load_call(
     items: Mapping[str, Any] | Iterable[str] | None,
     adapt: Adapt | Mapping[str, Adapt] | None,
     handlers: HandlersLike,
+    coordinator: Coordinator | None,
 ) -> Call[Any]:
     """Return the call behind `load`, arguments checked."""
     storage, entry = open_entry(path, follow=True)
+    job = job_of(coordinator)
     engine = make_engine(Staging(), handlers, ())
 
     async def call() -> Any:
@@ -184,6 +235,8 @@ def load_call(
                 engine.arena,
                 engine.buffers,
                 engine.observers,
+                job.process_index,
+                job.process_count,
             )
         logger.info("loaded %s in %.2f s", entry, time.perf_counter() - began)
         return result_of(manifest, loaded, named=items is not None)

@@ -8,12 +8,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from ckpt.backlog import BacklogPolicy, check_backlog
+from ckpt.coordination.base import Coordinator, KeyValues
+from ckpt.coordination.default import default_coordinator
 from ckpt.engine.exits import run_at_exit
 from ckpt.engine.loop import EngineLoop
+from ckpt.engine.saving import SaveEngine
 from ckpt.errors import InvalidArgumentError
 from ckpt.events import Observer
 from ckpt.handlers.registry import HandlersLike
 from ckpt.layout.formatting import Formats
+from ckpt.peers import Peers
 from ckpt.policies import (
     Deletion,
     PreservationPolicyLike,
@@ -31,7 +35,7 @@ from ckpt.settings import Staging, Timeouts
 from ckpt.step_names import Standard, StepNames, checked
 from ckpt.storage.resolve import PathLike, check_trash, open_root
 
-__all__ = ["make_service", "raise_unseen"]
+__all__ = ["checked_type", "job_of", "make_peers", "make_service", "raise_unseen"]
 
 logger = logging.getLogger("ckpt")
 
@@ -55,27 +59,35 @@ def make_service(
     permission_mode: int | None,
     preemption_signals: Iterable[int],
     timeouts: Timeouts | None,
+    coordinator: Coordinator | None,
     observers: Iterable[Observer],
     clock: Callable[[], float] | None,
 ) -> RootService:
     """Return the service behind a manager, asyncio or plain; see `ckpt.CheckpointManager`."""
-    timeouts = _checked("timeouts", timeouts, Timeouts) or Timeouts()
-    _checked("read_only", read_only, bool)
-    _checked("create", create, bool)
+    timeouts = checked_type("timeouts", timeouts, Timeouts) or Timeouts()
+    checked_type("read_only", read_only, bool)
+    checked_type("create", create, bool)
     storage = open_root(root, timeouts, create=create, permission_mode=permission_mode)
     if save_policy is not None:
         check_save_policy(save_policy)
     if preservation is not None:
         check_preservation(preservation)
-    deletion = _checked("deletion", deletion, Deletion) or Deletion()
+    deletion = checked_type("deletion", deletion, Deletion) or Deletion()
     names = checked(Standard() if step_names is None else step_names)
     if deletion.trash is not None:
         check_trash(root, deletion.trash, lambda name: names.step(name) is not None)
-    staging = _checked("staging", staging, Staging) or Staging()
+    staging = checked_type("staging", staging, Staging) or Staging()
+    engine = make_engine(staging, handlers, _observers(observers), formats, _ns_of(clock))
+    peers = make_peers(coordinator, timeouts, storage.location, engine)
+    if backlog == "supersede" and not peers.is_alone:
+        raise InvalidArgumentError(
+            f"backlog='supersede': this job has {peers.count} processes, which would not give up "
+            "the same save; use 'wait' or 'skip'"
+        )
     service = RootService(
         EngineLoop(),
         storage,
-        make_engine(staging, handlers, _observers(observers), formats, _ns_of(clock)),
+        engine,
         save_policy=save_policy,
         preservation=PreserveAll() if preservation is None else preservation,
         deletion=deletion,
@@ -85,9 +97,49 @@ def make_service(
         read_only=read_only,
         timeouts=timeouts,
         preemption=Preemption(preemption_signals),
+        peers=peers,
     )
     run_at_exit(service.finish_at_exit)
     return service
+
+
+def make_peers(
+    coordinator: Coordinator | None, timeouts: Timeouts, location: str, engine: SaveEngine
+) -> Peers:
+    """Return the processes of the job that `coordinator` knows; None finds those of jax."""
+    return Peers(job_of(coordinator), timeouts.coordination, location, engine.arena.capacity)
+
+
+def job_of(coordinator: Coordinator | None) -> Coordinator:
+    """Return the job that a call takes part in: that of `coordinator`, or of jax."""
+    if coordinator is None:
+        return default_coordinator()
+    given: object = coordinator
+    # A class has the methods, too.
+    if isinstance(given, type) or not isinstance(given, Coordinator):
+        raise InvalidArgumentError(
+            f"coordinator={given!r:.80}: expected a Coordinator such as "
+            "ckpt.coordination.SingleProcess(), or None for the job of jax.distributed"
+            + ("; make one of that class" if isinstance(given, type) else "")
+        )
+    count: object = coordinator.process_count
+    if type(count) is not int or count < 1:
+        raise InvalidArgumentError(
+            f"coordinator: its process_count is {count!r:.80}: expected a whole number, 1 or more"
+        )
+    index: object = coordinator.process_index
+    if type(index) is not int or not 0 <= index < count:
+        raise InvalidArgumentError(
+            f"coordinator: its process_index is {index!r:.80}: expected a whole number from 0 to "
+            f"{count - 1}, since its process_count is {count}"
+        )
+    shared: object = coordinator.key_values() if count > 1 else None
+    if count > 1 and (isinstance(shared, type) or not isinstance(shared, KeyValues)):
+        raise InvalidArgumentError(
+            f"coordinator: its key_values() gives {shared!r:.80}: expected an object with the "
+            "methods of ckpt.coordination.KeyValues"
+        )
+    return coordinator
 
 
 def _ns_of(clock: Callable[[], float] | None) -> Callable[[], int]:
@@ -101,8 +153,12 @@ def _ns_of(clock: Callable[[], float] | None) -> Callable[[], int]:
     return lambda: int(clock() * 1e9)
 
 
-def _checked(name: str, value: T | None, wanted: type[T]) -> T | None:
-    """Return `value` if it is of the type wanted, or None."""
+def checked_type(name: str, value: T | None, wanted: type[T]) -> T | None:
+    """Return `value` if it is of the type wanted, or None.
+
+    Raises:
+        InvalidArgumentError: It is neither.
+    """
     given: object = value
     if given is not None and not isinstance(given, wanted):
         raise InvalidArgumentError(

@@ -13,8 +13,9 @@ import anyio
 
 from ckpt.commit import Commit, CommitHooks
 from ckpt.engine.batches import Batches
+from ckpt.engine.joint import Joint
 from ckpt.engine.loop import EngineLoop, Job
-from ckpt.engine.save import SaveEngine, SaveRequest
+from ckpt.engine.saving import SaveEngine, SaveRequest
 from ckpt.engine.session import Batch
 from ckpt.entries import make_way, remove_others, save_entry
 from ckpt.errors import (
@@ -24,8 +25,9 @@ from ckpt.errors import (
     InvalidArgumentError,
 )
 from ckpt.events import Recorder
+from ckpt.moments import Root
 from ckpt.requests import make_request
-from ckpt.saves import Root, Saves
+from ckpt.saves import Saves
 from ckpt.steps import check_step
 from ckpt.storage.base import Storage
 
@@ -276,8 +278,10 @@ class OpenSave:
             others = await self._root.other_entries(check_step(request.step))
             await make_way(storage, request, others)
             self.opened.set_result(None)
+            engine = self._saves.engine
+            alone = Joint.alone(engine.arena.capacity)
             manifest = await save_entry(
-                self._saves.engine, storage, request, hooks, batches=self._batches
+                engine, storage, request, hooks, alone, batches=self._batches
             )
             await remove_others(storage, others)
         except BaseException as error:

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import anyio
 
+from ckpt.coordination.operation import Operation
 from ckpt.engine.restore import restore_items
-from ckpt.engine.save import SaveEngine
+from ckpt.engine.saving import SaveEngine
 from ckpt.engine.verification import verify_entry
-from ckpt.errors import InvalidArgumentError, StepDeletedError, StepNotFoundError
-from ckpt.events import Recorder
+from ckpt.errors import (
+    CoordinationError,
+    InvalidArgumentError,
+    StepDeletedError,
+    StepNotFoundError,
+)
+from ckpt.events import Observer, Recorder
 from ckpt.history import saved_step
-from ckpt.index import StepIndex
+from ckpt.index import Indexed, StepIndex
 from ckpt.late_statistics import statistics_of
 from ckpt.layout.adapt import Adapt
 from ckpt.layout.report import VerifyReport
-from ckpt.manifest import Manifest
+from ckpt.manifest import JsonValue, Manifest
+from ckpt.peers import Peers
 from ckpt.policies import BestN, Metric, Mode, best_of
 from ckpt.requests import result_of, wanted_items
 from ckpt.stepinfo import StepMetadata, describe_step
@@ -39,20 +48,31 @@ class RootReader:
     """Reads the steps of one root. Its coroutines run on the engine's loop."""
 
     def __init__(
-        self, storage: Storage, index: StepIndex, engine: SaveEngine, ranking: BestN | None
+        self,
+        storage: Storage,
+        index: StepIndex,
+        engine: SaveEngine,
+        ranking: BestN | None,
+        peers: Peers,
     ) -> None:
-        """Read from `storage`; `ranking` says which step is the best where nobody else does."""
+        """Read from `storage`, together with the other processes of the job.
+
+        `ranking` says which step is the best where nobody else does.
+        """
         self._storage = storage
         self._index = index
         self._engine = engine
         self._ranking = ranking
+        self._peers = peers
 
     async def all_steps(self) -> list[int]:
         """Return every committed step, ascending."""
-        return list(await self._index.refresh())
+        return list(await self._steps())
 
     async def latest_step(self) -> int | None:
         """Return the greatest committed step, or None."""
+        if self._peers.own_disks:
+            return max(await self._steps(), default=None)
         latest = await self._index.latest()
         return None if latest is None else latest.step
 
@@ -69,8 +89,28 @@ class RootReader:
             raise InvalidArgumentError(
                 f"best_step({metric!r:.80}): say which values are better, mode='min' or mode='max'"
             )
-        steps = [saved_step(each) for each in (await self._index.refresh()).values()]
+        steps = [saved_step(each) for each in (await self._steps()).values()]
         return await anyio.to_thread.run_sync(best_of, steps, metric, mode)
+
+    async def _steps(self) -> dict[int, Indexed]:
+        """Return the committed steps; of processes with disks of their own those that all have."""
+        found = await self._index.refresh()
+        if not self._peers.own_disks:
+            return found
+        look = partial(self._in_common, found, None)
+        common = await self._peers.all_or_none("steps", "listing the steps", look)
+        return {step: found[step] for step in common}
+
+    async def _in_common(
+        self, found: Mapping[int, Indexed], asked: int | None, operation: Operation
+    ) -> list[int]:
+        # What not all have published is no step, nor is what they have from different saves.
+        own: JsonValue = [[each.step, each.save] for each in found.values()]
+        every = await self._peers.gathered(operation, [asked, own])
+        for other, _ in every:
+            self._check_same(asked, other)
+        common = set.intersection(*({tuple(each) for each in steps} for _, steps in every))
+        return sorted(step for step, save in common if save)
 
     async def found(self, step: int | None) -> tuple[str, Manifest]:
         """Return entry and manifest of `step`, or of the latest one.
@@ -126,15 +166,22 @@ class RootReader:
         items: Mapping[str, Any] | Iterable[str] | None,
         adapt: Adapt | Mapping[str, Adapt] | None,
     ) -> Any:
-        """Load a step, or the latest one: then the next one where it is deleted meanwhile."""
+        """Load a step, or the latest one: then the next one where it is deleted meanwhile.
+
+        Several processes load the same step, and all of them fail where one does.
+        """
         # It may be asked for more than once.
         items = list(items) if isinstance(items, Iterator) else items
         began = time.perf_counter_ns()
         with self._recorder("restore", step).failing(began):
             for _ in range(_LATEST_TRIES if step is None else 1):
-                entry, manifest = await self.found(step)
+                load = partial(self._found_and_loaded, step, like, items, adapt)
                 try:
-                    loaded = await self._load(entry, manifest, like, items, adapt)
+                    manifest, loaded = await self._peers.all_or_none(
+                        "restore",
+                        "the restore" if step is None else f"the restore of step {step}",
+                        load,
+                    )
                 except StepDeletedError as error:
                     deleted = error
                     continue
@@ -145,6 +192,77 @@ class RootReader:
                 return result_of(manifest, loaded, named=items is not None)
             raise deleted
 
+    async def _found_and_loaded(
+        self,
+        step: int | None,
+        like: Any,
+        items: Mapping[str, Any] | Iterable[str] | None,
+        adapt: Adapt | Mapping[str, Adapt] | None,
+        operation: Operation,
+    ) -> tuple[Manifest, dict[str, Any]]:
+        """Find a step that all processes have, and load it, everywhere."""
+        peers = self._peers
+        if peers.is_alone:
+            entry, manifest = await self.found(step)
+        elif peers.own_disks:
+            entry, manifest = await self.found(await self._common(step, operation))
+        else:
+            entry, manifest = await self._led(step, operation)
+        observers = self._engine.observers
+        if not self._peers.is_alone:
+            observers = (*observers, lambda event: self._peers.advance(event.nbytes))
+        return manifest, await self._load(entry, manifest, like, items, adapt, observers)
+
+    async def _led(self, step: int | None, operation: Operation) -> tuple[str, Manifest]:
+        """Return entry and manifest of the step that the primary finds."""
+        if self._peers.is_primary:
+            entry, manifest = await self.found(step)
+            about = {"step": manifest.step, "attempt": manifest.attempt}
+            await operation.lead(json.dumps(about).encode())
+            return entry, manifest
+        about = json.loads(await operation.lead(None))
+        self._check_same(step, about["step"])
+        try:
+            entry, manifest = await self.found(about["step"])
+        except StepNotFoundError as error:
+            # It was there a moment ago.
+            raise StepDeletedError(
+                f"{self._storage.location}: it was deleted while it was read, or process "
+                f"{self._peers.index} sees another root than process 0",
+                step=about["step"],
+            ) from error
+        if manifest.attempt != about["attempt"]:
+            raise StepDeletedError(
+                f"{self._storage.location}/{entry} was replaced while it was read, or process "
+                f"{self._peers.index} sees another root than process 0",
+                step=manifest.step,
+            )
+        return entry, manifest
+
+    async def _common(self, step: int | None, operation: Operation) -> int:
+        """Return the step that all processes have on their disks; None finds the greatest."""
+        asked = None if step is None else check_step(step)
+        steps = await self._in_common(await self._index.refresh(), asked, operation)
+        if asked is None and steps:
+            return steps[-1]
+        if asked is not None and asked in steps:
+            return asked
+        listed = ", ".join(map(str, steps[-10:])) or "none"
+        raise StepNotFoundError(
+            "there is no such step that all processes have on disks of their own; steps that they "
+            f"have in common: {listed}",
+            step=asked,
+        )
+
+    def _check_same(self, step: int | None, other: int | None) -> None:
+        """Raise if this process restores another step than one of the others."""
+        if step != other and step is not None:
+            raise CoordinationError(
+                f"process {self._peers.index} restores step {step} while another one restores step "
+                f"{other}. All processes must restore the same step; restore() without a step "
+                "takes the latest on all of them"
+            )
+
     async def _load(
         self,
         entry: str,
@@ -152,6 +270,7 @@ class RootReader:
         like: Any,
         items: Mapping[str, Any] | Iterable[str] | None,
         adapt: Adapt | Mapping[str, Adapt] | None,
+        observers: tuple[Observer, ...],
     ) -> dict[str, Any]:
         async with while_read(self._storage, entry, manifest):
             return await restore_items(
@@ -162,7 +281,9 @@ class RootReader:
                 self._engine.handlers,
                 self._engine.arena,
                 self._engine.buffers,
-                self._engine.observers,
+                observers,
+                self._peers.index,
+                self._peers.count,
             )
 
     def _recorder(self, operation: str, step: int | None) -> Recorder:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckpt.engine.restore import Wanted
-from ckpt.engine.save import SaveRequest
+from ckpt.engine.saving import SaveRequest
 from ckpt.errors import InvalidArgumentError
 from ckpt.layout.adapt import Adapt
 from ckpt.manifest import Manifest

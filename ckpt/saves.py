@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
 
 import anyio
 
 from ckpt.backlog import Backlog, BacklogPolicy, Place
 from ckpt.commit import Commit, CommitHooks
+from ckpt.engine.joint import Joint
 from ckpt.engine.loop import EngineLoop, Job
-from ckpt.engine.save import SaveEngine, SaveRequest
-from ckpt.entries import make_way, remove_others, save_entry
+from ckpt.engine.saving import SaveEngine, SaveRequest
+from ckpt.entries import make_way, remove_others, replacing_part, save_entry
 from ckpt.errors import (
     CheckpointError,
     CommitCancelledError,
@@ -26,7 +26,8 @@ from ckpt.errors import (
 from ckpt.events import Recorder
 from ckpt.late_statistics import keep_late
 from ckpt.manifest import Manifest
-from ckpt.moments import Moments
+from ckpt.moments import Moments, Root
+from ckpt.peers import Peers
 from ckpt.policies import SaveContext
 from ckpt.preemption import Preemption
 from ckpt.redaction import redact
@@ -37,29 +38,6 @@ from ckpt.storage.base import Storage
 __all__ = ["Saves"]
 
 logger = logging.getLogger("ckpt")
-
-
-class Root(Protocol):
-    """What decides about the saves of a root, on the engine's loop."""
-
-    async def open(self) -> None:
-        """Make the root ready for writing."""
-
-    async def refusal(self, step: int, context: SaveContext) -> str | None:
-        """Return why `step` is not to be saved, or None if it is."""
-
-    async def newest_time(self) -> float | None:
-        """Return when the save of the greatest committed step began, in Unix seconds."""
-
-    async def other_entries(self, step: int) -> list[str]:
-        """Return the entries of `step` under other names than the one it is written to."""
-
-    async def preserve(self, saved: int) -> float | None:
-        """Delete what is not kept any more, now that `saved` is committed; never raises.
-
-        Returns:
-            How many seconds that took; None if it was not done.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +65,14 @@ class Saves:
         engine: SaveEngine,
         backlog: BacklogPolicy,
         preemption: Preemption,
+        peers: Peers,
     ) -> None:
-        """Save to `storage`."""
+        """Save to `storage`, together with the other processes of the job."""
         self._loop = loop
         self._storage = storage
         self._engine = engine
         self._policy: BacklogPolicy = backlog
+        self._peers = peers
         # Made on the engine's loop.
         self._backlog: Backlog | None = None
         # Saves under way, and ended ones whose error nobody has fetched yet.
@@ -143,25 +123,45 @@ class Saves:
     ) -> None:
         """Run one save to its end; every outcome goes to its commit, or to the waiting call."""
         began_ns = time.perf_counter_ns()
+        # Of the step, so that a call more or fewer in one process harms no other step. Before
+        # anything is awaited: the turns are those of the calls.
+        kind = f"save-{request.entry}"
+        turn = self._peers.turn(kind)
         recorder = Recorder("save", request.step, self._engine.observers)
         backlog = self._backlog = self._backlog or Backlog(self._policy)
         scope = anyio.CancelScope()
         tidied = anyio.Event()
-        place, reason, committed = None, None, False
+        place, reason, committed, joint = None, None, False, None
         try:
             with scope:
-                decision = await self._decide(request, root, force, backlog, scope.cancel)
-                place, reason = decision.place, decision.refusal
+                # In turn, so that all processes save in the order of their calls.
+                async with backlog.deciding:
+                    joint = await self._joint(request, kind, turn)
+                async with joint.watched():
+                    decision = await self._decide(
+                        request, root, force, backlog, scope.cancel, joint
+                    )
+                    place, reason = decision.place, decision.refusal
+                    if place is not None:
+                        manifest = await self._save_in_turn(
+                            request, root, hooks, staged, place, joint
+                        )
                 if place is not None:
-                    manifest = await self._save_in_turn(request, root, hooks, staged, place)
                     self.tidying.append(tidied)
                     committed = True
+                for operation in joint.operations:
+                    await self._peers.ended(operation)
         except BaseException as error:
-            self._end_badly(error, request, hooks, staged)
+            # All processes raise what the first one met.
+            told = error
+            if joint is not None:
+                told = await joint.settle(error)
+                await self._peers.failed(joint.operations[0])
+            self._end_badly(told, request, hooks, staged)
             if not isinstance(error, Exception):
                 recorder.end(began_ns, "cancelled")
                 raise
-            recorder.end(began_ns, "failed", reason=str(error))
+            recorder.end(began_ns, "failed", reason=str(told))
             return
         finally:
             if place is not None:
@@ -176,12 +176,20 @@ class Saves:
             return
         try:
             self.end_well(request, manifest, hooks, recorder, began_ns, decision.kept_seconds)
-            await self.tidy(root, request, manifest, hooks)
+            if joint is not None and joint.publishes:
+                await self.tidy(root, request, manifest, hooks)
         finally:
             self.tidying.remove(tidied)
             tidied.set()
         # In the pause before the next save; nobody waits for it.
         await self._engine.arena.warm(lambda: backlog.is_empty and not self._loop.closed)
+
+    async def _joint(self, request: SaveRequest, kind: str, turn: int) -> Joint:
+        what = f"the save of step {request.step}"
+        peers = self._peers
+        operation = await peers.operation(kind, turn, what)
+        then = await peers.operation(_end_of(kind), turn, what) if peers.own_disks else None
+        return Joint(operation, peers.team, peers.budget_bytes, peers.advance, then)
 
     async def _decide(
         self,
@@ -190,16 +198,26 @@ class Saves:
         force: bool,
         backlog: Backlog,
         give_up: Callable[[], None],
+        joint: Joint,
     ) -> _Decision:
-        """Ask policy and backlog about a save, and give it its place if they agree."""
+        """Ask policy and backlog about a save, and give it its place if they agree.
+
+        Of several processes the primary asks its own, and the others do as it says.
+        """
         step = check_step(request.step)
         # So that the next decision knows of this save.
         async with backlog.deciding:
             context = self.moments.context(step)
             is_final = self.moments.is_final(context)
             if not (force or is_final):
-                refusal = await root.refusal(step, context) or backlog.refusal()
+                refusal = None
+                if joint.leads:
+                    refusal = await root.refusal(step, context) or backlog.refusal()
+                elif root.has_policy or self._policy == "skip":
+                    refusal = await joint.refusal(request.entry)
                 if refusal is not None:
+                    if joint.leads:
+                        await joint.refuse(request.entry, refusal)
                     return _Decision(None, refusal)
             kept_seconds = await self._kept_by(context, root) if is_final else None
             # Who has a place gives it back: so nothing may fail, or be awaited, from here on.
@@ -224,17 +242,23 @@ class Saves:
         hooks: CommitHooks,
         staged: Future[None],
         place: Place,
+        joint: Joint,
     ) -> Manifest:
         """Save once there is room for it; what bears the step's name may have to be replaced."""
         assert self._backlog is not None
         backlog = self._backlog
-        with Recorder("save", request.step, self._engine.observers).phase("wait"):
-            await backlog.admitted(place)
-        hooks.watch.add_wait(hooks.watch.elapsed)
-        await root.open()
-        before = [other for other in backlog.under_way if other is not place]
-        others = await root.other_entries(check_step(request.step))
-        await make_way(self._storage, request, others)
+        others: list[str] = []
+        # The others may wait for this process to begin, while it waits for the save before.
+        async with joint.busy():
+            with Recorder("save", request.step, self._engine.observers).phase("wait"):
+                await backlog.admitted(place)
+            hooks.watch.add_wait(hooks.watch.elapsed)
+            await root.open()
+            before = [other for other in backlog.under_way if other is not place]
+            if joint.publishes:
+                others = await root.other_entries(check_step(request.step))
+                request = await replacing_part(self._storage, self._peers, request, joint)
+                await make_way(self._storage, request, others)
         if not request.overwrite and any(other.entry == request.entry for other in before):
             raise StepExistsError(
                 "this step is being saved at the moment. Choose another step, or pass "
@@ -252,6 +276,7 @@ class Saves:
             self._storage,
             request,
             hooks,
+            joint,
             on_safe=lambda: staged.set_result(None),
             on_staged=lambda: backlog.staged(place),
             may_write=may_write,
@@ -365,3 +390,7 @@ class Saves:
         for error in errors:
             sys.stderr.write(f"ckpt: a save to {where} failed and nobody looked: {error}\n")
         return bool(errors)
+
+
+def _end_of(kind: str) -> str:
+    return f"{kind}-end"

@@ -8,21 +8,29 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import anyio
 
 from ckpt.backlog import BacklogPolicy
 from ckpt.commit import Commit
+from ckpt.coordination.operation import Operation
 from ckpt.engine.arena import Arena
 from ckpt.engine.buffers import Buffers
 from ckpt.engine.exits import fail_exit
 from ckpt.engine.loop import EngineLoop, Job
 from ckpt.engine.plans import PlanCache
-from ckpt.engine.save import SaveEngine
-from ckpt.errors import CheckpointError, ReadOnlyError, StorageError
+from ckpt.engine.saving import SaveEngine
+from ckpt.errors import (
+    CheckpointError,
+    InvalidArgumentError,
+    ReadOnlyError,
+    StepNotFoundError,
+    StorageError,
+)
 from ckpt.events import Observer, Recorder
 from ckpt.handlers.registry import HandlersLike, find_handlers
 from ckpt.history import Previous, saved_step
@@ -30,6 +38,7 @@ from ckpt.index import StepIndex
 from ckpt.late_statistics import drop_orphans
 from ckpt.layout.formatting import Formats, compile_formats
 from ckpt.parts import OpenSave, PartialSaves, partial_request
+from ckpt.peers import Peers
 from ckpt.pins import Pin, forget_expired, pin, pins, unpin
 from ckpt.policies import (
     Deletion,
@@ -92,11 +101,13 @@ class RootService:
         read_only: bool,
         timeouts: Timeouts,
         preemption: Preemption,
+        peers: Peers,
     ) -> None:
-        """Serve the root of `storage`."""
+        """Serve the root of `storage`, together with the other processes of the job."""
         self.loop = loop
         self.storage = storage
         self._names = names
+        self._peers = peers
         self.preemption = preemption
         self._timeouts = timeouts
         self._read_only = read_only
@@ -106,7 +117,7 @@ class RootService:
         self._opened = False
         self._swept = 0.0
         self._index = StepIndex(storage, names)
-        self.saves = Saves(loop, storage, engine, backlog, preemption)
+        self.saves = Saves(loop, storage, engine, backlog, preemption, peers)
         self._retention = Retention(
             storage,
             self._index,
@@ -116,7 +127,7 @@ class RootService:
             engine.now_ns,
             self.saves.moments,
         )
-        self.reader = RootReader(storage, self._index, engine, ranking_of(preservation))
+        self.reader = RootReader(storage, self._index, engine, ranking_of(preservation), peers)
         self._partials = PartialSaves(loop, storage, engine, self.saves)
 
     def start_save(
@@ -146,6 +157,12 @@ class RootService:
         entry = self._names.name(step)
         request = partial_request(entry, step, metrics, metadata, overwrite=overwrite)
         self._refuse_writing()
+        if not self._peers.is_alone:
+            raise InvalidArgumentError(
+                f"a save in parts is made by one process, and this job has {self._peers.count}: "
+                "save the whole step with save()",
+                step=step,
+            )
         return self._partials.new(request, self)
 
     def reached_preemption(self, step: int) -> bool:
@@ -164,16 +181,27 @@ class RootService:
         """Make the root, and remove what dead writers left in it; only the first call does."""
         if self._opened:
             return
+        if not self._peers.publishes:
+            # The primary makes the root, and keeps it tidy.
+            self._opened = True
+            return
+        try:
+            await self._open()
+        except BaseException as error:
+            # The others would wait for this process.
+            await self._peers.cannot_open(error)
+            raise
+        self._opened = True
+
+    async def _open(self) -> None:
         if self._read_only:
             # Says where there is no root and none is to be made.
             await self.storage.entries()
-            self._opened = True
             return
         await self.storage.prepare()
         await self._sweep()
         await write_root_metadata(self.storage, self._metadata)
         await self._retention.prepare()
-        self._opened = True
 
     async def _sweep(self) -> None:
         """Remove what dead writers left in the root."""
@@ -211,6 +239,11 @@ class RootService:
             return None
         return time.perf_counter() - began
 
+    @property
+    def has_policy(self) -> bool:
+        """Whether a policy decides about saves."""
+        return self._save_policy is not None
+
     async def refusal(self, step: int, context: SaveContext) -> str | None:
         """Return why the save policy turns `step` down, or None."""
         if self._save_policy is None:
@@ -231,7 +264,14 @@ class RootService:
         if self._read_only:
             return False
         context = self.saves.moments.context(step)
-        return self.saves.moments.is_final(context) or await self.refusal(step, context) is None
+        if self.saves.moments.is_final(context) or not self.has_policy:
+            return True
+
+        async def decide() -> bool:
+            return await self.refusal(step, context) is None
+
+        what = f"deciding about step {step}"
+        return bool(await self._peers.on_primary(f"should_save-{step}", what, decide))
 
     async def newest_time(self) -> float | None:
         """Return when the save of the greatest committed step began, in Unix seconds."""
@@ -262,12 +302,21 @@ class RootService:
         async def is_committed() -> bool:
             return step in await self._index.refresh()
 
-        await pin(self.storage, step, name, is_committed)
+        async def act() -> None:
+            await pin(self.storage, step, name, is_committed)
+
+        await self._peers.act(f"pin-{step}-{name}", f"pinning step {step}", act)
 
     async def unpin(self, step: int, name: str) -> bool:
         """Take a pin back; return whether there was one."""
         self._refuse_writing()
-        return await unpin(self.storage, check_step(step), name)
+        step = check_step(step)
+
+        async def act() -> bool:
+            return await unpin(self.storage, step, name)
+
+        what = f"unpinning step {step}"
+        return bool(await self._peers.act(f"unpin-{step}-{name}", what, act))
 
     async def pins(self) -> dict[int, tuple[Pin, ...]]:
         """Return the pinned steps, and what pins them."""
@@ -277,12 +326,34 @@ class RootService:
         """Delete a step, or one item of it."""
         step = check_step(step)
         self._refuse_writing()
-        # A save of the same step that is under way would be published afterwards.
-        await self.saves.idle()
-        if item is None:
-            await self._retention.delete(step)
+
+        async def act() -> None:
+            # A save of the same step that is under way would be published afterwards.
+            await self.saves.idle()
+            if item is None:
+                await self._retention.delete(step)
+            else:
+                await self._retention.delete_item(*await self.reader.found(step), item)
+
+        if not self._peers.publishes:
+            await self.saves.idle()
+        kind, what = f"delete-{step}-{item}", f"the deletion of step {step}"
+        if self._peers.own_disks:
+            await self._peers.all_or_none(kind, what, partial(self._delete_anywhere, act))
         else:
-            await self._retention.delete_item(*await self.reader.found(step), item)
+            await self._peers.on_primary(kind, what, act)
+
+    async def _delete_anywhere(
+        self, delete: Callable[[], Awaitable[None]], operation: Operation
+    ) -> None:
+        """Delete what some of the disks have, and raise if none has it."""
+        missing = None
+        try:
+            await delete()
+        except StepNotFoundError as error:
+            missing = error
+        if not any(await self._peers.gathered(operation, missing is None)) and missing is not None:
+            raise missing
 
     def close(self, timeout: float | None = None) -> bool:
         """End the loop once all saves have; saves in parts that are still open are discarded.

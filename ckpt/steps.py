@@ -26,6 +26,7 @@ from ckpt.storage.base import Storage
 __all__ = [
     "check_item_name",
     "check_step",
+    "lies_in",
     "read_manifest",
     "refuse_deleted",
     "while_read",
@@ -93,6 +94,11 @@ def _may_name_an_item(name: object) -> TypeGuard[str]:
         and ".orbax-checkpoint-tmp" not in name
         and not name.startswith("ocdbt.process_")
     )
+
+
+def lies_in(entry: str, manifest: Manifest) -> str:
+    """Return the directory in which the files of an entry lie, relative to the root."""
+    return f"{entry}/{manifest.folder}" if manifest.folder else entry
 
 
 async def read_manifest(storage: Storage, entry: str, *, step: int | None = None) -> Manifest:

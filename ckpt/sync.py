@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 
 from ckpt.backlog import BacklogPolicy
 from ckpt.commit import Commit, StepInfo
+from ckpt.coordination.base import Coordinator
 from ckpt.engine.loop import EngineLoop
 from ckpt.events import Observer
 from ckpt.handlers.registry import HandlersLike
@@ -61,6 +62,7 @@ class CheckpointManager:
         permission_mode: int | None = None,
         preemption_signals: Iterable[int] = (),
         timeouts: Timeouts | None = None,
+        coordinator: Coordinator | None = None,
         observers: Iterable[Observer] = (),
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -81,6 +83,7 @@ class CheckpointManager:
             permission_mode=permission_mode,
             preemption_signals=preemption_signals,
             timeouts=timeouts,
+            coordinator=coordinator,
             observers=observers,
             clock=clock,
         )
@@ -89,7 +92,7 @@ class CheckpointManager:
 
     @property
     def root(self) -> str:
-        """The directory, as it was given."""
+        """The directory, or the URL of the place in a store."""
         return self._service.storage.location
 
     def __enter__(self) -> Self:
@@ -253,10 +256,24 @@ def save(
     handlers: HandlersLike = (),
     staging: Staging | None = None,
     formats: Formats | None = None,
+    timeouts: Timeouts | None = None,
+    coordinator: Coordinator | None = None,
 ) -> StepInfo:
     """Save one checkpoint at `path`; durable on return. See `ckpt.save`."""
     return _run(
-        save_call(path, state, items, metrics, metadata, overwrite, handlers, staging, formats)
+        save_call(
+            path,
+            state,
+            items,
+            metrics,
+            metadata,
+            overwrite,
+            handlers,
+            staging,
+            formats,
+            timeouts,
+            coordinator,
+        )
     )
 
 
@@ -267,9 +284,10 @@ def load(
     items: Mapping[str, Any] | Iterable[str] | None = None,
     adapt: Adapt | Mapping[str, Adapt] | None = None,
     handlers: HandlersLike = (),
+    coordinator: Coordinator | None = None,
 ) -> Any:
     """Load a one-shot checkpoint, or one step of a manager's root. See `ckpt.load`."""
-    return _run(load_call(path, like, items, adapt, handlers))
+    return _run(load_call(path, like, items, adapt, handlers, coordinator))
 
 
 def metadata(path: PathLike) -> StepMetadata:

@@ -200,7 +200,7 @@ def watch(
     which also renews the lease while the caller is busy.
 
     Args:
-        root: The directory of a manager.
+        root: What the manager was given: a directory, a URL or a store.
         timeout: Seconds to wait for a new step before the iteration ends; None waits for ever, 0
             gives what is there. A root that cannot be looked at when they are over is an error.
         min_interval: Seconds from one step to the next at least.

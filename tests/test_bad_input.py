@@ -182,7 +182,7 @@ def test_settings_that_do_not_exist() -> None:
 # Roots.
 
 
-@pytest.mark.parametrize("path", ["", "a\0b", 3, None, b"bytes", "s3://bucket/run", "gs://b/r"])
+@pytest.mark.parametrize("path", ["", "a\0b", 3, None, b"bytes", "s4://bucket/run", "ftp://b/r"])
 def test_a_root_that_is_no_local_path(path: Any) -> None:
     with pytest.raises(errors.InvalidArgumentError, match="path="):
         ckpt.sync.CheckpointManager(path)

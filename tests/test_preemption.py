@@ -618,26 +618,29 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize(
-    ("scenario", "number"), [("agrees", TERM), ("agrees_on_another_signal", USR1)]
+    ("scenario", "number", "told"),
+    [("agrees", TERM, [1]), ("agrees", TERM, [0, 1]), ("agrees_on_another_signal", USR1, [1])],
 )
-def test_processes_save_the_same_final_step(
-    tmp_path: Path, scenario: str, number: signal.Signals
+def test_processes_save_the_same_final_step_together(
+    tmp_path: Path, scenario: str, number: signal.Signals, told: list[int]
 ) -> None:
     port = free_port()
     with (
-        started(scenario, tmp_path / "0", 0, port) as first,
-        started(scenario, tmp_path / "1", 1, port) as second,
+        started(scenario, tmp_path, 0, port) as first,
+        started(scenario, tmp_path, 1, port) as second,
     ):
         expect(first, "ready")
         expect(second, "ready")
-        second.send_signal(number)
-        both = [ended(first, tmp_path / "0"), ended(second, tmp_path / "1")]
+        for index in told:
+            (first, second)[index].send_signal(number)
+        both = [ended(first, tmp_path), ended(second, tmp_path)]
     assert [end.code for end in both] == [0, 0], both
     last = both[0].lines[0]
     for end in both:
         assert end.lines == [last]
         assert end.steps() == [0, last]
         assert end.is_right()
+    assert json.loads((tmp_path / f"{last}" / "ckpt.json").read_text())["process_count"] == 2
 
 
 def test_the_service_of_jax_takes_over_and_may_be_off(tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ class _Finder:
             # TensorStore follows links, and waits for a FIFO. It reads by mapping files, and a page
             # that cannot be read then ends the process.
             return {}, "which arrays it hits cannot be told while a file of the item is unreadable"
-        database = ItemDatabase(self._storage.database_url(self._entry, self._name), self._name)
+        database = ItemDatabase(self._storage.database_spec(self._entry, self._name), self._name)
         hits: dict[int, _Hit] = {}
         counts: Counter[int] = Counter()
         left = self._bytes_there * _MOST_COPIES + _SLACK_BYTES

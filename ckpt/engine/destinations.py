@@ -50,7 +50,7 @@ class Destination:
             return False
         value = self.read.value
         if value is not None:
-            self.regions = [(region, value) for region in regions_of(self.read)]
+            self.regions = [(region, _view(value, region)) for region in regions_of(self.read)]
             return False
         kind = parse_dtype(self.read.stored)
         self.regions = [

@@ -49,6 +49,7 @@ async def write_item_file(session: SaveSession, item: str, path: str, data: File
                 with session.recorder.phase("write", nbytes, lane):
                     await session.storage.write_block(attempt, name, view)
     session.hooks.advance(written=nbytes)
+    session.joint.advance(nbytes)
 
 
 async def read_item_file(

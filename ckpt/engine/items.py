@@ -5,10 +5,11 @@ from __future__ import annotations
 import anyio
 
 from ckpt.digests import digest
-from ckpt.engine.save import features, keep_lease
+from ckpt.engine.recording import features
+from ckpt.engine.save import keep_lease
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.layout.orbax_view import step_view
-from ckpt.manifest import FILE_NAME, FileEntry, Manifest, encode
+from ckpt.manifest import FILE_NAME, OWN_DISKS, FileEntry, Manifest, encode
 from ckpt.steps import while_read
 from ckpt.storage.base import Attempt, Storage
 
@@ -62,7 +63,10 @@ async def delete_item(storage: Storage, entry: str, manifest: Manifest, item: st
                     update={
                         "items": items,
                         "attempt": attempt.id,
-                        "requires": features(items),
+                        "folder": attempt.folder,
+                        "requires": features(
+                            items, attempt.folder, own_disks=OWN_DISKS in manifest.requires
+                        ),
                     }
                 )
                 async with while_read(storage, entry, manifest):
@@ -84,9 +88,11 @@ async def _write_rest(
 ) -> Manifest:
     """Fill an attempt with all but one item; return its manifest, which is written last."""
     entry = attempt.entry
-    written = step_view(
-        entry, new.items, old.metrics, old.metadata, old.created_ns, old.committed_ns, old.files
-    )
+    written: dict[str, bytes] = {}
+    if OWN_DISKS not in old.requires:
+        written = step_view(
+            entry, new.items, old.metrics, old.metadata, old.created_ns, old.committed_ns, old.files
+        )
     linked = {
         path: known
         for path, known in old.files.items()
@@ -95,7 +101,7 @@ async def _write_rest(
     with located():
         async with anyio.create_task_group() as tasks:
             for path in linked:
-                tasks.start_soon(storage.link, attempt, path)
+                tasks.start_soon(storage.link, attempt, path, old.folder)
             for path, data in written.items():
                 tasks.start_soon(storage.write, attempt, path, data)
     made = {path: FileEntry(size=len(data), digest=digest(data)) for path, data in written.items()}

@@ -1,8 +1,12 @@
-"""Host buffers to what the target asks for: jax arrays on their devices, or numpy."""
+"""Host buffers to what the target asks for: jax arrays on their devices, or numpy.
+
+An array over several processes is made of the parts that lie on this process's own devices: no
+program runs, nothing is compared with the other processes, and none of them is waited for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +19,7 @@ from ckpt.errors import TargetMismatchError
 from ckpt.layout.shards import Region, addressable_regions
 from ckpt.layout.targets import PYTHON_TYPES, ArrayRead, ArrayTarget
 
-__all__ = ["place_regions", "place_whole"]
+__all__ = ["cannot_be_weak", "place_regions", "place_whole"]
 
 Array = np.ndarray[Any, Any]
 
@@ -46,10 +50,25 @@ def place_whole(hosts: Sequence[Array], reads: Sequence[ArrayRead]) -> list[Any]
         else:
             going.setdefault(id(target.sharding), (target.sharding, []))[1].append(number)
     for sharding, numbers in going.values():
-        arrays = jax.device_put([cast[number] for number in numbers], sharding)
+        if sharding is None or sharding.is_fully_addressable:
+            arrays = jax.device_put([cast[number] for number in numbers], sharding)
+        else:
+            # device_put would compare the values of all processes, in a program that all must run.
+            parts = [_cut(cast[number], sharding) for number in numbers]
+            arrays = _made([reads[number] for number in numbers], parts)
         for number, array in zip(numbers, arrays, strict=True):
             placed[number] = _finished(array, targets[number])
     return placed
+
+
+def _cut(host: Array, sharding: jax.sharding.Sharding) -> dict[Region, Array]:
+    """Return the regions of a whole array that this process needs."""
+    parts: dict[Region, Array] = {}
+    for region, _ in addressable_regions(sharding, host.shape):
+        # The dots: without axes, indexing would give a value instead of a view.
+        index: tuple[Any, ...] = (*region.slices, ...)
+        parts[region] = host[index]
+    return parts
 
 
 def _cast(host: Array, read: ArrayRead) -> Array:
@@ -78,7 +97,17 @@ def _finished(array: jax.Array, target: ArrayTarget) -> jax.Array:
     if target.kind == "key":
         keys: jax.Array = jax.random.wrap_key_data(array, impl=target.impl)
         return keys
-    return _weakly_typed(array) if target.weak_type else array
+    return _weakly_typed(array) if target.weak_type and array.is_fully_addressable else array
+
+
+def cannot_be_weak(target: ArrayTarget) -> bool:
+    """Tell whether an array was weakly typed and cannot come back so.
+
+    jax has no call that sets the type of an array. Computing one that has it is a program, which
+    all processes with a part of the array would have to run at the same point of their own.
+    """
+    sharding = target.sharding
+    return target.weak_type and sharding is not None and not sharding.is_fully_addressable
 
 
 def _weakly_typed(array: jax.Array) -> jax.Array:
@@ -120,23 +149,45 @@ def place_regions(read: ArrayRead, regions: Sequence[tuple[Region, Array]]) -> A
     Raises:
         TargetMismatchError: As `place_whole`.
     """
-    shape, target = read.shape, read.target
+    target = read.target
     if target.kind not in ("jax", "key") or target.sharding is None:
         ((_, buffer),) = regions
         return place_whole([buffer], [read])[0]
-    buffers = {region: _cast(buffer, read) for region, buffer in regions}
-    devices = list(target.sharding.addressable_devices_indices_map(shape))
-    memory_kind = target.sharding.memory_kind
+    (array,) = _made([read], [{region: _cast(buffer, read) for region, buffer in regions}])
+    return _finished(array, target)
+
+
+def _made(reads: Sequence[ArrayRead], parts: Sequence[Mapping[Region, Array]]) -> list[jax.Array]:
+    """Return arrays of which each device of this process is given the region that it holds.
+
+    Args:
+        reads: The arrays; each has a sharding, of which no device need be this process's.
+        parts: For each array the buffers of the distinct regions that this process needs.
+    """
     hosts: list[Array] = []
-    places = []
-    for region, positions in addressable_regions(target.sharding, shape):
-        for position in positions:
-            hosts.append(buffers[region])
-            places.append(
-                jax.sharding.SingleDeviceSharding(devices[position], memory_kind=memory_kind)
-            )
+    places: list[jax.sharding.Sharding] = []
+    ends: list[int] = []
+    for read, buffers in zip(reads, parts, strict=True):
+        sharding = _sharding_of(read)
+        devices = list(sharding.addressable_devices_indices_map(read.shape))
+        for region, positions in addressable_regions(sharding, read.shape):
+            for position in positions:
+                hosts.append(buffers[region])
+                places.append(
+                    jax.sharding.SingleDeviceSharding(
+                        devices[position], memory_kind=sharding.memory_kind
+                    )
+                )
+        ends.append(len(hosts))
     arrays = jax.device_put(hosts, places)
-    whole_array = jax.make_array_from_single_device_arrays(
-        shape, target.sharding, arrays, dtype=target.dtype
-    )
-    return _finished(whole_array, target)
+    return [
+        jax.make_array_from_single_device_arrays(
+            read.shape, _sharding_of(read), arrays[start:end], dtype=read.target.dtype
+        )
+        for read, start, end in zip(reads, [0, *ends], ends, strict=False)
+    ]
+
+
+def _sharding_of(read: ArrayRead) -> jax.sharding.Sharding:
+    assert read.target.sharding is not None
+    return read.target.sharding

@@ -9,6 +9,7 @@ of them are read at once.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -24,12 +25,13 @@ from ckpt.engine.checks import Damage, check_chunk
 from ckpt.engine.destinations import Destination, direct_view, distribute
 from ckpt.engine.files import read_item_file
 from ckpt.engine.memory import check_memory
-from ckpt.engine.placing import place_whole
+from ckpt.engine.placing import cannot_be_weak, place_whole
 from ckpt.engine.runs import PackedRead, Run, cut_run, parts_of, runs_of
 from ckpt.engine.sources import ChunkSource, DataFiles, ItemDatabase, StoredChunk
 from ckpt.errors import CorruptCheckpointError, located
 from ckpt.events import Recorder
 from ckpt.layout.dtypes import parse_dtype
+from ckpt.layout.per_process import Part, own_path
 from ckpt.layout.plan import CHUNK_ALIGNMENT, GRANULE_BYTES, aligned
 from ckpt.layout.reads import ChunkRead, plan_chunk_reads
 from ckpt.layout.targets import ArrayRead
@@ -37,6 +39,8 @@ from ckpt.manifest import FileEntry, ItemEntry, LeafEntry
 from ckpt.storage.base import Storage
 
 __all__ = ["CONCURRENT_GRANULES", "EngineItemReader"]
+
+logger = logging.getLogger("ckpt")
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
@@ -85,9 +89,18 @@ class EngineItemReader:
         recorder: Recorder,
         manifest_files: Mapping[str, FileEntry],
         slots: anyio.Semaphore,
+        part: Part,
+        process: int,
+        processes: int,
     ) -> None:
-        """Read the item called `item` of an entry; `slots` are shared by all items."""
+        """Read the item called `item` of an entry; `slots` are shared by all items.
+
+        `part` is the part of it that is read, in process `process` of `processes`.
+        """
         self.item = item
+        self.process = process
+        self.processes = processes
+        self._part = part
         self._storage = storage
         self._entry = entry
         self._arena = arena
@@ -102,8 +115,9 @@ class EngineItemReader:
 
     async def read_file(self, path: str) -> bytes:
         """Read a file of the item; see `ItemReader.read_file`."""
+        own = own_path(path, self._part.process, self._part.processes)
         return await read_item_file(
-            self._storage, self._entry, self.item, path, self._files, self._recorder
+            self._storage, self._entry, self.item, own, self._files, self._recorder
         )
 
     async def read(self, entry: ItemEntry, reads: Sequence[ArrayRead]) -> list[Any]:
@@ -114,9 +128,10 @@ class EngineItemReader:
             InvalidArgumentError: The arrays are larger than the memory of this machine.
         """
         check_memory(reads, entry.leaves)
+        _tell_of_types(reads)
         began_ns = time.perf_counter_ns()
         files = DataFiles(self._read_block, entry, self._buffers)
-        database = ItemDatabase(self._storage.database_url(self._entry, self.item), self.item)
+        database = ItemDatabase(self._storage.database_spec(self._entry, self.item), self.item)
         work = _Work(len(reads), self._slots)
         limit = min(GRANULE_BYTES, self._arena.capacity // CONCURRENT_GRANULES)
         packed, others = _sorted_out(entry.leaves, reads)
@@ -257,6 +272,17 @@ class EngineItemReader:
             placed = await self.in_thread(_place_all, finished)
         for destination, value in zip(finished, placed, strict=True):
             work.results[destination.number] = value
+
+
+def _tell_of_types(reads: Sequence[ArrayRead]) -> None:
+    changed = [read.path for read in reads if cannot_be_weak(read.target)]
+    if changed:
+        logger.warning(
+            "%d arrays over several processes (%s, ...) were weakly typed; they come back with the "
+            "same dtype, not weakly. Give them a dtype where they are made",
+            len(changed),
+            changed[0],
+        )
 
 
 async def _read_singly(

@@ -16,7 +16,9 @@ from ckpt.events import Observer, Recorder
 from ckpt.handlers.base import errors_of
 from ckpt.handlers.registry import Handlers
 from ckpt.layout.adapt import Adapt
+from ckpt.layout.per_process import pick
 from ckpt.manifest import Manifest
+from ckpt.steps import lies_in
 from ckpt.storage.base import Storage
 
 __all__ = ["Wanted", "restore_items"]
@@ -44,8 +46,12 @@ async def restore_items(
     arena: Arena,
     buffers: Buffers,
     observers: tuple[Observer, ...],
+    process: int = 0,
+    processes: int = 1,
 ) -> dict[str, Any]:
     """Return the wanted items of a committed step, loaded concurrently.
+
+    In a job of several processes each one loads what is for itself; none waits for another.
 
     One that fails stops the others. What they set on objects by then (see `StatefulHandler`) stays.
 
@@ -58,6 +64,8 @@ async def restore_items(
         arena: Staging memory of the engine.
         buffers: Makes the memory of restored arrays.
         observers: Take the timed phases.
+        process: Number of this process in its job.
+        processes: How many processes the job has.
 
     Raises:
         CheckpointError: What went wrong, with step and item.
@@ -70,16 +78,27 @@ async def restore_items(
         )
     recorder = Recorder("restore", manifest.step, observers)
     slots = anyio.Semaphore(CONCURRENT_GRANULES)
+    place = lies_in(entry, manifest)
     found: dict[str, Any] = dict.fromkeys(wanted)
 
     async def load(name: str, want: Wanted) -> None:
-        item = manifest.items[name]
-        handler = handlers.named(item.handler, name)
-        reader = EngineItemReader(
-            storage, entry, name, arena, buffers, recorder, manifest.files, slots
-        )
+        handler = handlers.named(manifest.items[name].handler, name)
         with errors_of(handler, name, "load it"):
-            found[name] = await handler.load(item, want.like, want.adapt, reader)
+            part = pick(manifest, name, process, processes)
+            reader = EngineItemReader(
+                storage,
+                place,
+                name,
+                arena,
+                buffers,
+                recorder,
+                manifest.files,
+                slots,
+                part,
+                process,
+                processes,
+            )
+            found[name] = await handler.load(part.entry, want.like, want.adapt, reader)
 
     with located(step=manifest.step):
         async with anyio.create_task_group() as tasks:

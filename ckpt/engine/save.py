@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import logging
-import platform
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import anyio
 
 from ckpt.commit import CommitHooks
-from ckpt.digests import digest
-from ckpt.engine.arena import Arena
 from ckpt.engine.batches import Batches
-from ckpt.engine.buffers import Buffers
+from ckpt.engine.joint import Joint
 from ckpt.engine.parts import ItemParts
 from ckpt.engine.plans import PlanCache
+from ckpt.engine.publishing import end_apart, end_together
+from ckpt.engine.saving import SaveEngine, SaveRequest
 from ckpt.engine.session import Batch, SaveSession
 from ckpt.engine.writer import EngineItemWriter
-from ckpt.errors import InvalidArgumentError, StorageError, located
-from ckpt.events import Observer, Recorder
-from ckpt.handlers.base import Handler, errors_of
+from ckpt.errors import StorageError, located
+from ckpt.events import Recorder
+from ckpt.handlers.base import Handler, errors_of, is_per_process
 from ckpt.handlers.registry import Handlers
-from ckpt.layout.orbax_view import step_view, text_view
-from ckpt.manifest import (
-    COMPRESSION,
-    FILE_NAME,
-    FORMAT_VERSION,
-    FileEntry,
-    ItemEntry,
-    JsonValue,
-    Manifest,
-    encode,
-)
-from ckpt.settings import Staging
+from ckpt.manifest import ItemEntry, Manifest
 from ckpt.storage.base import Attempt, Storage
 
-__all__ = ["SaveEngine", "SaveRequest", "features", "keep_lease", "save_step"]
+__all__ = ["keep_lease", "save_step"]
 
 logger = logging.getLogger("ckpt")
 
@@ -51,77 +37,13 @@ _NO_ENTRY = ItemEntry(handler="")
 _RENEWALS = 6
 
 
-@dataclass(frozen=True, slots=True)
-class SaveRequest:
-    """What to save and under which name.
-
-    Attributes:
-        entry: Name of the entry it becomes.
-        step: The step, or None for a one-shot checkpoint.
-        items: The objects by item name. Emptied when staging begins: the caller's arrays must not
-            be kept alive while they are written.
-        unnamed: Whether the caller gave one object without a name.
-        metrics: User metrics.
-        metadata: User metadata.
-        overwrite: Whether an existing entry is replaced.
-    """
-
-    entry: str
-    step: int | None
-    items: dict[str, Any]
-    unnamed: bool
-    metrics: Mapping[str, Any] | None
-    metadata: JsonValue
-    overwrite: bool
-
-
-@functools.cache
-def _known_versions() -> tuple[tuple[str, str], ...]:
-    """Return the versions of the libraries that shape the format; they cost milliseconds."""
-    versions = {"python": platform.python_version()}
-    for name in ("ckpt-jax", "jax", "numpy", "tensorstore"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "unknown"
-    return tuple(versions.items())
-
-
-def _versions() -> dict[str, str]:
-    return dict(_known_versions())
-
-
-@dataclass(slots=True)
-class SaveEngine:
-    """What lasts from save to save.
-
-    Attributes:
-        staging: How arrays are staged.
-        handlers: The handlers, and how one is chosen.
-        observers: Take the timed phases.
-        arena: The staging memory.
-        buffers: Makes the memory of restored arrays.
-        plans: Plans of earlier saves.
-        now_ns: Tells the time, in Unix nanoseconds.
-        versions: Versions of the libraries that write.
-    """
-
-    staging: Staging
-    handlers: Handlers
-    observers: tuple[Observer, ...]
-    arena: Arena
-    buffers: Buffers
-    plans: PlanCache = field(default_factory=PlanCache)
-    now_ns: Callable[[], int] = time.time_ns
-    versions: dict[str, str] = field(default_factory=_versions)
-
-
 async def save_step(
     engine: SaveEngine,
     storage: Storage,
     request: SaveRequest,
     hooks: CommitHooks,
     batches: Batches,
+    joint: Joint,
     *,
     may_write: Callable[[], Awaitable[object]],
 ) -> Manifest:
@@ -133,13 +55,18 @@ async def save_step(
         request: Under which name, and what beside the items.
         hooks: The commit to move along.
         batches: The items; published when they have ended.
+        joint: The processes of the job that save the same step at the same time; `Joint.watched`
+            is for the caller.
         may_write: Awaited before anything but the empty attempt is written.
 
     Returns:
-        The manifest of the published step.
+        The manifest of the published step; where another process has published it, without its
+        leaves and files.
 
     Raises:
-        CheckpointError: What went wrong; further failures are among its notes.
+        CheckpointError: What went wrong, here or in another process; further failures are among its
+            notes.
+        CoordinationTimeoutError: Another process gave no sign of life; names it.
 
     Cancellation: input and output under way is waited for, the attempt is removed, and nothing of
     it is visible, unless publishing had begun: then the step is whole.
@@ -159,19 +86,26 @@ async def save_step(
                     PlanCache(engine.plans.rules) if batches.in_parts else engine.plans,
                     tasks,
                     created_ns,
-                    {} if batches.in_parts else None,
+                    joint,
+                    parts={} if batches.in_parts else None,
                 )
                 keeper = anyio.CancelScope()
                 tasks.start_soon(_begin, session, request, may_write, keeper)
                 manifest = await _run(session, engine, request, batches)
                 keeper.cancel()
         return manifest
+    except BaseException as error:
+        # Before anything is removed: what that makes the others meet is not what went wrong.
+        told = await joint.settle(error)
+        if told is error:
+            raise
+        raise told from error
     finally:
         # The task group has ended, and with it every use of the staged memory.
         session.free_all()
         if session.attempt is not None:
             with anyio.CancelScope(shield=True):
-                await storage.discard(session.attempt)
+                await storage.discard(session.attempt, joined=not joint.is_alone)
 
 
 async def _begin(
@@ -181,9 +115,19 @@ async def _begin(
     keeper: anyio.CancelScope,
 ) -> None:
     """Open the attempt while the tree is planned, and the way to it when it is our turn."""
-    await session.storage.prepare()
-    session.attempt = await session.storage.begin(request.entry)
-    session.tasks.start_soon(keep_lease, session.storage, session.attempt, keeper)
+    storage, joint = session.storage, session.joint
+    if joint.publishes:
+        await storage.prepare()
+        session.attempt = await storage.begin(request.entry)
+        session.tasks.start_soon(keep_lease, storage, session.attempt, keeper)
+    if joint.leads:
+        assert session.attempt is not None
+        session.save = session.attempt.id
+        await joint.begin(request.entry, session.save, session.created_ns)
+    else:
+        session.save, session.created_ns = await joint.begun(request.entry)
+    if not joint.publishes:
+        session.attempt = await storage.join(request.entry, session.save)
     await may_write()
     session.attempt_ready.set()
 
@@ -225,14 +169,8 @@ async def _run(
     await anyio.lowlevel.checkpoint()
     hooks.stage("publishing")
     hooks.watch.note(written=hooks.watch.elapsed)
-    with session.recorder.phase("record"), hooks.watch.taking("merged"):
-        manifest = await _record(session, engine, request, entries)
-    # From here to the end nothing may come between the store and our knowing what it did.
-    with session.recorder.phase("publish"), anyio.CancelScope(shield=True):
-        with hooks.watch.taking("published"):
-            await session.storage.publish(await session.opened(), overwrite=request.overwrite)
-        session.attempt = None
-    return manifest
+    end = end_apart if session.joint.own_disks else end_together
+    return await end(session, engine, request, entries)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -290,7 +228,8 @@ async def _stage_item(
         if parts is not None:
             parts.check_next(name, handler.name)
         parts = session.parts[name] = parts or ItemParts(handler.name)
-    writer = EngineItemWriter(session, batch, name, parts)
+    own = is_per_process(handler)
+    writer = EngineItemWriter(session, batch, name, parts, per_process=own)
     with errors_of(handler, name, "save it"):
         commit = await handler.stage(item, writer)
         if not hasattr(commit, "__await__"):
@@ -330,59 +269,3 @@ async def _join_parts(
             entries[name] = entry
             for path, data in files.items():
                 writers.start_soon(session.write, f"{name}/{path}", data)
-
-
-async def _record(
-    session: SaveSession,
-    engine: SaveEngine,
-    request: SaveRequest,
-    entries: Mapping[str, ItemEntry],
-) -> Manifest:
-    """Write what is left of the Orbax view, then the manifest; all of it is durable on return."""
-    if not entries:
-        # Nobody could read such a step.
-        raise InvalidArgumentError("there is no item to save: a step has at least one")
-    attempt = await session.opened()
-    committed_ns = engine.now_ns()
-    files = step_view(
-        request.entry,
-        entries,
-        request.metrics,
-        request.metadata,
-        session.created_ns,
-        committed_ns,
-        session.files,
-    )
-    for name, entry in entries.items():
-        texts = await anyio.to_thread.run_sync(text_view, entry)
-        files.update({f"{name}/{path}": data for path, data in texts.items()})
-    async with anyio.create_task_group() as writers:
-        for path, data in files.items():
-            known = session.files[path] = FileEntry(size=len(data), digest=digest(data))
-            writers.start_soon(session.write, path, data, known)
-        manifest = Manifest(
-            format="ckpt",
-            version=FORMAT_VERSION,
-            requires=features(entries),
-            step=request.step,
-            attempt=attempt.id,
-            unnamed=request.unnamed,
-            items=dict(entries),
-            metrics=None if request.metrics is None else dict(request.metrics),
-            metadata=request.metadata,
-            created_ns=session.created_ns,
-            committed_ns=committed_ns,
-            writer=engine.versions,
-            process_count=1,
-            statistics=session.hooks.watch.early(),
-            files=session.files,
-        )
-        encoded = await anyio.to_thread.run_sync(encode, manifest)
-    await session.storage.write(attempt, FILE_NAME, encoded)
-    return manifest
-
-
-def features(items: Mapping[str, ItemEntry]) -> list[str]:
-    """Return the features that a reader has to know."""
-    compressed = any(leaf.codec is not None for item in items.values() for leaf in item.leaves)
-    return [COMPRESSION] if compressed else []

@@ -16,8 +16,10 @@ from anyio.abc import TaskGroup
 from ckpt.commit import CommitHooks
 from ckpt.digests import digest
 from ckpt.engine.arena import Arena, Block
+from ckpt.engine.joint import Joint
 from ckpt.engine.parts import ItemParts
 from ckpt.engine.plans import PlanCache
+from ckpt.engine.trees import TreeWrite
 from ckpt.events import Recorder
 from ckpt.layout.formatting import Formatted
 from ckpt.manifest import FileEntry
@@ -96,9 +98,12 @@ class SaveSession:
         plans: Plans of earlier saves.
         tasks: Task group of the save; what it runs is durable when it has ended.
         created_ns: Unix time in nanoseconds at which the save began.
+        joint: The other processes of the job that save the same step.
+        save: Id of the attempt that the primary has begun, once `attempt_ready` is set.
         attempt: The attempt; it may be written to once `attempt_ready` is set.
         parts: The items so far, where each may arrive in several parts; else None.
-        files: Size and digest of every file of the step.
+        files: Size and digest of every file of the step that this process has written.
+        trees: Items whose leaves are shared out over the processes of the job.
         formatted: What the formats came to, for every item that was planned.
         lanes: The write lanes, shared by all items.
         planning: Held while an item is planned, since the plans are for one at a time.
@@ -114,10 +119,13 @@ class SaveSession:
     plans: PlanCache
     tasks: TaskGroup
     created_ns: int
+    joint: Joint
+    save: str = ""
     parts: dict[str, ItemParts] | None = None
     attempt_ready: anyio.Event = field(default_factory=anyio.Event)
     attempt: Attempt | None = None
     files: dict[str, FileEntry] = field(default_factory=dict)
+    trees: dict[str, TreeWrite] = field(default_factory=dict)
     formatted: list[Formatted] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     lanes: Lanes = field(default_factory=lambda: Lanes(LANES))

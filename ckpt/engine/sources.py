@@ -103,9 +103,9 @@ class DataFiles:
 class ItemDatabase:
     """The OCDBT database of an item."""
 
-    def __init__(self, url: str, item: str) -> None:
-        """Read the database of the item called `item` at `url`."""
-        self._url = url
+    def __init__(self, base: Any, item: str) -> None:
+        """Read the database of the item called `item`; see `Storage.database_spec`."""
+        self._base = base
         self._item = item
         self._context = read_context()
         self._database: ts.KvStore | None = None
@@ -134,7 +134,7 @@ class ItemDatabase:
     def _open(self) -> ts.KvStore:
         if self._database is None:
             with translated(f"open the database of item {self._item!r}"):
-                spec = {"driver": "ocdbt", "base": self._url}
+                spec = {"driver": "ocdbt", "base": self._base}
                 self._database = ts.KvStore.open(spec, context=self._context).result()
         return self._database
 

@@ -27,6 +27,7 @@ __all__ = [
     "copies_on_host",
     "copy_granule",
     "granule_digests",
+    "host_bytes",
     "snapshot",
     "sources_of",
     "to_page_locked",
@@ -179,6 +180,13 @@ def granule_digests(granule: Granule, plans: Sequence[LeafPlan], memory: Array) 
     return found
 
 
+def host_bytes(leaf: Any) -> Array:
+    """Return the bytes of an array that this process has of its own, in C order; `[n] uint8`."""
+    if isinstance(leaf, jax.Array):
+        leaf = _gathered(leaf.shape, _begin_gather(leaf))
+    return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+
+
 def _on_host(
     granule: Granule, plans: Sequence[LeafPlan], sources: Sequence[Source]
 ) -> Iterator[Array]:
@@ -272,13 +280,26 @@ def _packed_bytes(
 
 def _begin_gather(leaf: jax.Array) -> list[tuple[tuple[slice, ...], jax.Array]]:
     """Start moving every distinct shard to the host; return them with their places."""
-    shards = [(s.index, s.data) for s in leaf.addressable_shards if not s.replica_id]
+    shards = _distinct_shards(leaf)
     if _on_cpu(leaf):
         return [(index, _unkept(shard)) for index, shard in shards]
     shards = [(index, _apart(shard)) for index, shard in shards]
     for _, shard in shards:
         shard.copy_to_host_async()
     return shards
+
+
+def _distinct_shards(leaf: jax.Array) -> list[tuple[tuple[slice, ...], jax.Array]]:
+    if leaf.is_fully_addressable:
+        return [
+            (shard.index, shard.data) for shard in leaf.addressable_shards if not shard.replica_id
+        ]
+    # The first replicas may be on devices of another process.
+    found = {
+        tuple((part.start, part.stop) for part in shard.index): (shard.index, shard.data)
+        for shard in reversed(leaf.addressable_shards)
+    }
+    return list(found.values())
 
 
 def _gathered(

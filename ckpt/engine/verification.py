@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Awaitable, Callable, Mapping, Set
 from dataclasses import dataclass, field
 
 import anyio
@@ -21,8 +21,8 @@ from ckpt.layout.consistency import contradictions
 from ckpt.layout.places import StoredPlace, places_in
 from ckpt.layout.report import Problem, VerifyReport
 from ckpt.manifest import FILE_NAME, FileEntry, LeafEntry, Manifest
-from ckpt.steps import read_manifest, refuse_deleted
-from ckpt.storage.base import Storage
+from ckpt.steps import lies_in, read_manifest, refuse_deleted
+from ckpt.storage.base import UNKNOWN_SIZE, Storage
 
 __all__ = ["verify_entry"]
 
@@ -92,6 +92,7 @@ class _Work:
     files: int = 1
     nbytes: int = 0
     unlisted: list[str] = field(default_factory=list)
+    unsized: set[str] = field(default_factory=set)
 
 
 async def _manifest(storage: Storage, entry: str, work: _Work) -> Manifest | None:
@@ -111,9 +112,10 @@ async def _compare_unless_deleted(
     observers: tuple[Observer, ...],
     work: _Work,
 ) -> None:
-    scanner = Scanner(storage, entry, Recorder("verify", manifest.step, observers))
+    place = lies_in(entry, manifest)
+    scanner = Scanner(storage, place, Recorder("verify", manifest.step, observers))
     try:
-        await _compare(storage, entry, manifest, scanner if deep else None, work)
+        await _compare(storage, place, manifest, scanner if deep else None, work)
     finally:
         scanner.close()
         work.nbytes = scanner.nbytes
@@ -122,18 +124,24 @@ async def _compare_unless_deleted(
 
 
 async def _compare(
-    storage: Storage, entry: str, manifest: Manifest, scanner: Scanner | None, work: _Work
+    storage: Storage, place: str, manifest: Manifest, scanner: Scanner | None, work: _Work
 ) -> None:
+    """Compare the files that lie in the directory `place` of the root with a manifest."""
     wrong = await anyio.to_thread.run_sync(contradictions, manifest)
     work.problems.extend(wrong.problems)
     work.files += len(manifest.files)
-    found = await _found(storage, entry, work)
+    found = await _found(storage, place, manifest, work)
     if found is not None:
         work.unlisted = sorted(found.keys() - manifest.files.keys() - {FILE_NAME})
     damages = await anyio.to_thread.run_sync(_damages_seen, manifest, found, wrong.unsafe)
     if scanner is not None:
         chunks = await anyio.to_thread.run_sync(_chunks_by_file, manifest, wrong.leaves)
-        damages |= await _damages_read(manifest, wrong.unsafe | damages.keys(), chunks, scanner)
+        left_out = wrong.unsafe | damages.keys()
+
+        async def goes_on(path: str, nbytes: int) -> bool:
+            return path in work.unsized and await _goes_on(storage, place, path, nbytes)
+
+        damages |= await _damages_read(manifest, left_out, chunks, scanner, goes_on)
     by_item: dict[str | None, list[DamagedFile]] = {}
     # In the manifest's order, whatever was found first.
     for path in manifest.files:
@@ -156,15 +164,26 @@ async def _compare(
                     _is_regular_below(f"{name}/", found),
                     scanner,
                     storage,
-                    entry,
+                    place,
                 )
             )
 
 
-async def _found(storage: Storage, entry: str, work: _Work) -> dict[str, int | None] | None:
-    """Return what is there; None, and a problem noted, if the store does not tell."""
+async def _found(
+    storage: Storage, place: str, manifest: Manifest, work: _Work
+) -> dict[str, int | None] | None:
+    """Return what is there; None, and a problem noted, if the store does not tell.
+
+    Sizes that the store does not tell are taken to be right: who reads every byte will see.
+    """
     try:
-        return await storage.files(entry)
+        files = await storage.files(place)
+        listed = manifest.files
+        work.unsized = {path for path, size in files.items() if size == UNKNOWN_SIZE}
+        return {
+            path: size if size != UNKNOWN_SIZE else listed[path].size if path in listed else 0
+            for path, size in files.items()
+        }
     except StorageError as error:
         work.problems.append(Problem(".", None, None, error.message))
         return None
@@ -222,6 +241,7 @@ async def _damages_read(
     left_out: Set[str],
     chunks: Mapping[str, tuple[list[StoredPlace], list[LeafEntry]]],
     scanner: Scanner,
+    goes_on: Callable[[str, int], Awaitable[bool]],
 ) -> dict[str, DamagedFile]:
     """Return the files whose bytes are not as listed, or cannot be read; reads each once."""
     damages: dict[str, DamagedFile] = {}
@@ -231,12 +251,16 @@ async def _damages_read(
         places, leaves = chunks.get(path, ([], []))
         try:
             digest, right = await scanner.scan_file(path, known.size, places, leaves, lane)
+            longer = await goes_on(path, known.size)
         except (StorageError, CorruptCheckpointError) as error:
             # Single chunks of it may still be readable.
             damages[path] = DamagedFile(path, f"cannot be read: {error.message}", known.size, False)
         else:
             if digest != known.digest:
                 damages[path] = DamagedFile(path, "was changed", known.size, True)
+            elif longer:
+                reason = f"has more than {known.size} bytes"
+                damages[path] = DamagedFile(path, reason, known.size, True)
             elif not right:
                 # Damaged before it was written, or the manifest is not of this step.
                 reason = "is as listed, but not what the arrays were"
@@ -247,6 +271,15 @@ async def _damages_read(
     files.sort(key=lambda listed: listed[1].size, reverse=True)
     await scanner.in_lanes(files, read)
     return damages
+
+
+async def _goes_on(storage: Storage, place: str, path: str, nbytes: int) -> bool:
+    """Tell whether a file has more bytes than that, by asking for the next one."""
+    try:
+        await storage.read_block(place, path, nbytes, memoryview(bytearray(1)))
+    except CorruptCheckpointError:
+        return False
+    return True
 
 
 def _bytes_below(prefix: str, manifest: Manifest, found: Mapping[str, int | None] | None) -> int:

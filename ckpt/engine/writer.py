@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,30 +18,21 @@ import anyio
 import jax
 import numpy as np
 
-from ckpt.digests import digest
-from ckpt.engine.arena import Block
-from ckpt.engine.encoding import Encoded, encode_granule
+from ckpt.engine.encoding import encode_granule
 from ckpt.engine.files import write_item_file
+from ckpt.engine.item_write import ItemWrite, Staged, file_digests, first_of, stage_granule
 from ckpt.engine.parts import ItemParts
 from ckpt.engine.plans import ItemPlan, new_data_file
 from ckpt.engine.session import ENCODERS, LANES, STAGERS, Batch, SaveSession
-from ckpt.engine.staging import (
-    Source,
-    copies_on_host,
-    copy_granule,
-    granule_digests,
-    snapshot,
-    sources_of,
-    wait_until_computed,
-)
+from ckpt.engine.staging import Source, copies_on_host, snapshot, sources_of
+from ckpt.engine.trees import TreeWrite, own_digests
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers.base import Deferred, FileData
 from ckpt.layout.leaves import ARRAY_KINDS
 from ckpt.layout.merging import PartPlan
-from ckpt.layout.plan import Granule, LeafPlan, Place
+from ckpt.layout.per_process import own_path
 from ckpt.layout.records import LeafRecords, record_leaves
 from ckpt.layout.structure import Structure
-from ckpt.manifest import FileEntry
 
 __all__ = ["EngineItemWriter"]
 
@@ -51,63 +40,17 @@ T = TypeVar("T")
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-@dataclass(slots=True, eq=False)
-class _Staged:
-    number: int
-    block: Block
-
-
-@dataclass(slots=True)
-class _ItemWrite:
-    """The write of one item, while it is under way.
-
-    Attributes:
-        plan: The plan.
-        files: Path of every granule's data file, relative to the item.
-        digests: Digest of every chunk, by granule; complete when `hashed` is set.
-        left: Granules whose digests are still to come.
-        unplaced: Granules that are still to be encoded; `placed` is set when there are none.
-        places: Where the chunks of the others lie, by granule.
-        staged: Granules that wait for a lane, as many as `ready` counts.
-        turns: Handed out to lanes, one for every granule.
-        running: Tasks that still write; `durable` is set when there are none.
-    """
-
-    plan: ItemPlan
-    files: list[str]
-    digests: list[list[str]]
-    left: int
-    unplaced: int
-    turns: Iterator[int]
-    places: dict[int, list[Place]] = field(default_factory=dict)
-    staged: deque[_Staged] = field(default_factory=deque)
-    ready: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(0))
-    running: int = 0
-    hashed: anyio.Event = field(default_factory=anyio.Event)
-    placed: anyio.Event = field(default_factory=anyio.Event)
-    durable: anyio.Event = field(default_factory=anyio.Event)
-
-    def note_digests(self, number: int, digests: list[str]) -> None:
-        """Take the digests of a granule."""
-        self.digests[number] = digests
-        self.left -= 1
-        if not self.left:
-            self.hashed.set()
-
-    def note_encoded(self, number: int, encoded: Encoded) -> None:
-        """Take the places and digests of an encoded granule."""
-        self.places[number] = encoded.places
-        self.digests[number] = encoded.digests
-        self.unplaced -= 1
-        if not self.unplaced:
-            self.placed.set()
-
-
 class EngineItemWriter:
     """The engine's `ItemWriter` for one item of one save."""
 
     def __init__(
-        self, session: SaveSession, batch: Batch, item: str, parts: ItemParts | None = None
+        self,
+        session: SaveSession,
+        batch: Batch,
+        item: str,
+        parts: ItemParts | None = None,
+        *,
+        per_process: bool = False,
     ) -> None:
         """Write the item called `item`, or the part of it that comes with `batch`.
 
@@ -116,8 +59,16 @@ class EngineItemWriter:
             batch: What came with it.
             item: Name of the item.
             parts: The parts of it so far, where it may have several.
+            per_process: Whether every process of the job stores an item of its own.
         """
         self._session = session
+        team = session.joint.team
+        self.process = team.index
+        self.processes = team.count
+        self._per_process = per_process
+        self._team = None if session.joint.is_alone or per_process else team
+        # Otherwise all of the item that is here is for this process to write.
+        self._is_shared = self._team is not None and not session.joint.own_disks
         self._batch = batch
         self._item = item
         self._parts = parts
@@ -130,6 +81,11 @@ class EngineItemWriter:
 
     async def write_file(self, path: str, data: FileData) -> None:
         """Write a file of the item; see `ItemWriter.write_file`."""
+        if self._is_shared and not self._session.joint.leads:
+            # All have the same, and the primary writes it.
+            return
+        if self._per_process:
+            path = own_path(path, self.process, self.processes)
         await write_item_file(self._session, self._item, path, data)
 
     async def stage(
@@ -143,13 +99,21 @@ class EngineItemWriter:
                 "leaves are staged in Handler.stage, not in the commit that it returns"
             )
         began_ns = time.perf_counter_ns()
-        budget = session.arena.capacity
+        joint = session.joint
         async with session.planning:
             # Before anything is staged that has no place in the tree.
             if parts is not None:
                 self.part = await self.in_thread(parts.add, structure.nodes)
             plan = await self.in_thread(
-                session.plans.plan, self._item, structure, budget, formatted, parts is None
+                session.plans.plan,
+                self._item,
+                structure,
+                joint.budget_bytes,
+                formatted,
+                parts is None,
+                self._team,
+                session.storage.largest_file_bytes,
+                session.storage.usual_file_bytes,
             )
         leaves: Sequence[Any] = structure.leaves
         if plan.keys:
@@ -161,13 +125,16 @@ class EngineItemWriter:
         count = len(granules)
         blank: list[list[str]] = [[] for _ in granules]
         encoded = sum(granule.encoded for granule in granules)
-        write = _ItemWrite(plan, plan.new_data_files(), blank, count, encoded, iter(range(count)))
+        write = ItemWrite(plan, plan.new_data_files(), blank, count, encoded, iter(range(count)))
         if not granules:
             write.hashed.set()
-        if parts is None:
-            self._start(write, self._write_index, write)
-        else:
+        if parts is not None:
             self._start(write, self._keep_plan, write, parts)
+        elif joint.is_alone:
+            self._start(write, self._write_index, write)
+        elif self._is_shared and joint.leads:
+            # What lies over the chunks of all processes is written when all have told of them.
+            self._start(write, self._write_view, plan)
         if plan.formatted is not None:
             session.formatted.append(plan.formatted)
         for _ in range(min(ENCODERS if encoded else LANES, count)):
@@ -184,16 +151,19 @@ class EngineItemWriter:
             session.begin_staging(self._batch)
             self._start(write, self._stage_held, write, held)
         await self._stage_all(write, at_once, session.stagers)
+        own = await self.in_thread(own_digests, plan, leaves) if self._team is not None else {}
         # What outlives this call must not keep the caller's arrays alive.
         kept = [
             None if leaf_plan.spec.kind in ARRAY_KINDS else leaf
             for leaf_plan, leaf in zip(plan.save.leaves, leaves, strict=True)
         ]
         del leaves
+        if self._team is not None:
+            session.trees[self._item] = TreeWrite(plan, kept, own)
         return Deferred(partial(self._finish, write, kept))
 
     def _start(
-        self, write: _ItemWrite, work: Callable[..., Awaitable[None]], *arguments: Any
+        self, write: ItemWrite, work: Callable[..., Awaitable[None]], *arguments: Any
     ) -> None:
         """Run `work` in the save's task group; the item is durable when all of it has ended."""
 
@@ -207,12 +177,11 @@ class EngineItemWriter:
         write.running += 1
         self._session.tasks.start_soon(run)
 
-    async def _write_index(self, write: _ItemWrite) -> None:
+    async def _write_index(self, write: ItemWrite) -> None:
         """Write what does not depend on values: the database's index and the Orbax view."""
         session, plan = self._session, write.plan
         async with anyio.create_task_group() as writers:
-            for path, (data, entry) in plan.view.items():
-                writers.start_soon(session.write, f"{self._item}/{path}", data, entry)
+            writers.start_soon(self._write_view, plan)
             index = plan.index
             if write.unplaced:
                 await write.placed.wait()
@@ -225,18 +194,23 @@ class EngineItemWriter:
                 writers.start_soon(session.write, f"{self._item}/{tree_file}", database.tree)
                 writers.start_soon(session.write, f"{self._item}/manifest.ocdbt", database.manifest)
 
-    async def _keep_plan(self, write: _ItemWrite, parts: ItemParts) -> None:
+    async def _write_view(self, plan: ItemPlan) -> None:
+        async with anyio.create_task_group() as writers:
+            for path, (data, entry) in plan.view.items():
+                writers.start_soon(self._session.write, f"{self._item}/{path}", data, entry)
+
+    async def _keep_plan(self, write: ItemWrite, parts: ItemParts) -> None:
         """Keep what the index over all parts of the item needs of this one."""
         if write.unplaced:
             await write.placed.wait()
         parts.plans[self.part] = PartPlan(write.plan.save, write.places, write.files)
 
-    async def _stage_held(self, write: _ItemWrite, sources: dict[int, list[Source]]) -> None:
+    async def _stage_held(self, write: ItemWrite, sources: dict[int, list[Source]]) -> None:
         await self._stage_all(write, sources, self._session.held_stagers)
         self._session.end_staging(self._batch)
 
     async def _stage_all(
-        self, write: _ItemWrite, sources: dict[int, list[Source]], slots: anyio.Semaphore
+        self, write: ItemWrite, sources: dict[int, list[Source]], slots: anyio.Semaphore
     ) -> None:
         """Stage granules in the order of the plan, several at a time.
 
@@ -253,7 +227,7 @@ class EngineItemWriter:
 
     async def _run_stager(
         self,
-        write: _ItemWrite,
+        write: ItemWrite,
         numbers: Iterator[int],
         sources: dict[int, list[Source]],
         slots: anyio.Semaphore,
@@ -266,13 +240,15 @@ class EngineItemWriter:
             async with slots:
                 block = await session.allocate(nbytes, self._batch)
                 with session.recorder.phase("stage", granule.nbytes, granule=number):
-                    await self.in_thread(_stage, granule, plan.leaves, sources.pop(number), block)
+                    await self.in_thread(
+                        stage_granule, granule, plan.leaves, sources.pop(number), block
+                    )
             session.hooks.advance(staged=granule.nbytes)
             # Staging never waits for a lane, only for room in the arena.
-            write.staged.append(_Staged(number, block))
+            write.staged.append(Staged(number, block))
             write.ready.release()
 
-    async def _run_lane(self, write: _ItemWrite) -> None:
+    async def _run_lane(self, write: ItemWrite) -> None:
         session = self._session
         await session.opened()
         for _ in write.turns:
@@ -283,23 +259,21 @@ class EngineItemWriter:
                 await self._write_granule(write, lane, staged.number, memory)
             session.free(staged.block)
 
-    async def _encoded(self, write: _ItemWrite, staged: _Staged) -> Array:
+    async def _encoded(self, write: ItemWrite, staged: Staged) -> Array:
         """Return the bytes of a granule's file; they lie in its block."""
         session, plan = self._session, write.plan.save
         granule, memory = plan.granules[staged.number], staged.block.memory
         if not granule.encoded:
             return memory[: granule.nbytes]
         # The cores are for the copies while the caller waits for them.
-        await _first_of(self._batch.returned, self._batch.pressed)
+        await first_of(self._batch.returned, self._batch.pressed)
         async with session.encoders:
             with session.recorder.phase("encode", granule.nbytes, granule=staged.number):
                 done = await self.in_thread(encode_granule, granule, plan.leaves, memory)
         write.note_encoded(staged.number, done)
         return memory[: done.nbytes]
 
-    async def _write_granule(
-        self, write: _ItemWrite, lane: int, number: int, memory: Array
-    ) -> None:
+    async def _write_granule(self, write: ItemWrite, lane: int, number: int, memory: Array) -> None:
         session, plan = self._session, write.plan.save
         attempt = await session.opened()
         granule = plan.granules[number]
@@ -309,9 +283,9 @@ class EngineItemWriter:
 
         async def take_digests() -> None:
             # Not while the caller waits: writing needs no core, this does.
-            await _first_of(self._batch.returned, written)
+            await first_of(self._batch.returned, written)
             with session.recorder.phase("digest", memory.nbytes, lane, number):
-                found, entry = await self.in_thread(_digests, granule, plan.leaves, memory)
+                found, entry = await self.in_thread(file_digests, granule, plan.leaves, memory)
             session.files[path] = entry
             # Those of encoded chunks were taken before they were encoded.
             write.note_digests(number, found or write.digests[number])
@@ -323,16 +297,24 @@ class EngineItemWriter:
                 await session.storage.write_block(attempt, path, memory.data)
             written.set()
         session.hooks.advance(written=granule.nbytes)
+        session.joint.advance(granule.nbytes)
 
-    async def _finish(self, write: _ItemWrite, leaves: Sequence[Any]) -> LeafRecords:
+    async def _finish(self, write: ItemWrite, leaves: Sequence[Any]) -> LeafRecords:
         # The entries are made while the last granules are still being written.
         self._batch.pressed.set()
         await write.hashed.wait()
+        if self._team is not None:
+            await write.settled()
+            tree = self._session.trees[self._item]
+            await self.in_thread(tree.finish, write.digests, write.files, write.places)
+        if self._is_shared:
+            # The primary makes the entries, once it has been told of the chunks of all processes.
+            return LeafRecords([], [], [], 0)
         with located(item=self._item):
             records = await self.in_thread(
                 record_leaves, write.plan.save, leaves, write.digests, write.files, write.places
             )
-        await write.durable.wait()
+        await write.settled()
         return records
 
 
@@ -342,39 +324,3 @@ def _with_key_data(leaves: Sequence[Any], keys: Iterable[int]) -> Sequence[Any]:
     for number in keys:
         found[number] = jax.random.key_data(found[number])
     return found
-
-
-async def _first_of(*events: anyio.Event) -> None:
-    """Wait until one of `events` is set."""
-    if any(event.is_set() for event in events):
-        return
-
-    async def wait(event: anyio.Event) -> None:
-        await event.wait()
-        tasks.cancel_scope.cancel()
-
-    async with anyio.create_task_group() as tasks:
-        for event in events:
-            tasks.start_soon(wait, event)
-
-
-def _stage(
-    granule: Granule, plans: Sequence[LeafPlan], sources: Sequence[Source], block: Block
-) -> None:
-    wait_until_computed(sources)
-    memory = block.memory[granule.lead : granule.lead + granule.nbytes]
-    copy_granule(granule, plans, sources, memory)
-
-
-def _digests(
-    granule: Granule, plans: Sequence[LeafPlan], memory: Array
-) -> tuple[list[str], FileEntry]:
-    """Return the digests of the chunks of a granule, none of encoded ones, and its file's entry."""
-    if granule.encoded:
-        return [], FileEntry(size=memory.nbytes, digest=digest(memory.data))
-    found = granule_digests(granule, plans, memory)
-    first = granule.chunks[0]
-    is_whole = first.nbytes == granule.nbytes
-    return found, FileEntry(
-        size=granule.nbytes, digest=found[0] if is_whole else digest(memory.data)
-    )

@@ -26,6 +26,7 @@ __all__ = [
     "ItemWriter",
     "entry_data",
     "errors_of",
+    "is_per_process",
     "text_of",
 ]
 
@@ -57,6 +58,14 @@ class Deferred(Generic[T]):
 
 class ItemWriter(Protocol):
     """What the engine offers a handler while it saves one item."""
+
+    @property
+    def process(self) -> int:
+        """Number of this process among those that save the step together."""
+
+    @property
+    def processes(self) -> int:
+        """How many save the step together."""
 
     async def stage(
         self, structure: Structure, *, formatted: bool = True
@@ -104,6 +113,14 @@ class ItemReader(Protocol):
     def item(self) -> str:
         """Name of the item."""
 
+    @property
+    def process(self) -> int:
+        """Number of this process among those of the job that restores."""
+
+    @property
+    def processes(self) -> int:
+        """How many there are in the job that restores."""
+
     async def read(self, entry: ItemEntry, reads: Sequence[ArrayRead]) -> list[Any]:
         """Read arrays of an item, in the order of `reads`.
 
@@ -129,6 +146,12 @@ class Handler(Protocol):
     """How one kind of item is saved and loaded.
 
     What a method raises beside this library's errors arrives as a `HandlerError`.
+
+    A handler may have an attribute `per_process`: whether every process of a job stores an item of
+    its own, such as the state of its data iterator. Without it all processes have the same item:
+    arrays are shared out, and everything else is the primary's. With it the methods are the same:
+    files are kept apart, and `load` is given the entry that this process's `stage` gave. What such
+    a handler stores are files; arrays that it stages are refused where there are several processes.
 
     Attributes:
         name: Written to disk; stable for ever, and never a Python path.
@@ -165,6 +188,11 @@ class Handler(Protocol):
             TargetMismatchError: `like` is not what this item can come back as.
             CorruptCheckpointError: What is stored is damaged.
         """
+
+
+def is_per_process(handler: Handler) -> bool:
+    """Tell whether every process of a job stores an item of its own with this handler."""
+    return bool(getattr(handler, "per_process", False))
 
 
 @contextlib.contextmanager

@@ -45,6 +45,8 @@ class RandomStateHandler:
     """Saves `np.random.Generator`, `BitGenerator` and `RandomState` with numpy's bit generators."""
 
     name = "random_state"
+    # What one process draws is not what the others draw.
+    per_process = True
 
     def accepts(self, item: Any) -> bool:
         """Tell whether `item` is a random generator of numpy."""

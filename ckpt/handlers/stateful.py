@@ -22,16 +22,19 @@ from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMism
 from ckpt.handlers.base import Deferred, ItemReader, ItemWriter, entry_data, text_of
 from ckpt.handlers.json import json_bytes, json_value
 from ckpt.handlers.pytree import PyTreeHandler, stage_tree
+from ckpt.handlers.tree_file import encode_tree, load_tree
 from ckpt.handlers.two_phase import begin_save, finish_load
 from ckpt.layout.adapt import Adapt
 from ckpt.manifest import ItemEntry, JsonValue
 
 __all__ = ["StatefulHandler"]
 
-# A step is written by one process. The names say so, as Grain's own do.
-_PROCESS, _PROCESSES = 0, 1
-_STEM = f"process_{_PROCESS}-of-{_PROCESSES}"
-_SUFFIXES = {"bytes": ".bin", "json": ".json"}
+# What is stored is the state of one process, and called so, as Grain's own files are. Where several
+# processes save, the engine keeps their files apart.
+_PROCESSES = 1
+_STEM = f"process_0-of-{_PROCESSES}"
+_SUFFIXES = {"bytes": ".bin", "json": ".json", "tree_file": ".tree"}
+_AS_IT_IS = Adapt()
 _OTHER_PROCESS = re.compile(r"(?:^|/)process_\d+-of-(\d+)\.")
 # In the order in which they are looked for, each with what it is called in the manifest.
 _TWO_PHASES = "save_load"
@@ -48,6 +51,7 @@ class StatefulHandler:
     """Saves the state of an object, and sets it on an object like it."""
 
     name = "stateful"
+    per_process = True
 
     def accepts(self, item: Any) -> bool:
         """Tell whether `item` has one of the protocols; what jax takes for a tree has not."""
@@ -71,7 +75,8 @@ class StatefulHandler:
         data: dict[str, JsonValue] = {"protocol": protocol, "process_count": _PROCESSES}
         if protocol == _TWO_PHASES:
             return await self._stage_files(item, writer, data)
-        state = await writer.in_thread(_taken, item, _PROTOCOLS[protocol][0])
+        alone = writer.processes == 1
+        state = await writer.in_thread(_taken, item, _PROTOCOLS[protocol][0], alone)
         if not isinstance(state, _Encoded):
             return await self._stage_tree(state, writer, data)
 
@@ -122,9 +127,9 @@ class StatefulHandler:
             raise CorruptCheckpointError(f"{protocol!r:.40} is no way to save a state")
         names = _files_of(data) if protocol == _TWO_PHASES else []
         _check_processes(data, names)
-        is_tree = data.get("form") == "tree"
+        is_tree = data.get("form") in ("tree", "tree_file")
         if like is not None and is_tree and not jax.tree_util.all_leaves([like]):
-            return await PyTreeHandler().load(_as_tree(entry), like, adapt, reader)
+            return await self._read_state(entry, text_of(data, "form"), reader, like, adapt)
         if like is not None and not _has(like, protocol):
             raise TargetMismatchError(
                 f"the state was saved with {' and '.join(_PROTOCOLS[protocol])}; like= must be an "
@@ -141,17 +146,23 @@ class StatefulHandler:
         await reader.in_thread(getattr(like, _PROTOCOLS[protocol][1]), state)
         return like
 
-    async def _read_state(self, entry: ItemEntry, form: str, reader: ItemReader) -> Any:
+    async def _read_state(
+        self,
+        entry: ItemEntry,
+        form: str,
+        reader: ItemReader,
+        like: Any = None,
+        adapt: Adapt = _AS_IT_IS,
+    ) -> Any:
         if form == "tree":
-            return await PyTreeHandler().load(_as_tree(entry), None, Adapt(), reader)
+            tree = entry.model_copy(update={"handler": PyTreeHandler.name})
+            return await PyTreeHandler().load(tree, like, adapt, reader)
         if form not in _SUFFIXES:
             raise CorruptCheckpointError(f"{form!r:.40} is no form of a state")
         found = await reader.read_file(_STEM + _SUFFIXES[form])
+        if form == "tree_file":
+            return await load_tree(found, like, adapt, reader)
         return found if form == "bytes" else await reader.in_thread(json_value, found)
-
-
-def _as_tree(entry: ItemEntry) -> ItemEntry:
-    return entry.model_copy(update={"handler": PyTreeHandler.name})
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,15 +173,15 @@ class _Encoded:
     data: bytes
 
 
-def _taken(item: Any, method: str) -> Any:
-    """Return the state as a file, or the tree that it is."""
+def _taken(item: Any, method: str, alone: bool) -> Any:
+    """Return the state as a file, or the tree that it is where one process saves alone."""
     state = getattr(item, method)()
     if isinstance(state, bytes | bytearray):
         return _Encoded("bytes", bytes(state))
     try:
         return _Encoded("json", json_bytes(state))
     except InvalidArgumentError:
-        return state
+        return state if alone else _Encoded("tree_file", encode_tree(state))
 
 
 def _protocol_of(item: Any) -> str | None:

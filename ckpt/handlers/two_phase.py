@@ -22,6 +22,7 @@ import anyio
 from ckpt.errors import HandlerError
 from ckpt.handlers.base import ItemReader, ItemWriter
 from ckpt.layout.item_files import check_file_path
+from ckpt.layout.per_process import renamed
 
 __all__ = ["TwoPhaseSave", "begin_save", "finish_load"]
 
@@ -52,6 +53,8 @@ class TwoPhaseSave:
     async def finish(self, writer: ItemWriter) -> dict[str, int]:
         """Let the object write, and write its files to the step; return their sizes by path.
 
+        Paths that tell whose file it is are returned as those of a single process.
+
         Raises:
             HandlerError: It wrote something else than plain files of plain names.
         """
@@ -63,7 +66,9 @@ class TwoPhaseSave:
             for path in sizes:
                 with _mapped(root / path) as data:
                     await writer.write_file(path, data)
-            return sizes
+            if writer.processes == 1:
+                return sizes
+            return {renamed(path, 0, 1): size for path, size in sizes.items()}
         finally:
             with anyio.CancelScope(shield=True):
                 await writer.in_thread(self._directory.cleanup)
@@ -104,7 +109,9 @@ async def finish_load(item: Any, names: Sequence[str], reader: ItemReader) -> No
     try:
         for name in names:
             data = await reader.read_file(name)
-            await reader.in_thread(_write, Path(directory.name) / name, data)
+            # The object looks for a file of its own process.
+            own = renamed(name, reader.process, reader.processes)
+            await reader.in_thread(_write, Path(directory.name) / own, data)
         reading = await item.load(Path(directory.name))
         if hasattr(reading, "__await__"):
             await reading

@@ -1,1 +1,7 @@
-"""Where steps are kept: one protocol, and the local file system behind it."""
+"""Where checkpoints are kept. `S3`, `GCS` and `Memory` say what a URL has no room for."""
+
+from __future__ import annotations
+
+from ckpt.storage.configs import GCS, S3, Memory
+
+__all__ = ["GCS", "S3", "Memory"]

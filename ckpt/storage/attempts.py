@@ -30,6 +30,7 @@ __all__ = [
     "discard",
     "end",
     "hide",
+    "join",
     "link",
     "publish",
     "remove_hidden",
@@ -56,6 +57,9 @@ class LocalAttempt:
         made: Directories that are there. They are not made again, so that what was removed by
             somebody stays removed.
         mode: Permissions of its directories; None follows the umask.
+        joined: Whether another process has begun it: that one has the lease, and `lease` is no
+            descriptor.
+        folder: Its files lie in the entry itself.
         keep: Whether the bytes that bear its name must be left to a later cleaner.
         ended: Whether the descriptors were given back; `guard` is held to look at it and use them.
     """
@@ -68,6 +72,8 @@ class LocalAttempt:
     lease: int
     made: set[Path] = field(default_factory=set)
     mode: int | None = None
+    joined: bool = False
+    folder: str = ""
     keep: bool = False
     ended: bool = False
     guard: threading.Lock = field(default_factory=threading.Lock)
@@ -93,14 +99,22 @@ def begin(root: Path, entry: str, lease_seconds: float, mode: int | None = None)
     return LocalAttempt(root, entry, token, path, directory, lease, {path}, mode)
 
 
-def link(attempt: LocalAttempt, path: str) -> None:
-    """Give a regular file of the attempt's entry a second name, in the attempt.
+def join(root: Path, entry: str, token: str, mode: int | None = None) -> LocalAttempt:
+    """Open an attempt that another process has begun."""
+    path = root / attempt_name(entry, token)
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    return LocalAttempt(root, entry, token, path, directory, -1, {path}, mode, joined=True)
+
+
+def link(attempt: LocalAttempt, path: str, folder: str = "") -> None:
+    """Give a regular file of the attempt's entry, or a folder of it, a second name in the attempt.
 
     Raises:
         ValueError: It is not there, or no regular file, or a part of its path is a link.
     """
+    source = "/".join(filter(None, (attempt.entry, folder, path)))
     try:
-        fd, _ = posix.open_regular(attempt.root, f"{attempt.entry}/{path}")
+        fd, _ = posix.open_regular(attempt.root, source)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError("it is not there") from error
     try:
@@ -113,7 +127,7 @@ def link(attempt: LocalAttempt, path: str) -> None:
                     if attempt.mode is not None:
                         os.chmod(made, attempt.mode)
                 attempt.made.add(made)
-        posix.link_file(fd, attempt.root / attempt.entry / path, target)
+        posix.link_file(fd, attempt.root / source, target)
     finally:
         os.close(fd)
 
@@ -261,7 +275,7 @@ def _take_back(attempt: LocalAttempt, target: Path, replaced: bool) -> None:
 def renew(attempt: LocalAttempt) -> None:
     """Let the lease of an attempt begin anew, unless the attempt has ended."""
     with attempt.guard:
-        if not attempt.ended:
+        if not attempt.ended and not attempt.joined:
             renew_lease(attempt.lease)
 
 
@@ -274,6 +288,8 @@ def end(attempt: LocalAttempt) -> None:
         attempt.ended = True
         with contextlib.suppress(OSError):
             os.close(attempt.directory)
+        if attempt.joined:
+            return
         lease = attempt.root / lease_name(attempt.id)
         try:
             is_left = posix.is_there(attempt.path)
@@ -285,7 +301,9 @@ def end(attempt: LocalAttempt) -> None:
 
 
 def discard(attempt: LocalAttempt) -> None:
-    """Remove what bears the name of an attempt that was not published."""
+    """Remove what bears the name of an attempt that was not published, if it was begun here."""
+    if attempt.joined:
+        return
     if attempt.keep:
         # Out of sight; its bytes are for the cleaner, once the names around it are durable.
         with contextlib.suppress(OSError):

@@ -8,11 +8,13 @@ a fresh random name nobody else uses; publishing makes it an entry in one atomic
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-__all__ = ["Attempt", "Storage"]
+__all__ = ["UNKNOWN_SIZE", "Attempt", "Storage"]
 
 T = TypeVar("T")
+# Of a file whose size the store tells only to those who read it.
+UNKNOWN_SIZE = -1
 
 
 class Attempt(Protocol):
@@ -21,6 +23,7 @@ class Attempt(Protocol):
     Attributes:
         entry: Name of the entry it will become.
         id: Random hexadecimal id, unique to this try.
+        folder: Folder of the entry in which its files will lie; empty for the entry itself.
     """
 
     @property
@@ -30,6 +33,10 @@ class Attempt(Protocol):
     @property
     def id(self) -> str:
         """Random id, unique to this try."""
+
+    @property
+    def folder(self) -> str:
+        """Folder of the entry in which its files will lie; empty for the entry itself."""
 
 
 class Storage(Protocol):
@@ -42,6 +49,24 @@ class Storage(Protocol):
     @property
     def lease_seconds(self) -> float:
         """How long the attempts of a writer that does not renew its leases are left alone."""
+
+    @property
+    def usual_file_bytes(self) -> int | None:
+        """About how large data files are best; None for what is best on a disk.
+
+        Those of large items are larger.
+        """
+
+    @property
+    def largest_file_bytes(self) -> int:
+        """How large a file may be."""
+
+    @property
+    def keeps_others(self) -> bool:
+        """Whether files of others in an entry stay when it is removed or replaced.
+
+        Otherwise they are moved out of it before; see `set_aside`.
+        """
 
     async def prepare(self) -> None:
         """Make the root if it is not there; raise if it cannot hold entries."""
@@ -56,6 +81,7 @@ class Storage(Protocol):
         """Return the size in bytes of every file below an entry, by path relative to it.
 
         What is neither a directory nor a regular file (a symbolic link, a FIFO) has the size None.
+        Where the store does not tell sizes, they are `UNKNOWN_SIZE`.
         """
 
     async def read(self, entry: str, path: str, limit: int) -> bytes | None:
@@ -83,11 +109,28 @@ class Storage(Protocol):
     async def begin(self, entry: str) -> Attempt:
         """Open an attempt that no cleaner can take for dead while this process lives."""
 
+    async def join(self, entry: str, attempt: str) -> Attempt:
+        """Return an attempt that another process of this job has begun, to write files of it.
+
+        It is renewed, published and removed by that one; `discard` only lets go of it here.
+
+        Args:
+            entry: Name of the entry it will become.
+            attempt: Its id.
+
+        Raises:
+            StorageError: It is not there: this process sees another root, or it was removed.
+        """
+
     async def renew(self, attempt: Attempt) -> None:
         """Say that the writer of an attempt lives; to be called within `lease_seconds`, well."""
 
     async def write(self, attempt: Attempt, path: str, data: bytes) -> None:
-        """Write a new small file of the attempt; durable on return."""
+        """Write a new small file of the attempt; durable on return.
+
+        The manifest (`ckpt.json`) is the last file of an attempt. A store without atomic rename
+        may keep it until `publish`.
+        """
 
     async def write_block(self, attempt: Attempt, path: str, data: memoryview) -> None:
         """Write a new data file of the attempt; durable on return.
@@ -95,11 +138,12 @@ class Storage(Protocol):
         `data` is read until this returns, also when it raises or is cancelled.
         """
 
-    async def link(self, attempt: Attempt, path: str) -> None:
+    async def link(self, attempt: Attempt, path: str, folder: str = "") -> None:
         """Put a file of the entry that an attempt is for into the attempt, at the same path.
 
-        It is not copied where the store can do without. Files are never changed in place, so both
-        may share its bytes, and each may be removed without the other. It must be durable already.
+        The path is relative to `folder`, if there is one. The file is not copied where the store
+        can do without. Files are never changed in place, so both may share its bytes, and each may
+        be removed without the other. It must be durable already.
 
         Raises:
             CorruptCheckpointError: The entry has no such file, or it is no regular one.
@@ -114,8 +158,11 @@ class Storage(Protocol):
             CorruptCheckpointError: The file is not there, is shorter, or is not a regular one.
         """
 
-    def database_url(self, entry: str, path: str) -> str:
-        """Return the TensorStore kvstore URL of the directory `path` of an entry."""
+    def database_spec(self, entry: str, path: str) -> Any:
+        """Return what TensorStore opens the directory `path` of an entry by.
+
+        A URL of a key-value store, or a specification where a URL has no room for all.
+        """
 
     async def publish(
         self, attempt: Attempt, *, overwrite: bool, replacing: str | None = None
@@ -133,8 +180,12 @@ class Storage(Protocol):
             StepDeletedError: What `replacing` became is not there any more; the attempt is left.
         """
 
-    async def discard(self, attempt: Attempt) -> None:
-        """Remove an attempt that will not be published; what will not go is left to `sweep`."""
+    async def discard(self, attempt: Attempt, *, joined: bool = False) -> None:
+        """Remove an attempt that will not be published; what will not go is left to `sweep`.
+
+        Where other processes have `joined` it, they may still write to it: what comes late must not
+        stay for ever.
+        """
 
     async def remove(self, entry: str, *, attempt: str | None = None) -> bool:
         """Remove an entry: first atomically out of sight, then its bytes. False if not there.

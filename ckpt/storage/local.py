@@ -10,25 +10,22 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-import aiofiles.os
+import aiofiles.ospath
 import anyio
 
-from ckpt.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    StorageError,
-)
+from ckpt.errors import CorruptCheckpointError
 from ckpt.settings import Timeouts
 from ckpt.storage import attempts, notes, posix
 from ckpt.storage.attempts import LocalAttempt
 from ckpt.storage.base import Attempt
 from ckpt.storage.blocks import read_block, write_block
 from ckpt.storage.sweeping import is_unfinished, sweep_root
+from ckpt.storage.system_errors import of_each, translated
 from ckpt.storage.trash import move_to_trash, prepare_trash, set_aside
 
 __all__ = ["LocalStorage"]
@@ -39,6 +36,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 # Files read by one call of a thread: a cancelled call waits for it.
 _BATCH = 256
+# Not among the stubs, though it is what the whole module is made of.
+_make_directory = aiofiles.ospath.wrap(posix.make_directory)  # type: ignore[attr-defined]
+_LARGEST_FILE_BYTES = 1 << 44
 
 
 class LocalStorage:
@@ -74,9 +74,23 @@ class LocalStorage:
         """How long the attempts of a writer that does not renew its leases are left alone."""
         return self._timeouts.lease
 
+    @property
+    def usual_file_bytes(self) -> None:
+        """As large as is best on a disk."""
+
+    @property
+    def largest_file_bytes(self) -> int:
+        """As large as file systems have them."""
+        return _LARGEST_FILE_BYTES
+
+    @property
+    def keeps_others(self) -> bool:
+        """An entry is a directory, which goes with all that is in it."""
+        return False
+
     async def prepare(self) -> None:
         """Make the root directory, and check that it is one."""
-        with _translated("make the directory", self._root):
+        with translated("make the directory", self._root):
             await self._run(self._prepare)
 
     def _prepare(self) -> None:
@@ -100,7 +114,7 @@ class LocalStorage:
 
     async def entries(self) -> list[str]:
         """Return the directories of the root that are not attempts; none if there is no root."""
-        with _translated("list the directory", self._root):
+        with translated("list the directory", self._root):
             return await self._run(self._list_entries)
 
     def _list_entries(self) -> list[str]:
@@ -123,19 +137,19 @@ class LocalStorage:
     async def exists(self, entry: str) -> bool:
         """Tell whether anything bears the name of an entry."""
         target = self._root / entry
-        with _translated("look at", target):
+        with translated("look at", target):
             return await self._run(posix.is_there, target)
 
     async def files(self, entry: str) -> dict[str, int | None]:
         """Return the size of every file below an entry; see `Storage.files`."""
         target = self._root / entry
-        with _translated("list the directory", target):
+        with translated("list the directory", target):
             return await self._run(posix.list_files, target)
 
     async def read(self, entry: str, path: str, limit: int) -> bytes | None:
         """Return a small file of an entry, or None; see `Storage.read`."""
         target = self._root / entry / path
-        with _translated("read", target):
+        with translated("read", target):
             try:
                 return await self._run(posix.read_regular, self._root, f"{entry}/{path}", limit)
             except ValueError as error:
@@ -148,7 +162,7 @@ class LocalStorage:
         def stamp(name: str) -> Hashable | None:
             return posix.stamp(f"{top}/{name}/{path}")
 
-        return await self._run(_of_each, "look at", top, entries, path, stamp)
+        return await self._run(of_each, "look at", top, entries, path, stamp)
 
     async def read_each(
         self, entries: Sequence[str], path: str, limit: int, parse: Callable[[bytes], T]
@@ -164,20 +178,25 @@ class LocalStorage:
         every: list[T | None] = []
         for start in range(0, len(entries), _BATCH):
             names = entries[start : start + _BATCH]
-            every += await self._run(_of_each, "read", str(self._root), names, path, read)
+            every += await self._run(of_each, "read", str(self._root), names, path, read)
         return every
 
     async def begin(self, entry: str) -> Attempt:
         """Make a locked attempt directory under a fresh random name."""
-        with _translated("begin an attempt at", self._root / entry):
+        with translated("begin an attempt at", self._root / entry):
             return await self._run(
                 attempts.begin, self._root, entry, self._timeouts.lease, self._mode
             )
 
+    async def join(self, entry: str, attempt: str) -> Attempt:
+        """Open the directory of an attempt; see `Storage.join`."""
+        with translated("join an attempt at", self._root / entry):
+            return await self._run(attempts.join, self._root, entry, attempt, self._mode)
+
     async def renew(self, attempt: Attempt) -> None:
         """Let the lease of an attempt begin anew."""
         own = _local(attempt)
-        with _translated("renew the lease of", own.path):
+        with translated("renew the lease of", own.path):
             # Not behind other operations: a disk that is slow is no reason to lose the attempt.
             await anyio.to_thread.run_sync(attempts.renew, own)
 
@@ -198,29 +217,29 @@ class LocalStorage:
     ) -> None:
         own = _local(attempt)
         target = own.path / path
-        with _translated("write", target):
+        with translated("write", target):
             if target.parent not in own.made:
                 # Finished once begun: a thread cannot be stopped, only lost sight of.
                 with anyio.CancelScope(shield=True):
                     await _make_directories(own, target.parent)
             await anyio.to_thread.run_sync(write_block, target, data, own.mode, limiter=limiter)
 
-    async def link(self, attempt: Attempt, path: str) -> None:
+    async def link(self, attempt: Attempt, path: str, folder: str = "") -> None:
         """Give a file of the attempt's entry a second name; see `Storage.link`."""
         own = _local(attempt)
-        source = f"{own.entry}/{path}"
-        with _translated("link", self._root / source):
+        source = self._root / own.entry / folder / path
+        with translated("link", source):
             try:
-                await self._run(attempts.link, own, path)
+                await self._run(attempts.link, own, path, folder)
             except ValueError as error:
                 raise CorruptCheckpointError(
-                    f"{self._root / source}: {error}. The step was damaged after it was committed"
+                    f"{source}: {error}. The step was damaged after it was committed"
                 ) from error
 
     async def read_block(self, entry: str, path: str, offset: int, target: memoryview) -> None:
         """Fill `target` from a data file of an entry; see `Storage.read_block`."""
         source = self._root / entry / path
-        with _translated("read", source):
+        with translated("read", source):
             try:
                 await anyio.to_thread.run_sync(
                     read_block, self._root, f"{entry}/{path}", offset, target
@@ -237,7 +256,7 @@ class LocalStorage:
                     "another one"
                 ) from error
 
-    def database_url(self, entry: str, path: str) -> str:
+    def database_spec(self, entry: str, path: str) -> str:
         """Return the URL of the directory `path` of an entry."""
         return (self._root / entry / path).absolute().as_uri() + "/"
 
@@ -246,15 +265,15 @@ class LocalStorage:
     ) -> None:
         """Rename the attempt to its entry, durably; with `overwrite` swap it with the old one."""
         own = _local(attempt)
-        with _translated("publish", self._root / own.entry):
+        with translated("publish", self._root / own.entry):
             rename = partial(attempts.publish, overwrite=overwrite, replacing=replacing)
             replaced = await self._run(rename, own)
         if replaced:
             await self._finish_removal(attempts.remove_hidden, own.path, own.path)
         await self._run(attempts.end, own)
 
-    async def discard(self, attempt: Attempt) -> None:
-        """Remove the attempt's directory and give its lock back."""
+    async def discard(self, attempt: Attempt, *, joined: bool = False) -> None:
+        """Remove the attempt's directory and give its lock back; nobody makes it anew."""
         own = _local(attempt)
         try:
             await self._finish_removal(attempts.discard, own, own.path)
@@ -263,7 +282,7 @@ class LocalStorage:
 
     async def remove(self, entry: str, *, attempt: str | None = None) -> bool:
         """Rename the entry to a trash name, make that durable, then remove the bytes."""
-        with _translated("delete", self._root / entry):
+        with translated("delete", self._root / entry):
             trash = await self._run(attempts.hide, self._root, entry, attempt)
         if trash is None:
             return False
@@ -274,7 +293,7 @@ class LocalStorage:
 
     async def move(self, entry: str, trash: str) -> str | None:
         """Rename an entry into a folder; see `Storage.move`."""
-        with _translated("move to the trash", self._root / entry):
+        with translated("move to the trash", self._root / entry):
             try:
                 path = await self._run(move_to_trash, self._root, entry, self._root / trash)
             except FileNotFoundError:
@@ -285,24 +304,24 @@ class LocalStorage:
 
     async def prepare_trash(self, trash: str) -> None:
         """Make the folder that entries are moved into."""
-        with _translated("use the trash folder", self._root / trash):
+        with translated("use the trash folder", self._root / trash):
             await self._run(prepare_trash, self._root, self._root / trash, self._mode)
 
     async def set_aside(self, entry: str, paths: Sequence[str]) -> str:
         """Move files out of an entry; see `Storage.set_aside`."""
-        with _translated("move files of others out of", self._root / entry):
+        with translated("move files of others out of", self._root / entry):
             return str(await self._run(set_aside, self._root, entry, list(paths), self._mode))
 
     async def sweep(self) -> list[str]:
         """Remove what dead writers left; see `storage.sweeping`."""
-        with _translated("clean up", self._root):
+        with translated("clean up", self._root):
             return await self._run(sweep_root, self._root)
 
     async def put_note(
         self, name: str, data: bytes, *, replace: bool, durable: bool = True
     ) -> bool:
         """Write a small file of the root; see `Storage.put_note`."""
-        with _translated("write", self._root / name):
+        with translated("write", self._root / name):
             if not durable and not replace:
                 return await self._run(notes.put_brief, self._root, name, data, self._mode)
             lease, mode = self._timeouts.lease, self._mode
@@ -315,18 +334,18 @@ class LocalStorage:
 
     async def notes(self, folder: str) -> dict[str, float]:
         """Return the ages of the files of a folder of the root; see `Storage.notes`."""
-        with _translated("list the directory", self._root / folder):
+        with translated("list the directory", self._root / folder):
             return await self._run(notes.ages, self._root, folder)
 
     async def touch_note(self, name: str) -> bool:
         """Let the age of a file of the root begin anew."""
-        with _translated("renew", self._root / name):
+        with translated("renew", self._root / name):
             # Not behind other operations: a disk that is slow is no reason to lose a lease.
             return await anyio.to_thread.run_sync(notes.touch, self._root, name)
 
     async def drop_note(self, name: str, *, durable: bool = True) -> bool:
         """Remove a file of the root."""
-        with _translated("remove", self._root / name):
+        with translated("remove", self._root / name):
             return await self._run(notes.drop, self._root, name, durable=durable)
 
     async def _finish_removal(self, remove: Callable[[T], object], what: T, path: Path) -> None:
@@ -352,39 +371,12 @@ async def _make_directories(attempt: LocalAttempt, path: Path) -> None:
     """Make the directories of an attempt down to `path`, level by level."""
     for directory in [*reversed(path.parents), path]:
         if directory.is_relative_to(attempt.path) and directory not in attempt.made:
+            # Only this one: an attempt that somebody has removed is not made anew.
             with contextlib.suppress(FileExistsError):
-                await aiofiles.os.makedirs(directory)
-                if attempt.mode is not None:
-                    await anyio.to_thread.run_sync(os.chmod, directory, attempt.mode)
+                await _make_directory(directory, attempt.mode)
             attempt.made.add(directory)
 
 
 def _local(attempt: Attempt) -> LocalAttempt:
     assert isinstance(attempt, LocalAttempt)
     return attempt
-
-
-def _of_each(
-    what: str, top: str, names: Sequence[str], path: str, act: Callable[[str], T]
-) -> list[T]:
-    """Return what `act` makes of each entry; an error names the one that it is about."""
-    found = []
-    for name in names:
-        try:
-            found.append(act(name))
-        except OSError:
-            with _translated(what, f"{top}/{name}/{path}"):
-                raise
-    return found
-
-
-@contextlib.contextmanager
-def _translated(what: str, path: Path | str) -> Iterator[None]:
-    """Turn every `OSError` of the body into a `StorageError` that names the path."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise StorageError(f"cannot {what} {path}: {reason}", errno=error.errno) from error

@@ -1,10 +1,11 @@
-"""Paths as users give them, to storage."""
+"""Paths, URLs and stores as users give them, to storage."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -12,17 +13,24 @@ from ckpt.errors import InvalidArgumentError
 from ckpt.redaction import redact
 from ckpt.settings import Timeouts
 from ckpt.storage.base import Storage
+from ckpt.storage.configs import GCS, S3, Memory, StoreConfig, parent_of
 from ckpt.storage.local import LocalStorage
+from ckpt.storage.objects import ObjectStorage
+from ckpt.storage.plugins import open_installed, schemes
 
 __all__ = ["PathLike", "check_trash", "open_entry", "open_root"]
 
-PathLike = str | os.PathLike[str]
+# A path, a URL, or a store.
+PathLike = str | os.PathLike[str] | S3 | GCS | Memory
 
 _DEFAULT_TIMEOUTS = Timeouts()
 # With the set-group bit, so that a group keeps what its members make.
 _MOST_PERMISSIONS = 0o7777
 _OWNER = 0o700
-_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/")
+_STORES: dict[str, Callable[[str], StoreConfig]] = {"s3": S3, "gs": GCS, "memory": Memory}
+# As other programs call them.
+_OTHER_NAMES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):(/?)")
 
 
 def open_root(
@@ -35,7 +43,7 @@ def open_root(
     """Return the storage whose root is `path`.
 
     Args:
-        path: The root.
+        path: The root: a path, a URL or a store.
         timeouts: How long leases last.
         create: Whether the root is made if it is not there.
         permission_mode: Permissions of new directories; files get those that files can have. None
@@ -43,7 +51,7 @@ def open_root(
 
     Raises:
         InvalidArgumentError: It is not a path, or of a kind of storage this version lacks; or the
-            mode is none that the owner could use.
+            mode is none that the owner could use, or the store has none.
     """
     if permission_mode is not None and (
         type(permission_mode) is not int
@@ -54,10 +62,20 @@ def open_root(
             f"permission_mode={permission_mode!r:.60}: expected the permissions of a directory in "
             "which its owner may do everything, such as 0o750"
         )
-    return LocalStorage(_local_path(path), timeouts, create=create, mode=permission_mode)
+    local = _place(path)
+    if isinstance(local, Path):
+        return LocalStorage(local, timeouts, create=create, mode=permission_mode)
+    if permission_mode is not None:
+        raise InvalidArgumentError(
+            f"permission_mode={permission_mode:#o}: objects have no such permissions. Set the "
+            "policy of the bucket instead"
+        )
+    return _open_remote(local, timeouts, create=create)
 
 
-def check_trash(root: PathLike, trash: PathLike, is_step: Callable[[str], bool]) -> None:
+def check_trash(
+    root: PathLike, trash: str | os.PathLike[str], is_step: Callable[[str], bool]
+) -> None:
     """Raise if steps of a root cannot be kept apart from those moved into its trash folder.
 
     Args:
@@ -68,7 +86,14 @@ def check_trash(root: PathLike, trash: PathLike, is_step: Callable[[str], bool])
     Raises:
         InvalidArgumentError: It is the root, or may be a step of it, or lies in one.
     """
-    top = Path(os.path.realpath(_local_path(root)))
+    local = _place(root)
+    if not isinstance(local, Path):
+        raise InvalidArgumentError(
+            f"Deletion(trash={os.fspath(trash)!r:.120}): nothing can be moved in an object store. "
+            "Leave trash away, and switch on the versioning of the bucket instead: it keeps what "
+            "is deleted"
+        )
+    top = Path(os.path.realpath(local))
     folder = Path(os.path.realpath(top / trash))
     if not folder.is_relative_to(top):
         return
@@ -91,7 +116,17 @@ def open_entry(path: PathLike, *, follow: bool = False) -> tuple[Storage, str]:
     Raises:
         InvalidArgumentError: As `open_root`; or the path has no last name.
     """
-    given = _local_path(path)
+    given = _place(path)
+    if isinstance(given, S3 | GCS | Memory):
+        parent, name = parent_of(given)
+        return ObjectStorage(parent, _DEFAULT_TIMEOUTS), name
+    if isinstance(given, _Url):
+        parent_url, _, name = given.text.rstrip("/").rpartition("/")
+        if not name or parent_url.endswith(":/"):
+            raise InvalidArgumentError(
+                f"path={_shown(path)}: expected the URL of a checkpoint, not of a root"
+            )
+        return _open_remote(_Url(given.scheme, parent_url), _DEFAULT_TIMEOUTS, create=True), name
     local = Path(os.path.realpath(given) if follow else os.path.abspath(given))
     if not local.name:
         raise InvalidArgumentError(
@@ -100,7 +135,33 @@ def open_entry(path: PathLike, *, follow: bool = False) -> tuple[Storage, str]:
     return LocalStorage(local.parent, _DEFAULT_TIMEOUTS), local.name
 
 
-def _local_path(path: PathLike) -> Path:
+@dataclass(frozen=True, slots=True)
+class _Url:
+    """A URL of a scheme that is not built in."""
+
+    scheme: str
+    text: str
+
+
+def _open_remote(place: StoreConfig | _Url, timeouts: Timeouts, *, create: bool) -> Storage:
+    if not isinstance(place, _Url):
+        return ObjectStorage(place, timeouts, create=create)
+    storage = open_installed(place.scheme, place.text, timeouts, create=create)
+    if storage is None:
+        usual = _OTHER_NAMES.get(place.scheme)
+        advice = (
+            "Install the package that brings it, or give a path of a local or mounted file system"
+        )
+        raise InvalidArgumentError(
+            f"path={_shown(place.text)}: no storage is known for {place.scheme!r:.40}, only "
+            f"{', '.join(schemes())}. {f'Use {usual}://' if usual else advice}"
+        )
+    return storage
+
+
+def _place(path: PathLike) -> Path | StoreConfig | _Url:
+    if isinstance(path, S3 | GCS | Memory):
+        return path
     try:
         text: object = os.fspath(path)
     except TypeError as error:
@@ -112,11 +173,18 @@ def _local_path(path: PathLike) -> Path:
     scheme = _SCHEME.match(text)
     if scheme is None:
         return Path(text)
-    if scheme[1].lower() != "file":
+    kind = scheme[1].lower()
+    if not scheme[2] and kind not in _OTHER_NAMES and kind not in schemes():
+        return Path(text)
+    if kind in _STORES:
+        return _STORES[kind](text)
+    if not scheme[2]:
         raise InvalidArgumentError(
-            f"path={_shown(text)}: storage {scheme[1]!r} is not supported by this "
-            "version; give a path of a local or mounted file system"
+            f"path={_shown(text)}: expected a URL such as '{_OTHER_NAMES.get(kind, kind)}://...'. "
+            f"Write ./{kind}:... for a path of that name"
         )
+    if kind != "file":
+        return _Url(kind, text)
     parts = urlsplit(text)
     if parts.query or parts.fragment or "\0" in unquote(parts.path):
         raise InvalidArgumentError(

@@ -4,6 +4,8 @@ Nothing else in `ckpt` imports this package. What a module needs beyond the libr
 
 - `ckpt.testing.strategies`: Hypothesis strategies for trees and leaves (needs `hypothesis`).
 - `ckpt.testing.handlers`: a conformance suite for handlers, on real checkpoints.
+- `ckpt.testing.stores`: a conformance suite for stores, on real ones.
+- `ckpt.testing.coordination`: what the processes of a make-believe job share.
 - `ckpt.testing.compare`: whether a restored tree is exactly the one that was saved.
 - `ckpt.testing.damage`: files of a checkpoint, damaged in every way and whole again.
 - `ckpt.testing.files`: file operations of this process that fail, are short, or wait, as a plan of

@@ -228,7 +228,7 @@ def signals_itself() -> None:
 
 
 def agrees(signals: tuple[signal.Signals, ...] = TERM) -> None:
-    """Train beside another process, on a root of its own; JAX's handlers stay."""
+    """Train together with another process, on one root; JAX's handlers stay."""
     rank, address = int(rest[0]), f"127.0.0.1:{rest[1]}"
     jax.distributed.initialize(
         address,

@@ -71,6 +71,9 @@ CAMPAIGNS = (
     Campaign(
         "saves in a row: memory, files and threads stay flat", "endurance.saves_in_a_row", 1000
     ),
+    Campaign("one process of a job meets an error, at every stage", "jobs.errors", 100),
+    Campaign("one process of a job is stopped, at every stage", "jobs.stops", 100),
+    Campaign("one process of a job is killed, at every stage", "jobs.kills", 100),
     Campaign("managers in 8 threads", "threads.managers_in_threads", 50),
     Campaign("managers in 8 tasks", "threads.managers_in_tasks", 50),
     Campaign("one manager in 8 threads", "threads.one_manager_in_threads", 50),

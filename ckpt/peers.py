@@ -1,0 +1,349 @@
+"""The processes of a job that share a root: what they agree on, and what only the primary does.
+
+A job of one process has no peers: everything here returns at once then.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+import weakref
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import anyio
+
+from ckpt.coordination.base import Coordinator
+from ckpt.coordination.beats import beating
+from ckpt.coordination.failures import unpack_error
+from ckpt.coordination.operation import FAILED, Operation
+from ckpt.coordination.own_disks import has_own_disks
+from ckpt.coordination.signs import introduce
+from ckpt.digests import digest
+from ckpt.errors import CoordinationError, CoordinationTimeoutError, located
+from ckpt.layout.owners import Team
+from ckpt.manifest import JsonValue
+
+__all__ = ["Peers"]
+
+logger = logging.getLogger("ckpt")
+
+T = TypeVar("T")
+
+_FOLDER = "ckpt"
+# Nobody should wait for what an operation has left to be removed.
+_TIDY_SECONDS = 1.0
+# Kinds name steps, so there are ever more of them; calls about one step are close together.
+_MOST_KINDS = 10_000
+
+
+class Peers:
+    """The processes of a job, as one manager of this one sees them. Used on the engine's loop.
+
+    Attributes:
+        index: Number of this process; process 0 is the primary.
+        count: How many there are.
+        budget_bytes: The staging budget that all of them have, once they are opened.
+        own_disks: Whether each of them has a root of its own.
+    """
+
+    def __init__(
+        self, coordinator: Coordinator, seconds: float, location: str, budget_bytes: int
+    ) -> None:
+        """Find the other processes through `coordinator`.
+
+        Args:
+            coordinator: The job.
+            seconds: How long is waited for a process that gives no sign of life.
+            location: The root; all processes have the same, unless they have disks of their own.
+            budget_bytes: The staging budget of this process.
+        """
+        self.index = coordinator.process_index
+        self.count = coordinator.process_count
+        self.budget_bytes = budget_bytes
+        self.own_disks = has_own_disks(coordinator)
+        self._coordinator = coordinator
+        self._seconds = seconds
+        self._location = location
+        self._turns: dict[str, int] = {}
+        self._under_way: weakref.WeakSet[Operation] = weakref.WeakSet()
+        self._name = ""
+        # Made on the engine's loop.
+        self._opening: anyio.Lock | None = None
+
+    @property
+    def is_primary(self) -> bool:
+        """Whether this process decides, and publishes."""
+        return self.index == 0
+
+    @property
+    def team(self) -> Team:
+        """The processes, as plans see them."""
+        return Team(self.index, self.count, "local" if self.own_disks else "shared")
+
+    @property
+    def publishes(self) -> bool:
+        """Whether this process writes to its root on its own account."""
+        return self.is_primary or self.own_disks
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other process."""
+        return self.count == 1
+
+    def turn(self, kind: str) -> int:
+        """Return how many operations of a kind came before; in the order of the calls."""
+        turn = self._turns.pop(kind, 0)
+        self._turns[kind] = turn + 1
+        if len(self._turns) > _MOST_KINDS:
+            del self._turns[next(iter(self._turns))]
+        return turn
+
+    async def operation(self, kind: str, turn: int, what: str) -> Operation:
+        """Return what all processes do together in their turn.
+
+        Args:
+            kind: Kind of the operation. All processes begin those of one kind in the same order.
+            turn: Its turn among them.
+            what: What it is, for messages.
+
+        Raises:
+            CoordinationError: The processes could not agree on a name for this manager.
+        """
+        await self._open()
+        if not self.is_alone:
+            await self._answer(introduce(self._coordinator.key_values(), self.index, what))
+        while True:
+            operation = self._operation(f"{self._name}/{kind}/{turn}", what)
+            if self.is_alone or not await self._was_missed(operation):
+                return operation
+            # The others have gone on without this process: it is about their next one.
+            turn = self.turn(kind)
+
+    async def _was_missed(self, operation: Operation) -> bool:
+        """Tell whether the others have waited in vain for this process."""
+        store = self._coordinator.key_values()
+        verdict = await self._answer(store.wait(f"{operation.name}/verdict", 0))
+        if verdict is None or verdict[:1] != FAILED:
+            return False
+        return self.index in getattr(unpack_error(verdict[1:]), "missing", ())
+
+    def _operation(self, name: str, what: str) -> Operation:
+        store = self._coordinator.key_values()
+        operation = Operation(store, self.index, self.count, name, what, self._seconds)
+        self._under_way.add(operation)
+        return operation
+
+    def advance(self, nbytes: int) -> None:
+        """Let the others know that this process lives, whatever they wait for it with.
+
+        One save may have to wait here for the one before it.
+        """
+        for operation in self._under_way:
+            operation.advance(nbytes)
+
+    async def ended(self, operation: Operation) -> None:
+        """Say that this process has the outcome of an operation that has not failed.
+
+        The last process to say so removes what the operation has left; until then, others may still
+        have to read it. Never raises, and ends in a bounded time, also when cancelled.
+        """
+        if not self.is_alone:
+            await self._tidy(operation.name)
+
+    async def _tidy(self, name: str) -> None:
+        store = self._coordinator.key_values()
+        with anyio.move_on_after(_TIDY_SECONDS, shield=True):
+            try:
+                if await store.add(f"{name}/ended") == self.count:
+                    await store.drop(name)
+            except CoordinationError as error:
+                logger.debug("what %s has left was not removed: %s", name, error)
+
+    async def on_primary(
+        self, kind: str, what: str, act: Callable[[], Awaitable[JsonValue]]
+    ) -> JsonValue:
+        """Return what `act` gives on the primary; the others wait for it.
+
+        Args:
+            kind: What is done to what: every process counts the calls of each kind.
+            what: The same, for messages.
+            act: Awaited on the primary only.
+
+        Raises:
+            CheckpointError: What `act` raised, on every process.
+            CoordinationError: The primary does not answer.
+        """
+        if self.is_alone:
+            return await act()
+        turn = self.turn(kind)
+        operation = await self.operation(kind, turn, what)
+        if not self.is_primary:
+            try:
+                told: JsonValue = json.loads(await operation.conclude(None))
+            except BaseException as error:
+                # Nothing that was waited for stays behind.
+                await operation.fail(error)
+                raise
+            await self.ended(operation)
+            return told
+        try:
+            value = await self._acted(operation, act)
+        except BaseException as error:
+            await operation.fail(error)
+            raise
+        await operation.decide()
+        await operation.conclude(json.dumps(value).encode())
+        await self.ended(operation)
+        return value
+
+    async def _acted(self, operation: Operation, act: Callable[[], Awaitable[T]]) -> T:
+        """Return what `act` gives, and let the others know meanwhile that this process lives."""
+        with located():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(operation.watch)
+                async with beating(operation):
+                    value = await act()
+                tasks.cancel_scope.cancel()
+        return value
+
+    async def failed(self, operation: Operation) -> None:
+        """Remove what processes reported for an operation that has failed; never raises."""
+        if self.is_alone or not self.is_primary:
+            return
+        with anyio.move_on_after(_TIDY_SECONDS, shield=True):
+            try:
+                await self._coordinator.key_values().drop(f"{operation.name}/report")
+            except CoordinationError as error:
+                logger.debug("what was reported was not removed: %s", error)
+
+    async def act(self, kind: str, what: str, act: Callable[[], Awaitable[JsonValue]]) -> JsonValue:
+        """Return what `act` gives on the primary, or here where every process has its own root.
+
+        Arguments and errors are those of `on_primary`.
+        """
+        if not self.own_disks:
+            return await self.on_primary(kind, what, act)
+        return await self.all_or_none(kind, what, lambda _: act())
+
+    async def gathered(self, operation: Operation, value: JsonValue) -> list[Any]:
+        """Return what every process gives, in their order; each waits for all.
+
+        Once in every operation, of which it is a part.
+        """
+        part = self._operation(f"{operation.name}/gathered", operation.what)
+        try:
+            every = await part.report(json.dumps(value).encode())
+            told = None
+            if every is not None:
+                await part.decide()
+                told = json.dumps([json.loads(each) for each in every]).encode()
+            found: list[Any] = json.loads(await part.conclude(told))
+        except BaseException as error:
+            await part.fail(error)
+            raise
+        return found
+
+    async def all_or_none(
+        self, kind: str, what: str, act: Callable[[Operation], Awaitable[T]]
+    ) -> T:
+        """Return what `act` gives here, once it has succeeded on all processes.
+
+        Args:
+            kind: Kind of the operation; see `operation`.
+            what: What it is, for messages.
+            act: Awaited on every process.
+
+        Raises:
+            CheckpointError: What was raised on one of them, on all of them.
+            CoordinationTimeoutError: One of them gives no sign of life.
+        """
+        turn = self.turn(kind)
+        operation = await self.operation(kind, turn, what)
+        if self.is_alone:
+            return await act(operation)
+        try:
+            with located():
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(operation.watch)
+                    result = await act(operation)
+                    if await operation.report(b"") is not None:
+                        await operation.decide()
+                    await operation.conclude(b"" if self.is_primary else None)
+                    tasks.cancel_scope.cancel()
+        except BaseException as error:
+            # All raise what the first one met, so that all go on in the same way.
+            told = await operation.settle(error)
+            if told is error:
+                raise
+            raise told from error
+        await self.ended(operation)
+        return result
+
+    async def _open(self) -> None:
+        """Agree on a name for this manager that nobody else uses, and on a budget."""
+        self._opening = self._opening or anyio.Lock()
+        async with self._opening:
+            if self._name or self.is_alone:
+                return
+            opening = await self._next_opening()
+            try:
+                found = await self._agree(opening)
+            except BaseException as error:
+                told = await opening.settle(error)
+                if told is error:
+                    raise
+                raise told from error
+            self.budget_bytes = int(found["budget"])
+            self._name = f"{_FOLDER}/{found['name']}"
+            await self._tidy(opening.name)
+
+    async def _next_opening(self) -> Operation:
+        """Return what opens this manager; every process opens those of a root in the same order."""
+        # Roots of their own may be called differently.
+        place = "own" if self.own_disks else digest(self._location.encode())
+        store, what = self._coordinator.key_values(), f"opening {self._location}"
+        await self._answer(introduce(store, self.index, what))
+        while True:
+            turn = await self._answer(store.add(f"{_FOLDER}/opened/{place}/{self.index}"))
+            opening = self._operation(f"{_FOLDER}/opening/{place}/{turn}", what)
+            if not await self._was_missed(opening):
+                return opening
+
+    async def cannot_open(self, error: BaseException) -> None:
+        """Tell the others why this process cannot open the root; never raises, and is bounded."""
+        if self.is_alone or self._name:
+            return
+        with anyio.move_on_after(_TIDY_SECONDS, shield=True):
+            try:
+                await (await self._next_opening()).fail(error)
+            except CoordinationError as failure:
+                logger.debug("the others were not told: %s", failure)
+
+    async def _agree(self, opening: Operation) -> dict[str, Any]:
+        """Return the name and the budget that the primary gives to all."""
+        about = {"location": self._location, "budget": self.budget_bytes}
+        reports = await opening.report(json.dumps(about).encode())
+        agreed = None
+        if reports is not None:
+            budget = min(int(json.loads(each)["budget"]) for each in reports)
+            agreed = json.dumps({"name": uuid.uuid4().hex, "budget": budget}).encode()
+            await opening.decide()
+        found = json.loads(await opening.conclude(agreed))
+        if not isinstance(found, dict):
+            raise CoordinationError(f"the primary gave {found!r:.60} instead of a name")
+        return found
+
+    async def _answer(self, request: Awaitable[T]) -> T:
+        """Return the answer to a request of what the processes share, or raise in time."""
+        with anyio.move_on_after(self._seconds):
+            return await request
+        error = CoordinationTimeoutError(
+            f"opening {self._location}, process {self.index} of {self.count}: no answer for "
+            f"{self._seconds:g} s of what the processes share. jax.distributed keeps that in "
+            "process 0, which may be stopped or cut off; if it is only slow, raise "
+            "Timeouts(coordination=...)"
+        )
+        error.missing = (0,)
+        raise error

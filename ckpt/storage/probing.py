@@ -1,0 +1,50 @@
+"""Whether a store heeds the conditions of writes, which a commit rests on."""
+
+from __future__ import annotations
+
+import uuid
+
+from ckpt.errors import StorageError
+from ckpt.storage.keys import MISSING, Keys
+
+__all__ = ["probe"]
+
+_FOLDER = ".ckpt-probe"
+
+
+async def probe(keys: Keys) -> None:
+    """Write one object several times, with conditions that do not hold; remove it.
+
+    Raises:
+        StorageError: The store does not heed them, or refused.
+    """
+    key = f"{_FOLDER}/{uuid.uuid4().hex}"
+    first = await keys.swap(key, f"1 {key}".encode(), MISSING)
+    if first.generation is None:
+        await keys.refuse_missing()
+        raise _broken(keys, "says that a new object exists")
+    try:
+        again = await keys.swap(key, f"2 {key}".encode(), MISSING)
+        if again.generation is not None:
+            raise _broken(keys, "replaces an object that is to be made only where there is none")
+        stale = await keys.swap(key, f"3 {key}".encode(), _another(first.generation))
+        if stale.generation is not None:
+            raise _broken(keys, "replaces an object that somebody else has changed")
+    finally:
+        await keys.delete(key)
+
+
+def _broken(keys: Keys, what: str) -> StorageError:
+    return StorageError(
+        f"{keys.location}: the store {what}: it ignores the conditions of writes "
+        "(If-None-Match, If-Match), so of two writers of a step one could destroy the other's. "
+        "Update the store, take another one, or, if nobody else ever writes here, say so with "
+        "single_writer=True of ckpt.storage.S3 or GCS"
+    )
+
+
+def _another(generation: bytes) -> bytes:
+    """Return a generation that looks like this one and is not."""
+    place = len(generation) // 2
+    byte = generation[place]
+    return generation[:place] + (b"0" if byte != ord("0") else b"1") + generation[place + 1 :]

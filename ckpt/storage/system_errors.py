@@ -1,0 +1,40 @@
+"""Errors of the system on their way to those of the library."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from ckpt.errors import CheckpointError, StorageError
+
+__all__ = ["of_each", "translated"]
+
+T = TypeVar("T")
+
+
+def of_each(
+    what: str, top: str, names: Sequence[str], path: str, act: Callable[[str], T]
+) -> list[T]:
+    """Return what `act` makes of each entry; an error names the one that it is about."""
+    found = []
+    for name in names:
+        try:
+            found.append(act(name))
+        except OSError:
+            with translated(what, f"{top}/{name}/{path}"):
+                raise
+    return found
+
+
+@contextlib.contextmanager
+def translated(what: str, path: Path | str) -> Iterator[None]:
+    """Turn every `OSError` of the body into a `StorageError` that names the path."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StorageError(f"cannot {what} {path}: {reason}", errno=error.errno) from error

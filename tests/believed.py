@@ -1,0 +1,120 @@
+"""Jobs of several processes that are none: managers of one process, each with a thread of its own.
+
+What the "processes" share is a dict; everything else is real. So the order of events can be chosen,
+and many jobs cost nothing. Real jobs are started by `tests.processes`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+import ckpt
+import ckpt.sync
+from ckpt.coordination import OwnDisks
+
+
+class SharedValues:
+    """`KeyValues` of several event loops."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._counts: dict[str, int] = {}
+        self._guard = threading.Lock()
+
+    async def put(self, key: str, value: bytes) -> bool:
+        await anyio.lowlevel.checkpoint()
+        with self._guard:
+            if key in self._values:
+                return False
+            self._values[key] = bytes(value)
+            return True
+
+    async def wait(self, key: str, seconds: float) -> bytes | None:
+        end = time.monotonic() + seconds
+        while True:
+            await anyio.lowlevel.checkpoint()
+            with self._guard:
+                if key in self._values:
+                    return self._values[key]
+            if time.monotonic() >= end:
+                return None
+            await anyio.sleep(0.002)
+
+    async def list(self, folder: str) -> dict[str, bytes]:
+        await anyio.lowlevel.checkpoint()
+        start = f"{folder}/"
+        with self._guard:
+            found = dict(self._values)
+        return {
+            key.removeprefix(start): each for key, each in found.items() if key.startswith(start)
+        }
+
+    async def add(self, key: str) -> int:
+        await anyio.lowlevel.checkpoint()
+        with self._guard:
+            self._counts[key] = self._counts.get(key, 0) + 1
+            return self._counts[key]
+
+    async def drop(self, folder: str) -> None:
+        await anyio.lowlevel.checkpoint()
+        with self._guard:
+            for each in (self._values, self._counts):
+                for key in [key for key in each if key.startswith(f"{folder}/")]:
+                    del each[key]
+
+    async def touch(self, key: str, value: bytes) -> None:
+        await anyio.lowlevel.checkpoint()
+        with self._guard:
+            self._values[key] = bytes(value)
+
+
+class Believed:
+    """One process of a make-believe job."""
+
+    def __init__(self, index: int, count: int, values: SharedValues) -> None:
+        self.process_index = index
+        self.process_count = count
+        self._values = values
+
+    def key_values(self) -> SharedValues:
+        return self._values
+
+
+def coordinators(count: int, *, own_disks: bool = False) -> list[Any]:
+    values = SharedValues()
+    jobs = [Believed(index, count, values) for index in range(count)]
+    return [OwnDisks(job) for job in jobs] if own_disks else list(jobs)
+
+
+def managers(
+    root: Path, count: int = 2, *, own_disks: bool = False, seconds: float = 1.0, **options: Any
+) -> list[ckpt.sync.CheckpointManager]:
+    return [
+        ckpt.sync.CheckpointManager(
+            root / str(index) if own_disks else root,
+            coordinator=job,
+            timeouts=ckpt.Timeouts(coordination=seconds),
+            **options,
+        )
+        for index, job in enumerate(coordinators(count, own_disks=own_disks))
+    ]
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Make calls at the same time, each in a thread; return what they gave, or raised."""
+
+    def made(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(made, calls))

@@ -1,0 +1,85 @@
+"""Jobs of several processes save one step together, and restore it, also with another count."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+import ckpt
+import ckpt.sync
+from tests.processes import run_processes
+
+FIGURES = {1: 4, 2: 2, 4: 1}
+
+
+def run(count: int, *args: object, **options: object) -> list[dict[str, object]]:
+    children = run_processes(
+        count, "saving.py", *args, devices_per_process=FIGURES[count], **options
+    )
+    return [child.value for child in children]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_what_a_job_has_saved_is_what_a_job_of_any_size_restores(
+    count: int, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    for told in run(count, "roundtrip", root):
+        assert told["steps"] == [2, 3]
+        assert told["problems"] == []
+    manifest = json.loads((root / "3" / "ckpt.json").read_text())
+    assert manifest["process_count"] == count
+    others = [each for each in FIGURES if each != count]
+    for other in others:
+        for told in run(other, "restored", root, 3):
+            assert told == {"problems": [], "ok": True, "damage": []}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("step", "which came to the save of step [12] last"),
+        ("structure", "different trees"),
+        ("shape", "different trees"),
+        ("value", "leaf .count. has one value for all processes"),
+        ("items", "same items"),
+        ("root", "last\\) never came to it"),
+    ],
+)
+def test_processes_that_do_not_agree_all_hear_of_it(kind: str, text: str, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for told in run(2, "refused", root, kind):
+        assert re.search(text, str(told["text"]))
+    assert not list(tmp_path.rglob("ckpt.json"))
+
+
+def test_processes_with_disks_of_their_own_restore_what_all_of_them_have(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for told in run(2, "apart", root, "save", 3):
+        assert told == {"problems": [], "steps": [2, 3], "ok": [True, True]}
+    # Either has all that is replicated, and one half of what is not.
+    for disk in root.iterdir():
+        manifest = json.loads((disk / "3" / "ckpt.json").read_text())
+        size = sum(file["size"] for file in manifest["files"].values())
+        assert 0.5 < size / manifest["items"]["state"]["nbytes"] < 0.8
+    # A process that was killed between two publications, or whose disk lost a step.
+    shutil.rmtree(root / "disk 1" / "3")
+    for told in run(2, "apart", root, "look", 2):
+        assert told == {"problems": [], "steps": [2], "ok": [True]}
+    # What other devices need may be on a disk that this process does not see.
+    for told in run(4, "apart", root, "look", 2):
+        assert "have in common: none" in str(told["error"])
+
+
+def test_a_part_of_a_step_on_its_own_disk_does_not_pass_for_the_whole(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    run(2, "apart", root, "save", 3)
+    part = root / "disk 0" / "3"
+    with pytest.raises(ckpt.errors.TargetMismatchError, match="on the disk of another process"):
+        ckpt.sync.load(part)
+    assert not (part / "commit_success.txt").exists()
+    assert ckpt.sync.verify(part).ok

@@ -1,0 +1,170 @@
+"""A small fake of Google Cloud Storage: what TensorStore's `gcs` driver asks for, and no more.
+
+Uploads (media), reads of ranges, listings page by page, deletions; conditions on generations are
+obeyed everywhere, and no generation is given twice. Faults come from the proxy in front of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from tests.stores.wire import Head, Loopback, read_head, read_pieces, send
+
+__all__ = ["GcsFake"]
+
+_UPLOAD, _OBJECTS = "/upload/storage/v1/b/", "/storage/v1/b/"
+_PAGE = 1000
+
+
+@dataclass(frozen=True)
+class _Object:
+    generation: int
+    data: bytes
+
+
+class GcsFake:
+    """Buckets in memory, served on `port` while the block lasts.
+
+    Attributes:
+        buckets: Objects by name, by bucket. A bucket that is not there is an error.
+        read_only: Buckets in which nothing may be changed.
+        tokens: Bearer tokens that are let in; None for everybody.
+    """
+
+    def __init__(self) -> None:
+        self.buckets: dict[str, dict[str, _Object]] = {}
+        self.read_only: set[str] = set()
+        self.tokens: set[str] | None = None
+        self._generation = 1_000_000
+        self._server = Loopback(self._serve)
+
+    def __enter__(self) -> GcsFake:
+        self._server.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.__exit__()
+
+    def put(self, bucket: str, name: str, data: bytes) -> None:
+        """Write an object as another program does."""
+        self._generation += 1
+        self.buckets[bucket][name] = _Object(self._generation, data)
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (head := await read_head(reader)) is not None:
+            if head.headers.get("expect", "").lower() == "100-continue":
+                writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            body = b"".join([piece async for piece in read_pieces(reader, head)])
+            status, answer, headers = self._answer(head, body)
+            await send(writer, status, answer, **headers)
+
+    def _answer(self, head: Head, body: bytes) -> tuple[int, bytes, dict[str, Any]]:
+        method, query = head.first[0], head.query
+        given = head.headers.get("authorization", "").removeprefix("Bearer ")
+        if self.tokens is not None and given not in self.tokens:
+            return _error(401, f"Invalid Credentials: authorization: Bearer {given}")
+        start = _UPLOAD if head.path.startswith(_UPLOAD) else _OBJECTS
+        bucket, _, rest = head.path.removeprefix(start).partition("/")
+        objects = self.buckets.get(bucket)
+        if objects is None:
+            return _error(404, "The specified bucket does not exist.")
+        if method in ("POST", "DELETE", "PUT") and bucket in self.read_only:
+            return _error(403, "the caller does not have storage.objects.create access")
+        if start == _UPLOAD:
+            name = query["name"]
+        elif rest in ("o", "o/"):
+            return self._list(objects, query)
+        else:
+            name = rest.removeprefix("o/")
+        found = objects.get(name)
+        generation = found.generation if found else 0
+        if int(query.get("ifGenerationMatch", generation)) != generation:
+            return _error(412, "At least one of the pre-conditions you specified did not hold.")
+        if "ifGenerationNotMatch" in query and int(query["ifGenerationNotMatch"]) == generation:
+            return (304, b"", {}) if method == "GET" else _error(412, "conditionNotMet")
+        if start == _UPLOAD:
+            self.put(bucket, name, body)
+            return 200, _described(name, objects[name]), {"Content_Type": "application/json"}
+        if found is None:
+            return _error(404, f"No such object: {bucket}/{name}")
+        if method == "DELETE":
+            del objects[name]
+            return 204, b"", {}
+        return _read(name, found, head)
+
+    def _list(
+        self, objects: dict[str, _Object], query: dict[str, str]
+    ) -> tuple[int, bytes, dict[str, Any]]:
+        prefix, start = query.get("prefix", ""), query.get("startOffset", "")
+        end, after = query.get("endOffset"), query.get("pageToken", "")
+        names = sorted(
+            name
+            for name in objects
+            if name.startswith(prefix)
+            and name >= start
+            and (not end or name < end)
+            and name > after
+        )
+        size = min(int(query.get("maxResults", _PAGE)), _PAGE)
+        answer: dict[str, Any] = {
+            "items": [json.loads(_described(name, objects[name])) for name in names[:size]]
+        }
+        if len(names) > size:
+            answer["nextPageToken"] = names[size - 1]
+        return 200, json.dumps(answer).encode(), {"Content_Type": "application/json"}
+
+
+def _read(name: str, found: _Object, head: Head) -> tuple[int, bytes, dict[str, Any]]:
+    if head.query.get("alt") != "media":
+        return 200, _described(name, found), {"Content_Type": "application/json"}
+    headers = {"x_goog_generation": found.generation, "Content_Type": "application/octet-stream"}
+    wanted = head.headers.get("range")
+    if wanted is None:
+        return 200, found.data, headers
+    first, _, last = wanted.removeprefix("bytes=").partition("-")
+    size = len(found.data)
+    start = int(first) if first else max(size - int(last), 0)
+    stop = min(int(last) + 1, size) if first and last else size
+    if start >= size:
+        return 416, b"", {"Content_Range": f"bytes */{size}"}
+    headers["Content_Range"] = f"bytes {start}-{stop - 1}/{size}"
+    return 206, found.data[start:stop], headers
+
+
+def _described(name: str, found: _Object) -> bytes:
+    return json.dumps(
+        {
+            "name": name,
+            "generation": str(found.generation),
+            "metageneration": "1",
+            "size": str(len(found.data)),
+            "updated": "2026-01-01T00:00:00.000Z",
+            "timeCreated": "2026-01-01T00:00:00.000Z",
+        }
+    ).encode()
+
+
+def _error(status: int, message: str) -> tuple[int, bytes, dict[str, Any]]:
+    answer = {"error": {"code": status, "message": message}}
+    return status, json.dumps(answer).encode(), {"Content_Type": "application/json"}
+
+
+def _main() -> None:
+    """Serve a bucket until the input ends; the port is printed."""
+    with GcsFake() as fake:
+        fake.buckets[sys.argv[1]] = {}
+        sys.stdout.write(f"{fake.port}\n")
+        sys.stdout.flush()
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    _main()
