@@ -148,7 +148,9 @@ def skips() -> Any:
         mgr.wait_until_finished()
         together("skips")
         made = [commit.stage for commit in commits]
-        return [made, mgr.all_steps()]
+        # How many are skipped is a matter of time; all processes have skipped the same.
+        kept = [step for step, stage in enumerate(made) if stage == "done"]
+        return [made[0], kept == mgr.all_steps(), set(made) <= {"done", "skipped"}]
 
 
 def told_with_it() -> Any:

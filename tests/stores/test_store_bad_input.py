@@ -37,7 +37,7 @@ def _nothing_leaks(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixtur
 
 
 def s3(place: Place, name: str = "run", **options: Any) -> Any:
-    return place.root(name, **{"retries": 1, "request_timeout": 1.0, **options})
+    return place.root(name, **{"retries": 1, "request_timeout": 20.0, **options})
 
 
 def save(root: Any, step: int = 1) -> None:
