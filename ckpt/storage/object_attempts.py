@@ -89,7 +89,9 @@ async def publish(
             swap = await keys.swap(key, data, expected)
         except StorageError as error:
             # What surely was not written is told by another class.
-            attempt.keep = not getattr(error, "is_refusal", False)
+            attempt.keep = not (
+                isinstance(error, RequestFailed) and (error.is_refusal or error.is_vain)
+            )
             if attempt.keep:
                 raise _unknown(where, error) from error
             raise

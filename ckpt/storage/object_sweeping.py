@@ -12,11 +12,9 @@ from ckpt.storage.keys import Keys, each
 from ckpt.storage.object_leases import FOLDER, LATER, Record, Sightings, record_names, state_of
 from ckpt.storage.object_names import attempt_of
 from ckpt.storage.object_removal import finish, finish_later, finish_replaced
+from ckpt.storage.probing import FOLDER as PROBES
 
 __all__ = ["sweep"]
-
-# Where `storage.probing` makes its objects.
-_PROBES = ".ckpt-probe"
 
 
 async def sweep(keys: Keys, sightings: Sightings, seconds: float) -> list[str]:
@@ -77,12 +75,12 @@ async def _remove_probes(keys: Keys, sightings: Sightings, seconds: float) -> bo
     """Remove what was left of probes whose process died; tell whether there are any."""
 
     async def look(name: str) -> None:
-        key = f"{_PROBES}/{name}"
+        key = f"{PROBES}/{name}"
         found = await keys.first(key)
         if found is not None and sightings.age(key, found.generation) > seconds:
             await keys.delete(key)
 
-    names = await keys.list(f"{_PROBES}/")
-    sightings.keep(_PROBES, {f"{_PROBES}/{name}" for name in names})
+    names = await keys.list(f"{PROBES}/")
+    sightings.keep(PROBES, {f"{PROBES}/{name}" for name in names})
     await each(look, names)
     return bool(names)

@@ -7,9 +7,9 @@ import uuid
 from ckpt.errors import StorageError
 from ckpt.storage.keys import MISSING, Keys
 
-__all__ = ["probe"]
+__all__ = ["FOLDER", "probe"]
 
-_FOLDER = ".ckpt-probe"
+FOLDER = ".ckpt-probe"
 
 
 async def probe(keys: Keys) -> None:
@@ -18,7 +18,7 @@ async def probe(keys: Keys) -> None:
     Raises:
         StorageError: The store does not heed them, or refused.
     """
-    key = f"{_FOLDER}/{uuid.uuid4().hex}"
+    key = f"{FOLDER}/{uuid.uuid4().hex}"
     first = await keys.swap(key, f"1 {key}".encode(), MISSING)
     if first.generation is None:
         await keys.refuse_missing()
