@@ -158,7 +158,8 @@ class Peers:
             try:
                 if await store.add(f"{name}/ended") == self.count:
                     await store.drop(name)
-            except CoordinationError as error:
+            except Exception as error:
+                # Also of a coordinator of somebody else's: what was done is done.
                 logger.debug("what %s has left was not removed: %s", name, error)
 
     async def on_primary(
@@ -215,7 +216,7 @@ class Peers:
         with anyio.move_on_after(_TIDY_SECONDS, shield=True):
             try:
                 await self._coordinator.key_values().drop(f"{operation.name}/report")
-            except CoordinationError as error:
+            except Exception as error:
                 logger.debug("what was reported was not removed: %s", error)
 
     async def act(self, kind: str, what: str, act: Callable[[], Awaitable[JsonValue]]) -> JsonValue:
@@ -283,9 +284,11 @@ class Peers:
 
     async def _open(self) -> None:
         """Agree on a name for this manager that nobody else uses, and on a budget."""
+        if self.is_alone:
+            return
         self._opening = self._opening or anyio.Lock()
         async with self._opening:
-            if self._name or self.is_alone:
+            if self._name:
                 return
             opening = await self._next_opening()
             try:
@@ -318,7 +321,7 @@ class Peers:
         with anyio.move_on_after(_TIDY_SECONDS, shield=True):
             try:
                 await (await self._next_opening()).fail(error)
-            except CoordinationError as failure:
+            except Exception as failure:
                 logger.debug("the others were not told: %s", failure)
 
     async def _agree(self, opening: Operation) -> dict[str, Any]:

@@ -214,10 +214,10 @@ class Saves:
                 if joint.leads:
                     refusal = await root.refusal(step, context) or backlog.refusal()
                 elif root.has_policy or self._policy == "skip":
-                    refusal = await joint.refusal(request.entry)
+                    refusal = await joint.refusal()
                 if refusal is not None:
                     if joint.leads:
-                        await joint.refuse(request.entry, refusal)
+                        await joint.refuse(refusal)
                     return _Decision(None, refusal)
             kept_seconds = await self._kept_by(context, root) if is_final else None
             # Who has a place gives it back: so nothing may fail, or be awaited, from here on.

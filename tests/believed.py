@@ -69,6 +69,11 @@ class SharedValues:
                 for key in [key for key in each if key.startswith(f"{folder}/")]:
                     del each[key]
 
+    @property
+    def names(self) -> list[str]:
+        with self._guard:
+            return sorted({*self._values, *self._counts})
+
     async def touch(self, key: str, value: bytes) -> None:
         await anyio.lowlevel.checkpoint()
         with self._guard:
@@ -94,7 +99,13 @@ def coordinators(count: int, *, own_disks: bool = False) -> list[Any]:
 
 
 def managers(
-    root: Path, count: int = 2, *, own_disks: bool = False, seconds: float = 1.0, **options: Any
+    root: Path,
+    count: int = 2,
+    *,
+    jobs: list[Any] | None = None,
+    own_disks: bool = False,
+    seconds: float = 1.0,
+    **options: Any,
 ) -> list[ckpt.sync.CheckpointManager]:
     return [
         ckpt.sync.CheckpointManager(
@@ -103,7 +114,7 @@ def managers(
             timeouts=ckpt.Timeouts(coordination=seconds),
             **options,
         )
-        for index, job in enumerate(coordinators(count, own_disks=own_disks))
+        for index, job in enumerate(jobs or coordinators(count, own_disks=own_disks))
     ]
 
 

@@ -60,10 +60,6 @@ class Bounded:
             if name.isdecimal() and int(name) < count
         }
 
-    async def drop(self) -> None:
-        """Remove all of it."""
-        await self._ask(self._values.drop(self._name))
-
     async def _ask(self, request: Awaitable[T], more_seconds: float = 0.0) -> T:
         try:
             with anyio.fail_after(self._seconds + more_seconds):

@@ -117,9 +117,7 @@ class _Shared:
         self._guard = threading.Lock()
         self._polls: dict[str, Future[bytes | None]] = {}
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-        # A thread that comes back from the client while Python is taken down aborts the process.
-        # jax, whose hook is older, ends the client after this.
-        atexit.register(_join_threads, self._threads)
+        self._is_joined_at_exit = False
 
     async def put(self, key: str, value: bytes) -> bool:
         return await self._run(self._set, key, value, False)
@@ -211,6 +209,11 @@ class _Shared:
                     target=self._wait_for, args=(key, poll), name="ckpt-wait", daemon=True
                 )
                 self._threads.add(thread)
+                if not self._is_joined_at_exit:
+                    # A thread that comes back from the client while Python is taken down aborts the
+                    # process. jax, whose hook is older, ends the client after this.
+                    atexit.register(_join_threads, self._threads)
+                    self._is_joined_at_exit = True
                 thread.start()
         return poll
 

@@ -250,15 +250,6 @@ class Operation:
         """Say that so many bytes were moved; `watch` lets the others know that this one lives."""
         self._moved += amount
 
-    async def forget(self) -> None:
-        """Remove what the operation has left, once every process has its outcome (primary).
-
-        Raises:
-            CoordinationError: The processes share nothing any more.
-        """
-        if not self._alone and self._index == 0:
-            await self._shared.drop()
-
     async def _fail(self, error: BaseException) -> bool:
         me = who(self._index, self._count, hello())
         said = self._said = FAILED + pack_error(error, me)

@@ -150,49 +150,39 @@ class Joint:
         async with beating(self.operation):
             yield
 
-    async def refuse(self, entry: str, reason: str) -> None:
+    async def refuse(self, reason: str) -> None:
         """Tell the others that there is no save."""
         if not self.is_alone:
-            await self._lead({"entry": entry, "refusal": reason})
+            await self._lead({"refusal": reason})
             # Nobody waits any more for what goes wrong.
             await self.operation.decide()
 
-    async def begin(self, entry: str, attempt: str, created_ns: int) -> None:
+    async def begin(self, attempt: str, created_ns: int) -> None:
         """Tell the others the id of the attempt, and when the save began."""
         if not self.is_alone:
-            await self._lead({"entry": entry, "attempt": attempt, "created": created_ns})
+            await self._lead({"attempt": attempt, "created": created_ns})
 
     async def _lead(self, begun: dict[str, Any]) -> None:
         await self.operation.lead(json.dumps(begun).encode())
 
-    async def refusal(self, entry: str) -> str | None:
-        """Return why the primary does not save, or None if it does; waits for it.
-
-        Raises:
-            CoordinationError: The primary is about to save something else.
-        """
+    async def refusal(self) -> str | None:
+        """Return why the primary does not save, or None if it does; waits for it."""
         if self._begun is None:
             self._begun = json.loads(await self.operation.lead(None))
-        if self._begun["entry"] != entry:
-            raise CoordinationError(
-                f"process {self.team.index} saves {entry} while process 0 saves "
-                f"{self._begun['entry']:.200}. All processes must save the same steps, in the same "
-                "order"
-            )
         found: str | None = self._begun.get("refusal")
         return found
 
-    async def begun(self, entry: str) -> tuple[str, int]:
+    async def begun(self) -> tuple[str, int]:
         """Return the id of the attempt that the primary has begun, and when; waits for it.
 
         Raises:
-            CoordinationError: The primary does not save, or saves something else.
+            CoordinationError: The primary does not save.
         """
-        refusal = await self.refusal(entry)
+        refusal = await self.refusal()
         if refusal is not None:
             raise CoordinationError(
-                f"process {self.team.index} saves {entry}, and process 0 does not: {refusal}. Give "
-                "all processes the same policy, and the same force="
+                f"process {self.team.index} saves this step, and process 0 does not: {refusal}. "
+                "Give all processes the same policy, and the same force="
             )
         assert self._begun is not None
         return str(self._begun["attempt"]), int(self._begun["created"])
@@ -311,17 +301,30 @@ def _pack(report: Report) -> bytes:
 
 
 def _unpack(data: bytes) -> Report:
+    """Return the report whose bytes are `data`.
+
+    Raises:
+        CoordinationError: It is not understood.
+        CorruptCheckpointError: A record in it is not whole.
+    """
     start = 8 + int.from_bytes(data[:8], "little")
-    head = json.loads(data[8:start])
+    try:
+        head = json.loads(data[8:start])
+        entries = {name: ItemEntry.model_validate(each) for name, each in head["entries"].items()}
+        files = {
+            path: FileEntry(size=size, digest=text) for path, (size, text) in head["files"].items()
+        }
+        lengths = {name: int(length) for name, length in head["records"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CoordinationError(
+            f"what a process tells of its save is not understood ({data[8:88]!r}); all processes of"
+            " a job have to run the same version of this library"
+        ) from error
     records = {}
-    for name, length in head["records"].items():
+    for name, length in lengths.items():
         records[name] = unpack(data[start : start + length])
         start += length
-    return Report(
-        {name: ItemEntry.model_validate(each) for name, each in head["entries"].items()},
-        records,
-        {path: FileEntry(size=size, digest=text) for path, (size, text) in head["files"].items()},
-    )
+    return Report(entries, records, files)
 
 
 def same_items(reports: Sequence[Report]) -> None:
@@ -340,7 +343,11 @@ def same_items(reports: Sequence[Report]) -> None:
 
 
 def _handlers(report: Report) -> Mapping[str, str]:
-    return {name: entry.handler for name, entry in report.entries.items()}
+    """Return by which handler each item was saved, and whether as a tree."""
+    return {
+        name: entry.handler + ", a tree" * (name in report.records)
+        for name, entry in report.entries.items()
+    }
 
 
 def _listed(handlers: Mapping[str, str]) -> str:

@@ -123,9 +123,9 @@ async def _begin(
     if joint.leads:
         assert session.attempt is not None
         session.save = session.attempt.id
-        await joint.begin(request.entry, session.save, session.created_ns)
+        await joint.begin(session.save, session.created_ns)
     else:
-        session.save, session.created_ns = await joint.begun(request.entry)
+        session.save, session.created_ns = await joint.begun()
     if not joint.publishes:
         session.attempt = await storage.join(request.entry, session.save)
     await may_write()

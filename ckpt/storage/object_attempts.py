@@ -88,17 +88,16 @@ async def publish(
         try:
             swap = await keys.swap(key, data, expected)
         except StorageError as error:
-            # What surely was not written is told by another class.
-            attempt.keep = not (
-                isinstance(error, RequestFailed) and (error.is_refusal or error.is_vain)
-            )
+            surely_not = isinstance(error, RequestFailed) and (error.is_refusal or error.is_vain)
+            # An earlier try may still come true.
+            attempt.keep = attempt.keep or not surely_not
             if attempt.keep:
                 raise _unknown(where, error) from error
             raise
         if swap.generation is not None:
             return found
         # Later it could still come true, and then it must find its data.
-        attempt.keep = swap.abandoned
+        attempt.keep = attempt.keep or swap.abandoned
         if swap.doubtful and (overwrite or replacing is not None):
             raise StorageError(
                 f"{where}: another writer's checkpoint is there now. This one may have been there "

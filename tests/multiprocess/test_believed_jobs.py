@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 import ckpt
-from ckpt.errors import InvalidArgumentError, StepNotFoundError, StorageError
+from ckpt.engine.joint import Report, _pack, _unpack, same_items
+from ckpt.errors import (
+    CoordinationError,
+    InvalidArgumentError,
+    StepNotFoundError,
+    StorageError,
+)
+from ckpt.manifest import FileEntry, ItemEntry
 from tests.believed import coordinators, managers, together
 
 STATE = {"a": np.arange(10, dtype=np.int32), "b": 3}
@@ -114,3 +121,38 @@ def test_a_step_that_only_some_disks_have_is_none(tmp_path: Path) -> None:
     assert [type(each) for each in refused] == [InvalidArgumentError] * 2
     assert together(*(mgr.latest_step for mgr in mgrs)) == [1, 1]
     closed(mgrs)
+
+
+def test_what_ended_leaves_nothing_behind_and_what_failed_no_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = coordinators(2)
+    mgrs = managers(tmp_path, jobs=jobs)
+    assert [each.step for each in saved(mgrs, 1)] == [1, 1]
+    together(*(mgr.restore for mgr in mgrs))
+    together(*(lambda m=m: m.delete(1) for m in mgrs))
+    values = jobs[0].key_values()
+    # Who and where the processes are, and how many managers they have opened.
+    left = [each for each in values.names if not each.startswith(("processes/", "ckpt/opened/"))]
+    assert left == []
+
+    async def publish(*args: Any, **options: Any) -> None:
+        raise StorageError("no room")
+
+    monkeypatch.setattr(mgrs[0]._service.storage, "publish", publish)
+    assert [type(each) for each in saved(mgrs, 2)] == [StorageError] * 2
+    assert [each for each in values.names if "/report/" in each] == []
+    closed(mgrs)
+
+
+def test_what_a_process_tells_of_its_save_is_understood_or_refused() -> None:
+    told = _pack(
+        Report({"a": ItemEntry(handler="json")}, {}, {"a/f": FileEntry(size=1, digest="")})
+    )
+    assert _unpack(told).files["a/f"].size == 1
+    for wrong in (b"", told[:20], told.replace(b"entries", b"entires"), told.replace(b"1", b"x")):
+        with pytest.raises(CoordinationError, match="same version"):
+            _unpack(wrong)
+    tree = Report({"a": ItemEntry(handler="json")}, {"a": None})  # type: ignore[dict-item]
+    with pytest.raises(CoordinationError, match="a tree"):
+        same_items([tree, _unpack(told)])

@@ -17,7 +17,7 @@ FOUND: dict[str, Any] = {
     "in_a_row": [[True] * 6, SIX],
     "slow_in_a_row": SIX,
     "far_ahead": [[True] * 7, [False] * 3, 100],
-    "skips": ["done", True, True],
+    "skips": [["done", "skipped", "skipped", "skipped"], [0]],
     "told_with_it": [True, {"loss": 0.25}, None, {"run": "a"}],
     "exists": ["StepExistsError", True],
     "keeps": [[True] * 5, [5]],

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorstore as ts
 
-__all__ = ["KINDS", "FailingStore", "MeetingStore"]
+__all__ = ["KINDS", "FailingStore", "MeetingStore", "RefusingStore"]
 
 # What becomes of the request: it is not carried out, or it is and nobody is told. Either with all
 # later requests failing as well, as if the process had died or the network were gone, or alone.
@@ -44,6 +44,30 @@ class MeetingStore:
             other = threading.Thread(target=self.meanwhile)
             other.start()
             other.join()
+
+
+class RefusingStore:
+    """Stands for a `tensorstore.KvStore`; forbids to write a key from some time on."""
+
+    def __init__(self, store: Any, key: str, at: int) -> None:
+        self.store = store
+        self.key = key
+        self.at = at
+        self.writes = 0
+
+    def read(self, key: str, *, byte_range: slice | None = None) -> Any:
+        return self.store.read(key, byte_range=byte_range)
+
+    def write(self, key: str, value: bytes | None, *, if_equal: bytes | None = None) -> Any:
+        self.writes += key == self.key
+        if key == self.key and self.writes >= self.at:
+            promise, future = ts.Promise.new()
+            promise.set_exception(ValueError("PERMISSION_DENIED: HTTP response code: 403"))
+            return future
+        return self.store.write(key, value, if_equal=if_equal)
+
+    def list(self, range: Any = None) -> Any:
+        return self.store.list(range)
 
 
 class FailingStore:

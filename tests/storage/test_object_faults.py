@@ -19,7 +19,7 @@ from ckpt.storage.connecting import connect
 from ckpt.storage.object_names import GONE, gone
 from ckpt.storage.objects import ObjectStorage
 from ckpt.testing.store_cases import assert_whole, publish, read_all, write
-from tests.storage.failing_store import KINDS, FailingStore
+from tests.storage.failing_store import KINDS, FailingStore, RefusingStore
 
 LEASE_S = 0.05
 REQUEST_S = 0.05
@@ -298,6 +298,30 @@ def test_a_tombstone_that_nobody_removes_costs_the_next_save_nothing(deleter: by
         with anyio.fail_after(PATIENCE_S):
             await publish(storage, "5", "new")
         await assert_whole(storage, "5", "new")
+
+    anyio.run(main)
+
+
+def test_data_stay_while_an_earlier_try_to_commit_may_still_come_true() -> None:
+    async def main() -> None:
+        place = Place()
+        key, raw = "5/ckpt.json", connect(place.config).open()[0]
+        raw.write(key, GONE + b"of who knows whom").result()
+        storage, _ = place.opened()
+        attempt = await write(storage, "5", "new")
+        # The first try of the manifest hangs, the second one is refused.
+        _, store = place.opened()
+        refusing = RefusingStore(store, key, 2)
+        storage._keys._opened = (refusing, refusing)
+        store.kind, store.at = "hangs", 2
+        with pytest.raises(StorageError):
+            await storage.publish(attempt, overwrite=False)
+        assert refusing.writes == 2
+        await storage.discard(attempt)
+        # Whoever left the tombstone removes it, and then the first one is carried out.
+        raw.write(key, None).result()
+        store.let_go()
+        await assert_whole(place.opened()[0], "5", "new")
 
     anyio.run(main)
 
