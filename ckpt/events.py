@@ -29,7 +29,8 @@ class Event:
         operation: `"save"`, `"restore"`, `"verify"` or `"delete"`.
         phase: Of a save `wait` (for earlier saves), `plan`, `snapshot`, `stage`, `encode`,
             `digest`, `write`, `record`, `publish` and `preserve`, and `blocked` for as long as the
-            caller of `save()` waits; of a restore `read` and `place`. `end` is the whole of an
+            caller of `save()` waits; of a restore `read` and `place`, and where processes share
+            what they read `fetch` and `exchange`. `end` is the whole of an
             operation, reported once when it has ended, however it has: the one phase with an
             `outcome`. `preempted` is reported once when the final save of a preempted run is
             committed: the time since the step before it was saved, which would have been lost.

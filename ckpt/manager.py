@@ -243,6 +243,7 @@ class CheckpointManager:
         *,
         items: Mapping[str, Any] | Iterable[str] | None = None,
         adapt: Adapt | Mapping[str, Adapt] | None = None,
+        broadcast_bytes: int | None = None,
     ) -> Any:
         """Load a committed step.
 
@@ -256,6 +257,8 @@ class CheckpointManager:
             adapt: What may differ between the checkpoint and the target: leaves to select, rename,
                 cast, resize, stack or leave out. For several items a dict of item names may give
                 each its own. By default nothing may.
+            broadcast_bytes: In a job of several processes, read what several of them need only
+                once and exchange it over their devices, in as much host memory. All give the same.
 
         Returns:
             The tree of a step that was saved without item names, else a dict by item name.
@@ -268,7 +271,8 @@ class CheckpointManager:
 
         Cancellation: reading stops, and memory is given back before the cancellation goes on.
         """
-        return await self._loop.run(self._service.reader.restore, step, like, items, adapt)
+        restore = self._service.reader.restore
+        return await self._loop.run_served(restore, step, like, items, adapt, broadcast_bytes)
 
     async def should_save(self, step: int) -> bool:
         """Tell whether `save` would save `step`; ask about the step in hand only."""
@@ -315,10 +319,9 @@ class CheckpointManager:
         return await self._loop.run(self._service.root_metadata)
 
     async def metadata(self, step: int | None = None) -> StepMetadata:
-        """Return structure, shapes, dtypes and shardings of a step; reads no array bytes.
+        """Return structure, shapes, dtypes and shardings of a step, or of the latest one.
 
-        Args:
-            step: The step; None is the latest.
+        No array bytes are read.
 
         Raises:
             StepNotFoundError: There is no such step, or none at all.
@@ -368,11 +371,7 @@ class CheckpointManager:
         await self._loop.run(self._service.delete, step, item)
 
     async def pin(self, step: int, name: str) -> None:
-        """Keep a step from being deleted by anybody until it is unpinned, also after this run.
-
-        Args:
-            step: A committed step.
-            name: Why, such as `"release"`; a step may have several pins.
+        """Keep a step until it is unpinned, also after this run; `name` says why.
 
         Raises:
             StepNotFoundError: There is no such step.

@@ -10,6 +10,7 @@ import logging
 import uuid
 import weakref
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio
@@ -46,6 +47,7 @@ class Peers:
         count: How many there are.
         budget_bytes: The staging budget that all of them have, once they are opened.
         own_disks: Whether each of them has a root of its own.
+        seconds: How long is waited for a process that gives no sign of life.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Peers:
         self.budget_bytes = budget_bytes
         self.own_disks = has_own_disks(coordinator)
         self._coordinator = coordinator
-        self._seconds = seconds
+        self.seconds = seconds
         self._location = location
         self._turns: dict[str, int] = {}
         self._under_way: weakref.WeakSet[Operation] = weakref.WeakSet()
@@ -112,12 +114,18 @@ class Peers:
             CoordinationError: The processes could not agree on a name for this manager.
         """
         await self._open()
-        if not self.is_alone:
-            await self._answer(introduce(self._coordinator.key_values(), self.index, what))
         while True:
             operation = self._operation(f"{self._name}/{kind}/{turn}", what)
-            if self.is_alone or not await self._was_missed(operation):
+            if self.is_alone:
                 return operation
+            try:
+                await self._answer(introduce(self._coordinator.key_values(), self.index, what))
+                if not await self._was_missed(operation):
+                    return operation
+            except BaseException as error:
+                # Also where it was cancelled: the others would wait for this process.
+                await operation.fail(error)
+                raise
             # The others have gone on without this process: it is about their next one.
             turn = self.turn(kind)
 
@@ -131,7 +139,7 @@ class Peers:
 
     def _operation(self, name: str, what: str) -> Operation:
         store = self._coordinator.key_values()
-        operation = Operation(store, self.index, self.count, name, what, self._seconds)
+        operation = Operation(store, self.index, self.count, name, what, self.seconds)
         self._under_way.add(operation)
         return operation
 
@@ -228,12 +236,18 @@ class Peers:
             return await self.on_primary(kind, what, act)
         return await self.all_or_none(kind, what, lambda _: act())
 
-    async def gathered(self, operation: Operation, value: JsonValue) -> list[Any]:
+    def part(self, operation: Operation, name: str) -> Operation:
+        """Return an operation within another one; all processes give it the same new name."""
+        return self._operation(f"{operation.name}/{name}", operation.what)
+
+    async def gathered(
+        self, operation: Operation, value: JsonValue, name: str = "gathered"
+    ) -> list[Any]:
         """Return what every process gives, in their order; each waits for all.
 
-        Once in every operation, of which it is a part.
+        Once of every name in an operation, of which it is a part.
         """
-        part = self._operation(f"{operation.name}/gathered", operation.what)
+        part = self.part(operation, name)
         try:
             every = await part.report(json.dumps(value).encode())
             told = None
@@ -264,11 +278,20 @@ class Peers:
         operation = await self.operation(kind, turn, what)
         if self.is_alone:
             return await act(operation)
+        result = await self.together(operation, partial(act, operation))
+        await self.ended(operation)
+        return result
+
+    async def together(self, operation: Operation, act: Callable[[], Awaitable[T]]) -> T:
+        """Return what `act` gives here, once it has succeeded on all processes.
+
+        `operation` is either final then, or has failed; errors are those of `all_or_none`.
+        """
         try:
             with located():
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(operation.watch)
-                    result = await act(operation)
+                    result = await act()
                     if await operation.report(b"") is not None:
                         await operation.decide()
                     await operation.conclude(b"" if self.is_primary else None)
@@ -279,28 +302,35 @@ class Peers:
             if told is error:
                 raise
             raise told from error
-        await self.ended(operation)
         return result
 
     async def _open(self) -> None:
         """Agree on a name for this manager that nobody else uses, and on a budget."""
-        if self.is_alone:
+        if self.is_alone or self._name:
             return
         self._opening = self._opening or anyio.Lock()
-        async with self._opening:
-            if self._name:
-                return
+        # Shielded, and bounded: who has a turn comes to where the others hear of its cancellation.
+        with anyio.CancelScope(shield=True):
+            await self._opening.acquire()
+        try:
+            if not self._name:
+                await self._open_now()
+        finally:
+            self._opening.release()
+
+    async def _open_now(self) -> None:
+        with anyio.CancelScope(shield=True):
             opening = await self._next_opening()
-            try:
-                found = await self._agree(opening)
-            except BaseException as error:
-                told = await opening.settle(error)
-                if told is error:
-                    raise
-                raise told from error
-            self.budget_bytes = int(found["budget"])
-            self._name = f"{_FOLDER}/{found['name']}"
-            await self._tidy(opening.name)
+        try:
+            found = await self._agree(opening)
+        except BaseException as error:
+            told = await opening.settle(error)
+            if told is error:
+                raise
+            raise told from error
+        self.budget_bytes = int(found["budget"])
+        self._name = f"{_FOLDER}/{found['name']}"
+        await self._tidy(opening.name)
 
     async def _next_opening(self) -> Operation:
         """Return what opens this manager; every process opens those of a root in the same order."""
@@ -340,11 +370,11 @@ class Peers:
 
     async def _answer(self, request: Awaitable[T]) -> T:
         """Return the answer to a request of what the processes share, or raise in time."""
-        with anyio.move_on_after(self._seconds):
+        with anyio.move_on_after(self.seconds):
             return await request
         error = CoordinationTimeoutError(
             f"opening {self._location}, process {self.index} of {self.count}: no answer for "
-            f"{self._seconds:g} s of what the processes share. jax.distributed keeps that in "
+            f"{self.seconds:g} s of what the processes share. jax.distributed keeps that in "
             "process 0, which may be stopped or cut off; if it is only slow, raise "
             "Timeouts(coordination=...)"
         )

@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 
 from ckpt.coordination.operation import Operation
+from ckpt.engine.broadcast import Broadcast
 from ckpt.engine.restore import restore_items
 from ckpt.engine.saving import SaveEngine
 from ckpt.engine.verification import verify_entry
@@ -31,10 +32,11 @@ from ckpt.layout.report import VerifyReport
 from ckpt.manifest import JsonValue, Manifest
 from ckpt.peers import Peers
 from ckpt.policies import BestN, Metric, Mode, best_of
-from ckpt.requests import result_of, wanted_items
+from ckpt.requests import check_broadcast, result_of, wanted_items
 from ckpt.stepinfo import StepMetadata, describe_step
 from ckpt.steps import check_step, read_manifest, while_read
 from ckpt.storage.base import Storage
+from ckpt.waiting import CallingThread
 
 __all__ = ["RootReader"]
 
@@ -165,17 +167,22 @@ class RootReader:
         like: Any,
         items: Mapping[str, Any] | Iterable[str] | None,
         adapt: Adapt | Mapping[str, Adapt] | None,
+        broadcast_bytes: int | None,
+        caller: CallingThread,
     ) -> Any:
         """Load a step, or the latest one: then the next one where it is deleted meanwhile.
 
-        Several processes load the same step, and all of them fail where one does.
+        Several processes load the same step, and all of them fail where one does. With
+        `broadcast_bytes` they share what they read, by programs that `caller` runs.
         """
+        check_broadcast(broadcast_bytes, own_disks=self._peers.own_disks)
+        sharing = None if broadcast_bytes is None else (broadcast_bytes, caller)
         # It may be asked for more than once.
         items = list(items) if isinstance(items, Iterator) else items
         began = time.perf_counter_ns()
         with self._recorder("restore", step).failing(began):
             for _ in range(_LATEST_TRIES if step is None else 1):
-                load = partial(self._found_and_loaded, step, like, items, adapt)
+                load = partial(self._found_and_loaded, step, like, items, adapt, sharing)
                 try:
                     manifest, loaded = await self._peers.all_or_none(
                         "restore",
@@ -198,30 +205,43 @@ class RootReader:
         like: Any,
         items: Mapping[str, Any] | Iterable[str] | None,
         adapt: Adapt | Mapping[str, Adapt] | None,
+        sharing: tuple[int, CallingThread] | None,
         operation: Operation,
     ) -> tuple[Manifest, dict[str, Any]]:
         """Find a step that all processes have, and load it, everywhere."""
-        peers = self._peers
+        peers, broadcast = self._peers, None
         if peers.is_alone:
             entry, manifest = await self.found(step)
         elif peers.own_disks:
             entry, manifest = await self.found(await self._common(step, operation))
         else:
-            entry, manifest = await self._led(step, operation)
+            nbytes = None if sharing is None else sharing[0]
+            entry, manifest = await self._led(step, nbytes, operation)
+            if sharing is not None:
+                broadcast = Broadcast(peers, operation, *sharing)
         observers = self._engine.observers
         if not self._peers.is_alone:
             observers = (*observers, lambda event: self._peers.advance(event.nbytes))
-        return manifest, await self._load(entry, manifest, like, items, adapt, observers)
+        loaded = await self._load(entry, manifest, like, items, adapt, observers, broadcast)
+        return manifest, loaded
 
-    async def _led(self, step: int | None, operation: Operation) -> tuple[str, Manifest]:
+    async def _led(
+        self, step: int | None, nbytes: int | None, operation: Operation
+    ) -> tuple[str, Manifest]:
         """Return entry and manifest of the step that the primary finds."""
         if self._peers.is_primary:
             entry, manifest = await self.found(step)
-            about = {"step": manifest.step, "attempt": manifest.attempt}
+            about = {"step": manifest.step, "attempt": manifest.attempt, "broadcast": nbytes}
             await operation.lead(json.dumps(about).encode())
             return entry, manifest
         about = json.loads(await operation.lead(None))
         self._check_same(step, about["step"])
+        if about["broadcast"] != nbytes:
+            raise CoordinationError(
+                f"process {self._peers.index} restores with broadcast_bytes={nbytes} while process "
+                f"0 does with {about['broadcast']}; give all processes the same",
+                step=about["step"],
+            )
         try:
             entry, manifest = await self.found(about["step"])
         except StepNotFoundError as error:
@@ -271,6 +291,7 @@ class RootReader:
         items: Mapping[str, Any] | Iterable[str] | None,
         adapt: Adapt | Mapping[str, Adapt] | None,
         observers: tuple[Observer, ...],
+        broadcast: Broadcast | None,
     ) -> dict[str, Any]:
         async with while_read(self._storage, entry, manifest):
             return await restore_items(
@@ -284,6 +305,7 @@ class RootReader:
                 observers,
                 self._peers.index,
                 self._peers.count,
+                broadcast,
             )
 
     def _recorder(self, operation: str, step: int | None) -> Recorder:

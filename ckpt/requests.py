@@ -15,10 +15,21 @@ from ckpt.policies.checks import shown
 from ckpt.stepinfo import ItemInfo
 from ckpt.steps import check_item_name
 
-__all__ = ["UNNAMED_ITEM", "make_request", "plain_json", "result_of", "wanted_items"]
+__all__ = [
+    "UNNAMED_ITEM",
+    "check_broadcast",
+    "make_request",
+    "plain_json",
+    "result_of",
+    "wanted_items",
+]
 
 # The name Orbax's v1 API gives, and looks for, where the caller names no item.
 UNNAMED_ITEM = "state"
+
+
+# Less would be exchanged in more rounds than anybody wants to wait for.
+_LEAST_BROADCAST_BYTES = 1 << 20
 
 
 def make_request(
@@ -163,3 +174,23 @@ def result_of(manifest: Manifest, loaded: Mapping[str, Any], *, named: bool) -> 
     if manifest.unnamed and not named:
         return loaded[next(iter(manifest.items))]
     return dict(loaded)
+
+
+def check_broadcast(nbytes: object, *, own_disks: bool) -> None:
+    """Check how much memory a restore may use to share what is read.
+
+    Raises:
+        InvalidArgumentError: It is no number of bytes, or there is nothing in common to read.
+    """
+    if nbytes is None:
+        return
+    if type(nbytes) is not int or nbytes < _LEAST_BROADCAST_BYTES:
+        raise InvalidArgumentError(
+            f"broadcast_bytes={nbytes!r:.80}: expected a whole number of bytes, at least "
+            f"{_LEAST_BROADCAST_BYTES} (1 MiB), or None where every process reads what it needs"
+        )
+    if own_disks:
+        raise InvalidArgumentError(
+            "broadcast_bytes=: every process has a disk of its own here (OwnDisks), on which no "
+            "other one has anything; leave it out"
+        )

@@ -174,9 +174,11 @@ class CheckpointManager:
         *,
         items: Mapping[str, Any] | Iterable[str] | None = None,
         adapt: Adapt | Mapping[str, Adapt] | None = None,
+        broadcast_bytes: int | None = None,
     ) -> Any:
         """Load a committed step; see `ckpt.CheckpointManager.restore`."""
-        return self._loop.call(self._service.reader.restore, step, like, items, adapt)
+        restore = self._service.reader.restore
+        return self._loop.call_served(restore, step, like, items, adapt, broadcast_bytes)
 
     def should_save(self, step: int) -> bool:
         """Tell whether `save` would save `step`; ask about the step in hand only."""

@@ -9,15 +9,19 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import anyio
 import anyio.lowlevel
 
-__all__ = ["settled", "settled_here", "waker"]
+__all__ = ["CallingThread", "settled", "settled_here", "waker"]
+
+T = TypeVar("T")
 
 _LOOK_SECONDS = 1.0
 
@@ -69,3 +73,71 @@ async def settled(future: Future[Any]) -> None:
     wake = waker(event)
     future.add_done_callback(lambda _: wake())
     await event.wait()
+
+
+def _woken(wake: Callable[[], None], _: Future[Any]) -> None:
+    wake()
+
+
+class CallingThread:
+    """Lets the thread that waits for a future run functions meanwhile, one after the other."""
+
+    def __init__(self) -> None:
+        """Nothing is to be run yet."""
+        self._guard = threading.Lock()
+        self._calls: list[Callable[[], None]] = []
+        # Done as soon as there is a call; then there is a new one.
+        self._news: Future[None] = Future()
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Return what `function` gives on the thread that serves; for any other thread's loop.
+
+        Cancelling the wait leaves the function to be run.
+        """
+        result: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                result.set_result(function())
+            except BaseException as error:
+                result.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+
+        with self._guard:
+            self._calls.append(call)
+            if not self._news.done():
+                self._news.set_result(None)
+        await settled(result)
+        return result.result()
+
+    async def serve(self, future: Future[Any]) -> None:
+        """Wait until `future` is done; run on this thread what `run` is given until then.
+
+        Cancelling the wait leaves the future as it is. Functions are not interrupted.
+        """
+        while not future.done():
+            event = anyio.Event()
+            wake = waker(event)
+            for each in (future, self._news):
+                each.add_done_callback(partial(_woken, wake))
+            await event.wait()
+            self._run_all()
+        await settled(future)
+
+    def serve_here(self, future: Future[Any]) -> None:
+        """Do the same in a plain thread; see `settled_here`."""
+        while not future.done():
+            waited = [future, self._news]
+            concurrent.futures.wait(waited, _LOOK_SECONDS, concurrent.futures.FIRST_COMPLETED)
+            self._run_all()
+
+    def _run_all(self) -> None:
+        while True:
+            with self._guard:
+                if not self._calls:
+                    if self._news.done():
+                        self._news = Future()
+                    return
+                call = self._calls.pop(0)
+            call()

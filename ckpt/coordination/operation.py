@@ -109,6 +109,11 @@ class Operation:
         self._said: bytes | None = None
 
     @property
+    def is_decided(self) -> bool:
+        """Whether this process knows that the operation is final; see `decide`."""
+        return self._decided
+
+    @property
     def _alone(self) -> bool:
         return self._count == 1
 
@@ -256,6 +261,7 @@ class Operation:
         verdict = await self._shared.set_or_get("verdict", said)
         first = verdict is None
         decided = verdict is not None and verdict[:1] == _GIVEN
+        self._decided = self._decided or decided
         if verdict is not None and not decided:
             self._hear(verdict)
         if first:

@@ -22,7 +22,7 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from ckpt.errors import ClosedError, CommitCancelledError, ForkedProcessError, InvalidArgumentError
-from ckpt.waiting import settled, settled_here
+from ckpt.waiting import CallingThread
 
 __all__ = ["EngineLoop", "Job"]
 
@@ -148,13 +148,22 @@ class EngineLoop:
 
         Cancelling the caller cancels the work, waits until it has wholly ended, then re-raises.
         """
-        job = self.submit(function, *args)
+        return await self.run_served(lambda _: function(*args))
+
+    async def run_served(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Do what `run` does; `function` gets one argument more, by which it calls back.
+
+        What it gives to that `CallingThread` is run on this thread while this is awaited, also
+        while a cancelled one is waited for.
+        """
+        caller = CallingThread()
+        job = self.submit(function, *args, caller)
         try:
-            await settled(job.future)
-        except anyio.get_cancelled_exc_class():
+            await caller.serve(job.future)
+        except (anyio.get_cancelled_exc_class(), KeyboardInterrupt):
             job.cancel()
             with anyio.CancelScope(shield=True):
-                await settled(job.future)
+                await caller.serve(job.future)
             raise
         return job.future.result()
 
@@ -163,13 +172,18 @@ class EngineLoop:
 
         An interrupt (`KeyboardInterrupt`) cancels the work, waits until it has ended, and goes on.
         """
+        return self.call_served(lambda _: function(*args))
+
+    def call_served(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Do what `call` does; `function` gets one argument more, as by `run_served`."""
         self.check_caller()
-        job = self.submit(function, *args)
+        caller = CallingThread()
+        job = self.submit(function, *args, caller)
         try:
-            settled_here(job.future)
+            caller.serve_here(job.future)
         except BaseException:
             job.cancel()
-            settled_here(job.future)
+            caller.serve_here(job.future)
             raise
         return job.future.result()
 

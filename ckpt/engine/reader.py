@@ -9,9 +9,9 @@ of them are read at once.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -20,20 +20,31 @@ import anyio
 import numpy as np
 
 from ckpt.engine.arena import Arena
+from ckpt.engine.broadcast import Broadcast, SharedReads
 from ckpt.engine.buffers import Buffers
 from ckpt.engine.checks import Damage, check_chunk
 from ckpt.engine.destinations import Destination, direct_view, distribute
 from ckpt.engine.files import read_item_file
 from ckpt.engine.memory import check_memory
 from ckpt.engine.placing import cannot_be_weak, place_whole
-from ckpt.engine.runs import PackedRead, Run, cut_run, parts_of, runs_of
-from ckpt.engine.sources import ChunkSource, DataFiles, ItemDatabase, StoredChunk
+from ckpt.engine.runs import PackedRead, Run, cut_run, parts_of
+from ckpt.engine.sources import BlockReader, ChunkSource, DataFiles, ItemDatabase
+from ckpt.engine.units import (
+    Granule,
+    Unit,
+    chunk_nbytes,
+    lots_of,
+    sorted_out,
+    stored_chunk,
+    unit_nbytes,
+)
 from ckpt.errors import CorruptCheckpointError, located
 from ckpt.events import Recorder
 from ckpt.layout.dtypes import parse_dtype
 from ckpt.layout.per_process import Part, own_path
 from ckpt.layout.plan import CHUNK_ALIGNMENT, GRANULE_BYTES, aligned
 from ckpt.layout.reads import ChunkRead, plan_chunk_reads
+from ckpt.layout.sharing import Grouping
 from ckpt.layout.targets import ArrayRead
 from ckpt.manifest import FileEntry, ItemEntry, LeafEntry
 from ckpt.storage.base import Storage
@@ -92,10 +103,12 @@ class EngineItemReader:
         part: Part,
         process: int,
         processes: int,
+        broadcast: Broadcast | None = None,
     ) -> None:
         """Read the item called `item` of an entry; `slots` are shared by all items.
 
-        `part` is the part of it that is read, in process `process` of `processes`.
+        `part` is the part of it that is read, in process `process` of `processes`; `broadcast`
+        says how they share what they read, if they do.
         """
         self.item = item
         self.process = process
@@ -108,6 +121,7 @@ class EngineItemReader:
         self._recorder = recorder
         self._files = manifest_files
         self._slots = slots
+        self._broadcast = broadcast
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Run a slow pure function off the engine's loop."""
@@ -133,35 +147,72 @@ class EngineItemReader:
         files = DataFiles(self._read_block, entry, self._buffers)
         database = ItemDatabase(self._storage.database_spec(self._entry, self.item), self.item)
         work = _Work(len(reads), self._slots)
-        limit = min(GRANULE_BYTES, self._arena.capacity // CONCURRENT_GRANULES)
-        packed, others = _sorted_out(entry.leaves, reads)
+        packed, others = sorted_out(entry.leaves, reads)
         in_files = [each for each in packed if each.leaf.offsets]
         in_database = [each for each in packed if not each.leaf.offsets]
         chunks = await self.in_thread(plan_chunk_reads, entry.leaves, others)
         if in_database or any(not chunk.leaf.offsets for chunk in chunks):
             await self._refuse_links()
         work.add(others, chunks)
-        runs = list(runs_of(in_files, limit))
-        total = sum(run.end - run.start for run in runs) + sum(map(_nbytes, chunks))
+        groupings: Mapping[str, Grouping] = {}
+        limit = min(GRANULE_BYTES, self._arena.capacity // CONCURRENT_GRANULES)
+        limits: dict[Grouping | None, int] = {None: limit}
+        if self._broadcast is not None:
+            groupings = await self.in_thread(self._broadcast.groupings, entry.leaves, reads)
+            for grouping in groupings.values():
+                limits[grouping] = self._broadcast.unit_bytes(grouping, CONCURRENT_GRANULES)
+        lots = lots_of(in_files, chunks, groupings, limits)
+        total = sum(map(unit_nbytes, itertools.chain.from_iterable(lots.values())))
         self._recorder.planned(began_ns, total)
         async with anyio.create_task_group() as tasks:
             if in_database:
                 tasks.start_soon(self._read_packed, database.read_values, in_database, work)
             await self._place_without_chunks(work)
-            for run in runs:
+            await self._read_units(lots.pop(None), files, database, work)
+        work.damage.told()
+        for shared, units in lots.items():
+            assert shared is not None
+            await self._read_shared(shared, units, entry, files, work)
+        return work.results
+
+    async def _read_shared(
+        self,
+        grouping: Grouping,
+        units: Sequence[Unit],
+        entry: ItemEntry,
+        files: DataFiles,
+        work: _Work,
+    ) -> None:
+        """Read units together with the processes that need the same."""
+        assert self._broadcast is not None
+
+        async def take(block: BlockReader, numbers: range) -> None:
+            source = DataFiles(block, entry, self._buffers)
+            batch = [units[number] for number in numbers]
+            await self._read_units(batch, source, source, work)
+            work.damage.told()
+
+        shared = SharedReads(
+            self._broadcast, files, self._read_block, self._buffers, self._recorder
+        )
+        await shared.read(grouping, units, take)
+
+    async def _read_units(
+        self, units: Sequence[Unit], files: DataFiles, database: ChunkSource, work: _Work
+    ) -> None:
+        async with anyio.create_task_group() as tasks:
+            for unit in units:
                 await work.slots.acquire()
-                tasks.start_soon(self._read_run, files, run, work)
-            for granule in _granules(chunks, limit):
-                await work.slots.acquire()
+                if isinstance(unit, Run):
+                    tasks.start_soon(self._read_run, files, unit, work)
+                    continue
                 try:
-                    await self._open(granule, work)
+                    await self._open(unit, work)
                 except BaseException:
                     work.slots.release()
                     raise
-                source = files if granule[0].leaf.offsets else database
-                tasks.start_soon(self._read_granule, source, granule, work)
-        work.damage.told()
-        return work.results
+                source = files if unit[0].leaf.offsets else database
+                tasks.start_soon(self._read_granule, source, unit, work)
 
     async def _refuse_links(self) -> None:
         """Refuse a database among whose files are links: TensorStore would follow them."""
@@ -221,13 +272,11 @@ class EngineItemReader:
                 if destination.open(self._buffers):
                     await self.in_thread(destination.clear)
 
-    async def _read_granule(
-        self, source: ChunkSource, granule: list[ChunkRead], work: _Work
-    ) -> None:
-        nbytes = sum(_nbytes(chunk) for chunk in granule)
+    async def _read_granule(self, source: ChunkSource, granule: Granule, work: _Work) -> None:
+        nbytes = unit_nbytes(granule)
         views = [direct_view(chunk, work.destinations) for chunk in granule]
         scratch_bytes = sum(
-            aligned(_nbytes(chunk), CHUNK_ALIGNMENT)
+            aligned(chunk_nbytes(chunk), CHUNK_ALIGNMENT)
             for chunk, view in zip(granule, views, strict=True)
             if view is None
         )
@@ -245,8 +294,7 @@ class EngineItemReader:
             with work.damage.noted():
                 with self._recorder.phase("read", nbytes):
                     buffers = _chunk_buffers(granule, views, memory)
-                    stored = [StoredChunk(each.leaf, each.number, each.covered) for each in granule]
-                    await source.read(stored, buffers)
+                    await source.read(list(map(stored_chunk, granule)), buffers)
                     await self.in_thread(
                         _finish_granule, granule, views, buffers, work.destinations
                     )
@@ -303,48 +351,10 @@ async def _read_singly(
             first.add_note(f"{len(run.leaves)} leaves lie in it")
         raise first
     damage = Damage()
-    for leaf, part in parts_of(run, memory):
+    for leaf, part in parts_of(run):
         with damage.noted(), located(leaf=leaf.name):
-            await files.read_run(run.file, leaf.offsets[0], part)
+            await files.read_run(run.file, leaf.offsets[0], memory[part])
     damage.told()
-
-
-def _sorted_out(
-    leaves: Sequence[LeafEntry], reads: Sequence[ArrayRead]
-) -> tuple[list[PackedRead], list[tuple[int, ArrayRead]]]:
-    """Return packed leaves that are wanted once and as they are, and all other reads."""
-    counts = Counter(read.leaf for read in reads)
-    counts.update({piece.leaf for read in reads for piece in read.pieces})
-    packed: list[PackedRead] = []
-    others: list[tuple[int, ArrayRead]] = []
-    for number, read in enumerate(reads):
-        leaf = None if read.leaf is None else leaves[read.leaf]
-        if leaf is not None and leaf.packed and leaf.digests and counts[read.leaf] == 1:
-            packed.append(PackedRead(number, read, leaf))
-        else:
-            others.append((number, read))
-    return packed, others
-
-
-def _granules(chunks: Sequence[ChunkRead], limit: int) -> Iterator[list[ChunkRead]]:
-    """Yield batches of chunks that are read from one source."""
-    batch: list[ChunkRead] = []
-    total = 0
-    for chunk in chunks:
-        nbytes = _nbytes(chunk)
-        if batch and (
-            total + nbytes > limit or bool(chunk.leaf.offsets) != bool(batch[0].leaf.offsets)
-        ):
-            yield batch
-            batch, total = [], 0
-        batch.append(chunk)
-        total += nbytes
-    if batch:
-        yield batch
-
-
-def _nbytes(chunk: ChunkRead) -> int:
-    return chunk.covered.size * parse_dtype(chunk.leaf.dtype).itemsize
 
 
 def _chunk_buffers(
@@ -354,7 +364,7 @@ def _chunk_buffers(
     buffers, end = [], 0
     for chunk, view in zip(granule, views, strict=True):
         if view is None:
-            nbytes = _nbytes(chunk)
+            nbytes = chunk_nbytes(chunk)
             dtype = parse_dtype(chunk.leaf.dtype)
             view = memory[end : end + nbytes].view(dtype).reshape(chunk.covered.shape)
             end += aligned(nbytes, CHUNK_ALIGNMENT)

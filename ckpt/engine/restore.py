@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 
 from ckpt.engine.arena import Arena
+from ckpt.engine.broadcast import Broadcast
 from ckpt.engine.buffers import Buffers
 from ckpt.engine.reader import CONCURRENT_GRANULES, EngineItemReader
 from ckpt.errors import InvalidArgumentError, located
@@ -48,10 +49,12 @@ async def restore_items(
     observers: tuple[Observer, ...],
     process: int = 0,
     processes: int = 1,
+    broadcast: Broadcast | None = None,
 ) -> dict[str, Any]:
     """Return the wanted items of a committed step, loaded concurrently.
 
-    In a job of several processes each one loads what is for itself; none waits for another.
+    In a job of several processes each one loads what is for itself; none waits for another, unless
+    they share what they read. Then items are loaded one after the other, everywhere in one order.
 
     One that fails stops the others. What they set on objects by then (see `StatefulHandler`) stays.
 
@@ -66,6 +69,7 @@ async def restore_items(
         observers: Take the timed phases.
         process: Number of this process in its job.
         processes: How many processes the job has.
+        broadcast: How they share what they read; None where each reads what it needs.
 
     Raises:
         CheckpointError: What went wrong, with step and item.
@@ -97,10 +101,15 @@ async def restore_items(
                 part,
                 process,
                 processes,
+                broadcast,
             )
             found[name] = await handler.load(part.entry, want.like, want.adapt, reader)
 
     with located(step=manifest.step):
+        if broadcast is not None:
+            for name in sorted(wanted):
+                await load(name, wanted[name])
+            return found
         async with anyio.create_task_group() as tasks:
             for name, want in wanted.items():
                 tasks.start_soon(load, name, want)

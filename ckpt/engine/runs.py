@@ -66,11 +66,11 @@ def runs_of(wanted: Sequence[PackedRead], limit: int) -> Iterator[Run]:
         yield run
 
 
-def parts_of(run: Run, memory: Array) -> Iterator[tuple[LeafEntry, Array]]:
-    """Yield the leaves of a run, each with its bytes in the memory of the run."""
+def parts_of(run: Run) -> Iterator[tuple[LeafEntry, slice]]:
+    """Yield the leaves of a run, each with the part of the run that it is."""
     for each in run.leaves:
         start = each.leaf.offsets[0] - run.start
-        yield each.leaf, memory[start : start + _nbytes(each.leaf)]
+        yield each.leaf, slice(start, start + _nbytes(each.leaf))
 
 
 def _place_of(each: PackedRead) -> tuple[int, int]:
@@ -95,7 +95,8 @@ def cut_run(run: Run, memory: Array) -> list[Array]:
     """
     arrays = []
     damage = Damage()
-    for leaf, part in parts_of(run, memory):
+    for leaf, place in parts_of(run):
+        part = memory[place]
         error = digest_error(leaf, 0, digest(part.data))
         if error is not None:
             damage.note(error)

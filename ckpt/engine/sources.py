@@ -7,6 +7,7 @@ database, as any other zarr reader would.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +24,10 @@ from ckpt.errors import CorruptCheckpointError, located
 from ckpt.layout.chunks import chunk_key, stored_dtype
 from ckpt.layout.dtypes import parse_dtype
 from ckpt.layout.shards import Region
+from ckpt.layout.sharing import Extent
 from ckpt.manifest import ItemEntry, LeafEntry
 
-__all__ = ["ChunkSource", "DataFiles", "ItemDatabase", "StoredChunk"]
+__all__ = ["BlockReader", "ChunkSource", "DataFiles", "ItemDatabase", "StoredChunk"]
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
@@ -73,15 +75,30 @@ class DataFiles:
         for chunk, buffer in zip(chunks, buffers, strict=True):
             leaf = chunk.leaf
             inside = Region((0,) * len(leaf.chunks), chunk.region.shape)
-            if inside.shape == tuple(leaf.chunks) or (
-                leaf.codec is None and inside.is_contiguous_in(tuple(leaf.chunks))
-            ):
+            if _is_read_as_it_is(leaf, inside):
                 await self._read(leaf, chunk.number, buffer)
                 continue
             # Padding lies between the elements, or comes out of the decoder with them.
             stored = self._buffers.empty(leaf.chunks, buffer.dtype)
             await self._read(leaf, chunk.number, stored)
             buffer[...] = stored[inside.slices]
+
+    def extent(self, chunk: StoredChunk) -> Extent:
+        """Return which bytes of which file `read` takes for a chunk."""
+        leaf, number = chunk.leaf, chunk.number
+        inside = Region((0,) * len(leaf.chunks), chunk.region.shape)
+        if leaf.codec is not None:
+            nbytes = leaf.lengths[number]
+        elif _is_read_as_it_is(leaf, inside):
+            nbytes = inside.size * parse_dtype(leaf.dtype).itemsize
+        else:
+            nbytes = math.prod(leaf.chunks) * parse_dtype(leaf.dtype).itemsize
+        start = leaf.offsets[number]
+        return Extent(self._files[leaf.files[number] if leaf.files else 0], start, start + nbytes)
+
+    def extent_of_run(self, file: int, start: int, end: int) -> Extent:
+        """Return the bytes of data file number `file` from `start` to `end`."""
+        return Extent(self._files[file], start, end)
 
     async def read_run(self, file: int, offset: int, target: Array) -> None:
         """Fill `target` with what lies in data file number `file` from `offset` on."""
@@ -177,6 +194,13 @@ def _values(leaves: Sequence[LeafEntry], futures: Sequence[Any]) -> list[Array]:
             )
         arrays.append(np.frombuffer(data, dtype).reshape(leaf.shape))
     return arrays
+
+
+def _is_read_as_it_is(leaf: LeafEntry, inside: Region) -> bool:
+    """Tell whether what lies `inside` a chunk is one run of what is stored of it."""
+    return inside.shape == tuple(leaf.chunks) or (
+        leaf.codec is None and inside.is_contiguous_in(tuple(leaf.chunks))
+    )
 
 
 def _bytes_of(array: Array) -> memoryview:

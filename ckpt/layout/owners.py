@@ -9,7 +9,7 @@ and each takes its own part of that. What one process alone holds needs no deali
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,7 +18,7 @@ import jax
 from ckpt.digests import digest
 from ckpt.errors import InvalidArgumentError, UnsupportedLeafError
 
-__all__ = ["Cell", "Crew", "Deal", "Owners", "Spread", "Team", "holders_of"]
+__all__ = ["Cell", "Crew", "Deal", "Owners", "Spread", "Team", "held_by", "holders_of"]
 
 Shape = tuple[int, ...]
 
@@ -171,12 +171,10 @@ class Owners:
         own: dict[Shape, int] = {}
         for shard, place in enumerate(place for process, place in places if process == index):
             own.setdefault(place, shard)
-        holders: dict[Shape, set[int]] = {place: set() for place in own}
-        held: dict[int, set[Shape]] = {}
-        for process, place in places:
-            held.setdefault(process, set()).add(place)
-            if place in holders:
-                holders[place].add(process)
+        held = _held(places)
+        holders = {
+            place: {process for process, found in held.items() if place in found} for place in own
+        }
         cells: dict[Crew, list[Cell]] = {}
         # In the same order on all processes.
         for place in sorted(own):
@@ -247,12 +245,27 @@ def _dealt(crew: Crew, jobs: list[_Job]) -> list[tuple[int, range]]:
     return found
 
 
+def held_by(sharding: jax.sharding.Sharding, shape: Shape) -> dict[int, frozenset[Shape]]:
+    """Return for every process the places, in the grid of shards, of what its devices hold."""
+    return {
+        process: frozenset(found)
+        for process, found in _held(_places(sharding, _parts(sharding, shape))).items()
+    }
+
+
 def holders_of(sharding: jax.sharding.Sharding, shape: Shape, offset: Shape) -> tuple[int, ...]:
     """Return the processes that hold the element of an array at `offset`, for messages."""
     parts = _parts(sharding, shape)
     wanted = tuple(o * p // n for o, p, n in zip(offset, parts, shape, strict=True))
     places = _places(sharding, parts)
     return tuple(sorted({process for process, place in places if place == wanted}))
+
+
+def _held(places: Iterable[tuple[int, Shape]]) -> dict[int, set[Shape]]:
+    held: dict[int, set[Shape]] = {}
+    for process, place in places:
+        held.setdefault(process, set()).add(place)
+    return held
 
 
 def _parts(sharding: jax.sharding.Sharding, shape: Shape) -> Shape:

@@ -47,6 +47,8 @@ PHASES: Mapping[str, Mapping[str, str]] = {
     "restore": {
         "plan": "what is to be read is worked out",
         "read": "chunks are read and their digests compared",
+        "fetch": "with `broadcast_bytes`: this process's share of what several need is read",
+        "exchange": "with `broadcast_bytes`: shares are exchanged over the devices",
         "place": "arrays are placed on their devices",
     },
     "verify": {
@@ -65,6 +67,7 @@ _ENDED = {
 BYTES: Mapping[tuple[str, str], str] = {
     ("save", "write"): "written_bytes",
     ("restore", "read"): "read_bytes",
+    ("restore", "fetch"): "fetched_bytes",
     ("verify", "read"): "read_bytes",
 }
 

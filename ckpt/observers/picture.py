@@ -32,6 +32,8 @@ _COLOURS = {
     "merge": ("#cc79a7", _DARK),
     "record": ("#cc79a7", _DARK),
     "publish": ("#d55e00", _LIGHT),
+    "fetch": ("#0072b2", _LIGHT),
+    "exchange": ("#cc79a7", _DARK),
     "read": ("#0072b2", _LIGHT),
     "place": ("#e69f00", _DARK),
 }

@@ -27,7 +27,7 @@ Value = str | int | float | bool | None
 _ORDER = (
     *(END, "wait", "plan", "snapshot", "stage", "encode", "digest", "write", "merge"),
     *("record", "publish", "preserve"),
-    *("match", "read", "place"),
+    *("match", "fetch", "exchange", "read", "place"),
 )
 # What an entry says in other ways than as an argument.
 _SAID = {"operation", "phase", "began_ns", "ended_ns", "nbytes"}

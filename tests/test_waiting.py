@@ -1,0 +1,115 @@
+"""Functions that the thread which waits runs meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import anyio
+import pytest
+
+from ckpt.engine.loop import EngineLoop
+from ckpt.errors import CommitCancelledError
+from ckpt.waiting import CallingThread
+
+
+@pytest.fixture
+def loop() -> Any:
+    loop = EngineLoop()
+    yield loop
+    loop.close()
+
+
+async def call_back(caller: CallingThread) -> list[str]:
+    """Call back from several tasks at once; return on which threads it was run."""
+    names: list[str] = [threading.current_thread().name]
+
+    async def one() -> None:
+        names.append(await caller.run(lambda: threading.current_thread().name))
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(3):
+            tasks.start_soon(one)
+    names.append(await caller.run(lambda: threading.current_thread().name))
+    return names
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_functions_run_on_the_thread_that_awaits(loop: EngineLoop, backend: str) -> None:
+    me = threading.current_thread().name
+    found = anyio.run(loop.run_served, call_back, backend=backend)
+    assert found == ["ckpt-engine", me, me, me, me]
+
+
+def test_functions_run_on_the_thread_that_waits(loop: EngineLoop) -> None:
+    me = threading.current_thread().name
+    assert loop.call_served(call_back) == ["ckpt-engine", me, me, me, me]
+    told: list[list[str]] = []
+    other = threading.Thread(target=lambda: told.append(loop.call_served(call_back)), name="other")
+    other.start()
+    other.join()
+    assert told == [["ckpt-engine", "other", "other", "other", "other"]]
+
+
+def test_what_a_function_raises_is_raised_where_it_was_asked_for(loop: EngineLoop) -> None:
+    async def ask(caller: CallingThread) -> str:
+        with pytest.raises(ZeroDivisionError):
+            await caller.run(lambda: 1 // 0)
+        return await caller.run(lambda: "still there")
+
+    assert loop.call_served(ask) == "still there"
+
+
+def test_an_interrupt_within_a_function_ends_the_call_and_its_work(loop: EngineLoop) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    ended: list[str] = []
+
+    async def ask(caller: CallingThread) -> None:
+        try:
+            await caller.run(interrupt)
+        except BaseException as error:
+            ended.append(type(error).__name__)
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.call_served(ask)
+    assert len(ended) == 1
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_one_that_is_cancelled_still_runs_what_its_work_asks_for(
+    loop: EngineLoop, backend: str
+) -> None:
+    ran: list[str] = []
+
+    async def main() -> None:
+        begun = anyio.Event()
+
+        async def ask(caller: CallingThread) -> None:
+            await caller.run(begun.set)
+            try:
+                await anyio.sleep_forever()
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await caller.run(lambda: ran.append(threading.current_thread().name))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(loop.run_served, ask)
+            await begun.wait()
+            tasks.cancel_scope.cancel()
+
+    anyio.run(main, backend=backend)
+    assert ran == [threading.current_thread().name]
+
+
+def test_work_that_was_cancelled_says_so(loop: EngineLoop) -> None:
+    async def forever() -> None:
+        await anyio.sleep_forever()
+
+    job = loop.submit(forever)
+    job.cancel()
+    CallingThread().serve_here(job.future)
+    with pytest.raises(CommitCancelledError):
+        job.future.result()
