@@ -40,6 +40,9 @@ Array = np.ndarray[Any, Any]
 # Read at once: as much as makes use of a request, few enough to bound what is under way.
 _PART_BYTES = 16 << 20
 _CONCURRENT_PARTS = 4
+# Rounds, so that reading and exchanging overlap; in shorter ones all would mostly wait for all.
+_FEWEST_ROUNDS = 4
+_LEAST_BATCH_BYTES = 32 << 20
 # Copied on the loop, since handing it to a thread takes as long.
 _SMALL_BYTES = 256 << 10
 
@@ -149,7 +152,10 @@ class SharedReads:
                     del block
 
     def _batches(self, units: Sequence[Unit], capacity: int) -> list[Batch]:
-        return fill([extents_of(unit, self._files) for unit in units], capacity)
+        extents = [extents_of(unit, self._files) for unit in units]
+        total = sum(extent.end - extent.start for each in extents for extent in each)
+        # The next share is read while a batch is exchanged, so one batch alone would take longer.
+        return fill(extents, min(capacity, max(total // _FEWEST_ROUNDS, _LEAST_BATCH_BYTES)))
 
     async def _agree(
         self, grouping: Grouping, batches: Sequence[Batch], turn: int
