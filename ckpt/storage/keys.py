@@ -10,20 +10,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import anyio
 import tensorstore as ts
 
-from ckpt.errors import located
 from ckpt.storage.refusals import RequestFailed, refused, timed_out
 from ckpt.waiting import waker
 
-__all__ = ["MISSING", "Found", "KeyValueStore", "Keys", "Swap", "each"]
+__all__ = ["MISSING", "Found", "KeyValueStore", "Keys", "Swap"]
 
-T = TypeVar("T")
 # What TensorStore gives as the generation of a key that is not there.
 MISSING: bytes = ts.KvStore.open("memory://").result().read("-").result().stamp.generation
 # Requests that carry data get a second more for each of these many bytes.
@@ -107,6 +105,8 @@ class Keys:
         self._retries = retries
         self._slots: anyio.Semaphore | None = None
         self._copying: anyio.Lock | None = None
+        # Whether there may be a connection that curl keeps.
+        self._has_connected = False
 
     async def get(self, key: str) -> Found | None:
         """Return an object, or None if it is not there; large ones have more time."""
@@ -235,14 +235,15 @@ class Keys:
         object is read back, and written again if it is as before.
 
         Raises:
-            StorageError: The store refused, so nothing was written; or it is `Unknown` whether it
-                was.
+            RequestFailed: Surely nothing was written.
+            StorageError: It is not known whether it was.
         """
         deadline = anyio.current_time() + self.seconds
         pauses = _pauses()
         doubtful = abandoned = False
         tries = 0
         while True:
+            refusal: RequestFailed | None = None
             try:
                 stamp = await self._request(
                     "write",
@@ -255,28 +256,42 @@ class Keys:
                 )
                 if stamp.generation:
                     return Swap(stamp.generation)
-                # Curl sends a request again when the connection that it had kept breaks, so it may
-                # be our own write that is in the way: what is there tells.
-                there = await self._read("read", key, None, likely_bytes=len(data))
-                if there is not None and there.data == data:
-                    return Swap(there.generation)
-                if not doubtful:
-                    return Swap(None)
             except RequestFailed as error:
                 tries += 1
-                no_more = error.is_vain and not error.is_busy and tries > self._retries
-                if not doubtful and (error.is_refusal or no_more):
-                    raise
-                failure, doubtful = error, doubtful or not error.is_vain
+                no_more = tries > self._retries or anyio.current_time() > deadline
+                if error.is_only and not doubtful:
+                    if error.is_refusal or (no_more and not error.was_sent):
+                        raise
+                    if not error.was_sent:
+                        await anyio.sleep(next(pauses))
+                        continue
+                failure = refusal = error
+                doubtful = doubtful or not (error.is_refusal or error.is_vain)
                 abandoned = abandoned or error.is_under_way
-            with contextlib.suppress(RequestFailed):
-                found = await self._read("read", key, None, self.seconds / 4, len(data))
+            # Curl sends a request again when the connection that it had kept breaks, and only the
+            # last answer is told: it may be our own write that is in the way, and one that was
+            # refused may have been done before. What is there tells.
+            seconds = None if refusal is None else self.seconds / 4
+            try:
+                found = await self._read("read", key, None, seconds, len(data))
+            except RequestFailed as error:
+                is_seen = False
+                if refusal is None:
+                    failure, doubtful = error, True
+                elif refusal.is_refusal and error.is_refusal:
+                    raise refusal.unknown() from refusal
+            else:
+                is_seen = True
                 if found is not None and found.data == data:
                     return Swap(found.generation)
+                if refusal is None and not doubtful:
+                    return Swap(None)
                 if expected != (MISSING if found is None else found.generation):
                     return Swap(None, doubtful, abandoned)
+                if refusal is not None and refusal.is_refusal and not doubtful:
+                    raise refusal
             if anyio.current_time() > deadline:
-                raise failure.unknown() if doubtful else failure.final()
+                raise failure.final() if is_seen and not doubtful else failure.unknown()
             await anyio.sleep(next(pauses))
 
     async def _request(
@@ -308,11 +323,16 @@ class Keys:
                 if is_whole and not await _settled(future, limit / 2):
                     ends += await self._more_seconds(store, key, limit / 4)
                 if not await _settled(future, ends - anyio.current_time()):
+                    self._has_connected = True
                     raise timed_out(what, where, limit)
                 try:
-                    return future.result()
+                    result = future.result()
                 except Exception as error:
-                    raise refused(what, where, error) from error
+                    failed = refused(what, where, error, is_only=not self._has_connected)
+                    self._has_connected = self._has_connected or failed.was_sent
+                    raise failed from error
+                self._has_connected = True
+                return result
 
     async def _more_seconds(self, store: KeyValueStore, key: str, seconds: float) -> float:
         """Return how much longer a whole object may take; 0 if it is small, or nothing answers.
@@ -374,11 +394,3 @@ def _after(prefix: bytes) -> bytes:
     """Return the least key after all that begin with `prefix`."""
     # Prefixes end with a slash or a letter, so no byte of them is the last one.
     return prefix[:-1] + bytes([prefix[-1] + 1]) if prefix else b""
-
-
-async def each(act: Callable[[T], Coroutine[Any, Any, object]], things: Iterable[T]) -> None:
-    """Run `act` of each at the same time; how many requests are under way is bounded elsewhere."""
-    with located():
-        async with anyio.create_task_group() as tasks:
-            for thing in things:
-                tasks.start_soon(act, thing)

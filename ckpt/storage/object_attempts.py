@@ -15,7 +15,8 @@ import anyio
 from ckpt.errors import StepDeletedError, StepExistsError, StorageError
 from ckpt.manifest import FILE_NAME
 from ckpt.storage import object_leases as leases
-from ckpt.storage.keys import MISSING, Found, Keys, each
+from ckpt.storage.keys import MISSING, Found, Keys
+from ckpt.storage.many import each
 from ckpt.storage.object_leases import Record
 from ckpt.storage.object_names import NAMES, attempt_of, deleter_of, is_gone
 from ckpt.storage.object_removal import remove_data
@@ -76,8 +77,12 @@ async def publish(
         )
     await _announce(keys, attempt, record)
     key = f"{attempt.entry}/{FILE_NAME}"
-    found = None if replacing is None else await keys.get(key)
     deadline = anyio.current_time() + keys.seconds
+    # Looked at first where something is to be replaced: of what nobody has seen before, nobody
+    # could say whether it came before a write whose answer was lost, or after it.
+    found = await keys.get(key) if overwrite or replacing is not None else None
+    if replacing is None:
+        found = await _not_being_deleted(keys, attempt.entry, found, deadline)
     while True:
         if replacing is not None and (found is None or attempt_of(found.data) != replacing):
             raise StepDeletedError(
@@ -88,7 +93,7 @@ async def publish(
         try:
             swap = await keys.swap(key, data, expected)
         except StorageError as error:
-            surely_not = isinstance(error, RequestFailed) and (error.is_refusal or error.is_vain)
+            surely_not = isinstance(error, RequestFailed)
             # An earlier try may still come true.
             attempt.keep = attempt.keep or not surely_not
             if attempt.keep:
@@ -106,6 +111,9 @@ async def publish(
         found = await keys.get(key)
         if replacing is None:
             found = await _not_being_deleted(keys, attempt.entry, found, deadline)
+            if found is not None and found.data == data:
+                # An earlier try has come true; if anything, it has replaced a tombstone.
+                return None
             if found is not None and not is_gone(found.data) and not overwrite:
                 raise StepExistsError(
                     f"{where} already exists; it was left as it is. Choose another step, or pass "

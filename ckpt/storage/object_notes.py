@@ -6,7 +6,8 @@ import re
 import secrets
 
 from ckpt.errors import InvalidArgumentError
-from ckpt.storage.keys import MISSING, Keys, each
+from ckpt.storage.keys import MISSING, Keys
+from ckpt.storage.many import each
 from ckpt.storage.object_leases import Sightings
 
 __all__ = ["ages", "check_name", "drop", "put", "touch"]

@@ -14,7 +14,8 @@ import anyio
 from ckpt.errors import StorageError
 from ckpt.manifest import FILE_NAME, peek, peek_files
 from ckpt.storage import object_leases as leases
-from ckpt.storage.keys import Found, Keys, each
+from ckpt.storage.keys import Found, Keys
+from ckpt.storage.many import each
 from ckpt.storage.object_leases import Record
 from ckpt.storage.object_names import (
     NAMES,

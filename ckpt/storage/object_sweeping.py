@@ -8,7 +8,8 @@ loses the race for its own record before it puts a manifest.
 from __future__ import annotations
 
 from ckpt.manifest import FILE_NAME
-from ckpt.storage.keys import Keys, each
+from ckpt.storage.keys import Keys
+from ckpt.storage.many import each
 from ckpt.storage.object_leases import FOLDER, LATER, Record, Sightings, record_names, state_of
 from ckpt.storage.object_names import attempt_of
 from ckpt.storage.object_removal import finish, finish_later, finish_replaced

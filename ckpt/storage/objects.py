@@ -23,7 +23,8 @@ from ckpt.storage import object_notes as notes
 from ckpt.storage.base import UNKNOWN_SIZE, Attempt
 from ckpt.storage.configs import Memory, StoreConfig
 from ckpt.storage.connecting import connect
-from ckpt.storage.keys import Found, Keys, KeyValueStore, each
+from ckpt.storage.keys import Found, Keys, KeyValueStore
+from ckpt.storage.many import each
 from ckpt.storage.object_attempts import ObjectAttempt
 from ckpt.storage.object_leases import Sightings
 from ckpt.storage.object_lists import Lists

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import uuid
 
 from ckpt.errors import StorageError
@@ -26,12 +27,24 @@ async def probe(keys: Keys) -> None:
     try:
         again = await keys.swap(key, f"2 {key}".encode(), MISSING)
         if again.generation is not None:
+            await _refuse_no_store(keys, key)
             raise _broken(keys, "replaces an object that is to be made only where there is none")
         stale = await keys.swap(key, f"3 {key}".encode(), _another(first.generation))
         if stale.generation is not None:
             raise _broken(keys, "replaces an object that somebody else has changed")
     finally:
         await keys.delete(key)
+
+
+async def _refuse_no_store(keys: Keys, key: str) -> None:
+    """Raise if what was written is not there: many servers say yes to whatever they are asked."""
+    found = await keys.get(key)
+    if found is None or not found.data.endswith(f" {key}".encode()):
+        raise StorageError(
+            f"{keys.location}: what answers there says that it has written an object, and does not "
+            "have it. It is no store: look whether the endpoint is right",
+            errno=errno.EREMOTE,
+        )
 
 
 def _broken(keys: Keys, what: str) -> StorageError:

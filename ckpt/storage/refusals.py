@@ -25,7 +25,10 @@ class _Kind(NamedTuple):
 
     Of a refusal it is sure that nothing was done, and that trying again would not help; of
     something vain only the first. Something busy is worth trying again for as long as there is
-    time.
+    time. What was not sent found no store to talk to.
+
+    All of that is said of the last time that the request was sent. Curl may have sent it before,
+    over a connection that broke, and then it may have been done.
     """
 
     number: int | None
@@ -33,6 +36,7 @@ class _Kind(NamedTuple):
     is_refusal: bool
     is_vain: bool = False
     is_busy: bool = False
+    was_sent: bool = True
 
 
 _NO_BUCKET = _Kind(
@@ -76,12 +80,19 @@ _NO_ANSWER = _Kind(
     "The store does not answer. Look whether the endpoint is right and can be reached from here",
     False,
 )
-_NO_CONNECTION = _NO_ANSWER._replace(is_vain=True)
-_NO_SUCH_HOST = _NO_ANSWER._replace(is_refusal=True)
+_NO_CONNECTION = _NO_ANSWER._replace(is_vain=True, was_sent=False)
+_NO_SUCH_HOST = _NO_ANSWER._replace(is_refusal=True, was_sent=False)
 _NO_TLS = _Kind(
     errno.EPROTO,
     "The endpoint does not speak TLS as this machine does. Look whether it begins with http:// or "
     "https://, and whose certificate it has",
+    True,
+    was_sent=False,
+)
+_NO_S3 = _Kind(
+    errno.EPROTO,
+    "What answers there does not speak S3. Look whether the endpoint is the address of the store, "
+    "not of its web page, and does not end with the bucket",
     True,
 )
 _NO_CREDENTIALS = _NO_ACCESS._replace(
@@ -91,7 +102,7 @@ _NO_CREDENTIALS = _NO_ACCESS._replace(
 _NO_CONDITIONS = _Kind(
     errno.ENOTSUP,
     "The store does not know writes with a condition (If-None-Match, If-Match), which every commit "
-    "is. Update it, or take another one",
+    "is. Update it, take another one, or look whether the endpoint is the address of a store",
     True,
 )
 _NOT_TAKEN = _Kind(errno.EINVAL, "The store does not take the request", True)
@@ -115,15 +126,22 @@ class RequestFailed(StorageError):
         is_vain: Whether the store surely did nothing, and may do it when asked again.
         is_busy: Whether the store itself has said so.
         is_under_way: Whether nobody knows yet, since the request has not ended.
+        was_sent: Whether a store may have seen it, the last time it was tried.
+        is_only: Whether it surely was tried once. Otherwise the above is true of the last time, and
+            of what was not sent then nothing is sure.
     """
 
-    def __init__(self, message: str, status: str, kind: _Kind, *, is_under_way: bool) -> None:
+    def __init__(
+        self, message: str, status: str, kind: _Kind, *, is_under_way: bool, is_only: bool
+    ) -> None:
         super().__init__(message, errno=kind.number)
         self.status = status
-        self.is_refusal = kind.is_refusal
-        self.is_vain = kind.is_vain
+        self.is_refusal = kind.is_refusal and (kind.was_sent or is_only)
+        self.is_vain = kind.is_vain and (kind.was_sent or is_only)
         self.is_busy = kind.is_busy
         self.is_under_way = is_under_way
+        self.was_sent = kind.was_sent
+        self.is_only = is_only
 
     def final(self) -> RequestFailed:
         """Return the error that says that surely nothing was done, and it is not tried again."""
@@ -146,11 +164,19 @@ def timed_out(what: str, where: str, seconds: float) -> RequestFailed:
         "DEADLINE_EXCEEDED",
         _Kind(errno.ETIMEDOUT, "", is_refusal=False),
         is_under_way=True,
+        is_only=False,
     )
 
 
-def refused(what: str, where: str, error: Exception) -> RequestFailed:
-    """Return the error of a request that TensorStore gave up."""
+def refused(what: str, where: str, error: Exception, *, is_only: bool = True) -> RequestFailed:
+    """Return the error of a request that TensorStore gave up.
+
+    Args:
+        what: What was tried.
+        where: The object, for the message.
+        error: What TensorStore raised.
+        is_only: Whether curl had no connection that it could have sent it over before.
+    """
     # Also of the cause that tracebacks show: a store's answer may hold what it was asked with.
     text = redact(str(error))
     error.args = (text,)
@@ -164,6 +190,7 @@ def refused(what: str, where: str, error: Exception) -> RequestFailed:
         status,
         kind,
         is_under_way=False,
+        is_only=is_only,
     )
 
 
@@ -178,6 +205,8 @@ def _kind(status: str, text: str) -> _Kind:
         return _ELSEWHERE
     if status in ("PERMISSION_DENIED", "UNAUTHENTICATED") or code in (401, 403):
         return _NO_ACCESS
+    if "etag not found" in text or "Malformed List response" in text:
+        return _NO_S3
     if "NoSuchBucket" in text or (status == "NOT_FOUND" and code in (0, 404)):
         return _NO_BUCKET
     if code == 501 or "NotImplemented" in text:

@@ -13,8 +13,14 @@ __all__ = ["KINDS", "FailingStore", "MeetingStore", "RefusingStore"]
 # What becomes of the request: it is not carried out, or it is and nobody is told. Either with all
 # later requests failing as well, as if the process had died or the network were gone, or alone.
 # `hangs` is carried out only when the test says so.
-# `lost and blind`: the next one fails as well, which is the look at what became of it.
-KINDS = ("refused", "lost", "gone", "lost and gone", "lost and blind", "hangs")
+# `lost and ...`: the next one fails as well, which is the look at what became of it. What is told
+# may be the end of a second try, which curl makes by itself: refused, or without a connection.
+BRIEF = {
+    "lost and blind": "UNAVAILABLE: CURL error: it was cut",
+    "lost and denied": "PERMISSION_DENIED: HTTP response code: 403",
+    "lost and unheard": "UNAVAILABLE: CURL error Could not connect to server",
+}
+KINDS = ("refused", "lost", "gone", "lost and gone", *BRIEF, "hangs")
 
 
 class MeetingStore:
@@ -103,7 +109,7 @@ class FailingStore:
         first = number == self.at
         if not first and self.kind in ("refused", "lost", "hangs"):
             return do()
-        if number > self.at + 1 and self.kind == "lost and blind":
+        if number > self.at + 1 and self.kind in BRIEF:
             return do()
         if first and self.kind.startswith("lost"):
             do().result()
@@ -113,5 +119,5 @@ class FailingStore:
             # Whoever waits for it must not be told that it was dropped.
             self.promises.append(promise)
         else:
-            promise.set_exception(ValueError("UNAVAILABLE: CURL error: it was cut"))
+            promise.set_exception(ValueError(BRIEF.get(self.kind, BRIEF["lost and blind"])))
         return future

@@ -149,6 +149,41 @@ def test_a_refusal_is_told_at_once(status: int, code: str, number: int, words: s
     assert len(store.asked) == 1
 
 
+class Page:
+    """A web server that says yes to everything, and shows its page."""
+
+    def __init__(self, **headers: str) -> None:
+        self.headers = headers
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (head := await read_head(reader)) is not None:
+            async for _ in read_pieces(reader, head):
+                pass
+            await send(writer, 200, b"<html>Log in</html>", **self.headers)
+
+
+@pytest.mark.parametrize(
+    ("headers", "words"), [({}, "does not speak S3"), ({"ETag": '"1"'}, "does not have it")]
+)
+def test_a_page_for_people_is_not_taken_for_a_store(headers: dict[str, str], words: str) -> None:
+    with Loopback(Page(**headers).serve) as server:
+        root = s3(server.port, credentials="anonymous", request_timeout=20.0)
+        with pytest.raises(StorageError, match=words) as caught:
+            ckpt.sync.save(root, {"w": np.arange(10.0)})
+        assert "single_writer" not in str(caught.value)
+        with pytest.raises(StorageError, match=r"not speak S3.* end with the bucket"):
+            anyio.run(keys_of(root).list, "x/")
+
+
+def test_who_does_not_know_conditions_may_be_no_store() -> None:
+    with (
+        Loopback(Store(501, "NotImplemented").serve) as server,
+        pytest.raises(RequestFailed, match=r"If-None-Match.*look whether the endpoint") as caught,
+    ):
+        anyio.run(keys_of(s3(server.port, credentials="anonymous")).swap, "x", b"data", MISSING)
+    assert caught.value.errno == errno.ENOTSUP
+
+
 class Reluctant:
     """A store in memory that answers so many conditional writes with an error."""
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
+import ssl
 import struct
 import sys
 from collections.abc import Callable
@@ -20,12 +22,26 @@ from tests.stores.wire import Head, Loopback, read_head, read_pieces, send
 
 __all__ = ["FAULTS", "Fault", "FaultProxy", "Seen"]
 
-# `lost`: the store does it, and its answer is dropped. `truncated`: half of the body, and the
+# `lost`: the store does it, and its answer is dropped; `lost and down`: and then nobody listens for
+# a while. `bare`: the answer has no ETag. `truncated`: half of the body, and the
 # length of all of it. `flipped`: one bit of the body is another. `rejected`: what stores without
 # conditional writes answer.
-Fault = Literal["500", "503", "429", "reset", "slow", "truncated", "flipped", "hung", "lost"]
+Fault = Literal[
+    "500",
+    "503",
+    "429",
+    "reset",
+    "slow",
+    "truncated",
+    "flipped",
+    "hung",
+    "lost",
+    "lost and down",
+    "bare",
+]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
 _SLOW_S = 0.3
+_ETAG = re.compile(rb"etag:[^\r]*\r\n", re.IGNORECASE)
 
 
 @dataclass
@@ -65,17 +81,25 @@ class FaultProxy:
         plan: Asked for every request, which is in the log by then; returns a fault or None.
         log: Every request since `forget`, in order.
         latency: Seconds that every request waits before it is handed on.
+        down: For how many seconds nobody listens, where that is the fault; with 0 all connections
+            are dropped, and new ones are taken.
     """
 
     def __init__(
-        self, backend: int, *, latency: float = 0.0, bandwidth: float | None = None
+        self,
+        backend: int,
+        *,
+        latency: float = 0.0,
+        bandwidth: float | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.plan: Callable[[Seen], Fault | None] = _none
         self.log: list[Seen] = []
         self.latency = latency
+        self.down = 0.3
         self.backend = backend
         self._pipe = _Pipe(bandwidth)
-        self._server = Loopback(self._serve)
+        self._server = Loopback(self._serve, tls)
 
     def __enter__(self) -> FaultProxy:
         self._server.__enter__()
@@ -88,8 +112,13 @@ class FaultProxy:
     def port(self) -> int:
         return self._server.port
 
+    def wait_until_up(self) -> None:
+        """Wait while nobody listens."""
+        self._server.is_up.wait()
+
     def forget(self) -> None:
-        """Begin a new log, without faults."""
+        """Begin a new log, without faults, once it listens again."""
+        self.wait_until_up()
         self.plan = _none
         self.log = []
 
@@ -165,13 +194,16 @@ class FaultProxy:
             return False
         has_body = seen.method != "HEAD" and answer.status not in (204, 304)
         seen.status = answer.status
-        if fault == "lost":
+        if fault in ("lost", "lost and down"):
             if has_body:
                 async for _ in read_pieces(answers, answer, answers=True):
                     pass
-            _reset(writer)
+            if fault == "lost":
+                _reset(writer)
+            else:
+                self._server.go_down(self.down)
             return False
-        writer.write(answer.raw)
+        writer.write(_ETAG.sub(b"", answer.raw) if fault == "bare" else answer.raw)
         if has_body:
             async for piece in read_pieces(answers, answer, answers=True):
                 if fault == "truncated":

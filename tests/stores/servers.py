@@ -76,11 +76,8 @@ def _weed() -> str | None:
 @contextlib.contextmanager
 def moto() -> Iterator[int]:
     """An S3 that takes any credentials; yields its port."""
-    code = (
-        "import sys; from moto.server import ThreadedMotoServer as S; s = S('127.0.0.1', 0, False);"
-        "s.start(); print(s.get_host_and_port()[1], flush=True); sys.stdin.read()"
-    )
-    with _told_port([sys.executable, "-c", code]) as port:
+    script = Path(__file__).with_name("moto_server.py")
+    with _told_port([sys.executable, str(script)]) as port:
         yield port
 
 

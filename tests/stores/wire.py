@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -109,13 +110,17 @@ async def send(
 class Loopback:
     """A server on a free port of 127.0.0.1, on a loop and a thread of its own."""
 
-    def __init__(self, handle: Handler) -> None:
+    def __init__(self, handle: Handler, tls: ssl.SSLContext | None = None) -> None:
         self.port = 0
+        self.is_up = threading.Event()
         self._handle = handle
+        self._tls = tls
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._stop: asyncio.Event | None = None
         self._open: set[asyncio.Task[Any]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._server: asyncio.Server | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Loopback:
@@ -134,19 +139,49 @@ class Loopback:
 
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
-        server = await asyncio.start_server(self._connected, "127.0.0.1", 0, limit=1 << 20)
-        self.port = server.sockets[0].getsockname()[1]
+        await self._listen()
         self._ready.set()
         await self._stop.wait()
-        server.close()
+        if self._server is not None:
+            self._server.close()
         for task in list(self._open):
             task.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)
+
+    async def _listen(self) -> None:
+        self._server = await asyncio.start_server(
+            self._connected, "127.0.0.1", self.port, limit=1 << 20, ssl=self._tls
+        )
+        self.port = self._server.sockets[0].getsockname()[1]
+        self.is_up.set()
+
+    def go_down(self, seconds: float) -> None:
+        """Drop all connections, and listen again after some time, or go on; called on the loop."""
+        listening = self._server if seconds else None
+        if listening is not None:
+            self.is_up.clear()
+            listening.close()
+            self._server = None
+        for writer in self._writers:
+            # Ended, not reset: then curl sends again what it had sent.
+            with contextlib.suppress(OSError):
+                writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+            writer.transport.abort()
+        if listening is None:
+            return
+        task = asyncio.get_running_loop().create_task(self._come_back(seconds))
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+
+    async def _come_back(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        await self._listen()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._open.add(task)
+        self._writers.add(writer)
         raw = writer.get_extra_info("socket")
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
@@ -155,6 +190,7 @@ class Loopback:
             pass
         finally:
             self._open.discard(task)
+            self._writers.discard(writer)
             writer.close()
             with contextlib.suppress(ConnectionError, asyncio.CancelledError):
                 await writer.wait_closed()
