@@ -18,6 +18,11 @@ nox.options.sessions = ["lint", "types", "tests"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 
+# Two, also where there are more cores: many tests start jobs of up to four processes. The tests of
+# a file stay together, for they share what takes its time to make. Files come in the order of their
+# names: those of few and long tests would be last otherwise, and one worker idle in the end.
+WORKERS = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+
 
 def group(name: str) -> tuple[str, ...]:
     """Returns the requirements of one dependency group of pyproject.toml."""
@@ -53,9 +58,9 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests; arguments after -- go to pytest."""
+    """Run the tests in two processes; arguments after -- go to pytest, `-n 0` is one process."""
     session.install("-e", ".", *group("test"))
-    session.run("python", "-m", "pytest", *session.posargs, env=hermetic_env(session))
+    session.run("python", "-m", "pytest", *WORKERS, *session.posargs, env=hermetic_env(session))
 
 
 @nox.session
@@ -66,7 +71,9 @@ def stores(session: nox.Session) -> None:
     """
     session.install("-e", ".", *group("stores"))
     env = hermetic_env(session) | {"CKPT_ALL_STORES": "1"}
-    session.run("python", "-m", "pytest", "tests/stores", *session.posargs, env=env)
+    # Here it is servers that are shared, and every worker has its own.
+    options = (*WORKERS, "--dist", "worksteal", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/stores", *options, env=env)
 
 
 @nox.session

@@ -35,13 +35,25 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
-
-import pytest
+from typing import IO, Any, NoReturn, Protocol
 
 CHILDREN = Path(__file__).parent / "children"
 _AT, _RESULT = "AT ", "RESULT "
 _SETTINGS = "CKPT_TEST_PROCESS"
+
+
+class Process(Protocol):
+    """A child, new or forked."""
+
+    pid: int
+    returncode: int | Any
+    stdin: IO[str] | None
+    stdout: IO[str] | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+    def kill(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ class Result:
 class Child:
     """One process of a job, as its test sees it."""
 
-    def __init__(self, index: int, process: subprocess.Popen[str], errors: IO[str]) -> None:
+    def __init__(self, index: int, process: Process, errors: IO[str]) -> None:
         self.index = index
         self.process = process
         self.pid = process.pid
@@ -92,7 +104,7 @@ class Child:
             self._changed.wait_for(lambda: there(self._lines) or self._ended, timeout)
             found = there(self._lines)
         if not found:
-            pytest.fail(f"{what} of child {self.index} within {timeout:.0f} s\n{self.report()}")
+            _fail(f"{what} of child {self.index} within {timeout:.0f} s\n{self.report()}")
 
     def reached(self, mark: str, timeout: float = 60.0) -> None:
         """Wait until the child stands `at(mark)`."""
@@ -145,7 +157,7 @@ class Child:
                 timeout,
             )
         if not ready:
-            pytest.fail(f"child {self.index} told no result in time\n{self.report()}")
+            _fail(f"child {self.index} told no result in time\n{self.report()}")
 
     def result(self) -> Result:
         """Return what it left; it has ended."""
@@ -202,7 +214,7 @@ class Job:
             try:
                 child.process.wait(self.left)
             except subprocess.TimeoutExpired:
-                pytest.fail(f"child {child.index} does not end\n{child.report()}")
+                _fail(f"child {child.index} does not end\n{child.report()}")
         return [child.result() for child in self.children]
 
     def end(self) -> None:
@@ -239,6 +251,9 @@ def started(
         environment: Further variables.
         distributed: Whether they join a job; otherwise they only run next to each other.
     """
+    # Not for children, which import this file from elsewhere.
+    from tests.forking import fork
+
     with contextlib.ExitStack() as stack:
         # gRPC shares ports; while this socket is bound, nobody else is given the same one.
         reserved = stack.enter_context(socket.socket())
@@ -263,14 +278,10 @@ def started(
         stack.callback(job.end)
         for index in range(count):
             errors = stack.enter_context(tempfile.NamedTemporaryFile("w+", errors="replace"))
-            process = subprocess.Popen(
-                [sys.executable, __file__, str(CHILDREN / script), *map(str, args)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=base | {_SETTINGS: json.dumps(settings | {"index": index})},
-            )
+            arguments = [str(CHILDREN / script), *map(str, args)]
+            env = base | {_SETTINGS: json.dumps(settings | {"index": index})}
+            # Further variables may be such as are looked at when a library is imported.
+            process = (_start if environment else fork)(index, arguments, errors.fileno(), env)
             assert process.stdin is not None
             assert process.stdout is not None
             stack.callback(process.stdout.close)
@@ -291,6 +302,24 @@ def run_processes(count: int, script: str | Path, *args: object, **options: Any)
     for result in results:
         assert result.code == 0, f"child {result.index} ended with {result.code}\n{result.errors}"
     return results
+
+
+def _start(_: int, arguments: list[str], errors: int, env: dict[str, str]) -> Process:
+    return subprocess.Popen(
+        [sys.executable, __file__, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        env=env,
+    )
+
+
+def _fail(message: str) -> NoReturn:
+    # Here, for the children import this file too, and have no use for a third of a second.
+    import pytest
+
+    pytest.fail(message)
 
 
 def _close(pipe: IO[str]) -> None:
@@ -318,13 +347,20 @@ def tell(value: object) -> None:
     os.write(1, f"{_RESULT}{json.dumps(value)}\n".encode())
 
 
-def _run_child() -> None:
+def die_with_parent() -> None:
+    """End when the process ends that started this one: PR_SET_PDEATHSIG."""
     import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def run_child() -> None:
+    """Join the job, and run the script."""
     import runpy
 
-    # A test that is killed takes its children with it: PR_SET_PDEATHSIG.
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    settings = json.loads(os.environ.pop(_SETTINGS))
+    # A test that is killed takes its children with it.
+    die_with_parent()
+    settings = json.loads(os.environ.pop(_SETTINGS, '{"distributed": false}'))
     script = sys.argv[1]
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(Path(script).parent))
@@ -349,4 +385,4 @@ def _run_child() -> None:
 
 
 if __name__ == "__main__":
-    _run_child()
+    run_child()

@@ -74,9 +74,11 @@ def test_a_chunk_has_a_length_along_every_axis_and_no_shard_is_smaller(case: Any
 def test_no_chunk_crosses_a_shard_that_has_many_divisors(case: Any) -> None:
     shape, shard, itemsize, target = case
     chunk = choose_chunk(shape, shard, itemsize, target)
-    for region in chunks_of(shape, chunk):
-        for start, n, whole in zip(region.offset, region.shape, shard, strict=True):
-            assert start // whole == (start + n - 1) // whole
+    # Axis by axis: all chunks of three axes would be a million.
+    for length, whole, step in zip(shape, shard, chunk, strict=True):
+        for region in chunks_of((length,), (step,)):
+            start, end = region.offset[0], region.offset[0] + region.shape[0]
+            assert start // whole == (end - 1) // whole
 
 
 @pytest.mark.parametrize("shard", range(1, 64))

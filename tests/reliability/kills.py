@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -16,6 +15,7 @@ from pathlib import Path
 import ckpt.sync
 from ckpt.testing.kills import at_call, run_watched
 from tests.children.states import state_of
+from tests.forking import Forked, program
 from tests.reliability.tally import Tally
 from tests.trees import assert_same
 
@@ -51,8 +51,8 @@ def saver(root: Path, *arguments: object) -> list[str]:
     return [sys.executable, SAVER, str(root), *map(str, arguments)]
 
 
-def start(root: Path, *arguments: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(saver(root, *arguments), stdout=subprocess.PIPE, text=True)
+def start(root: Path, *arguments: object) -> Forked:
+    return program(SAVER, root, *arguments)
 
 
 def acknowledged(lines: Iterable[str]) -> list[int]:

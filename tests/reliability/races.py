@@ -19,6 +19,7 @@ import numpy as np
 
 import ckpt.sync
 from ckpt.testing.kills import Call, watching
+from tests.forking import Forked, program
 from tests.reliability.kills import ATTEMPT, attempts
 from tests.reliability.tally import Tally
 
@@ -29,7 +30,7 @@ CHILDREN = Path(__file__).parent.parent / "children"
 PATIENCE_S = 90.0
 LONGEST_OFFSET_S = 0.08
 
-Child = subprocess.Popen[str]
+Child = Forked | subprocess.Popen[str]
 
 
 def command(program: str, *arguments: object) -> list[str]:
@@ -39,13 +40,10 @@ def command(program: str, *arguments: object) -> list[str]:
 @contextlib.contextmanager
 def started(*commands: list[str]) -> Iterator[list[Child]]:
     """Programs beside the body; what still runs at its end is killed."""
-    pipe = subprocess.PIPE
     with contextlib.ExitStack() as stack:
         children = []
         for each in commands:
-            child = stack.enter_context(
-                subprocess.Popen(each, stdin=pipe, stdout=pipe, text=True, bufsize=1)
-            )
+            child = stack.enter_context(program(*each[1:]))
             stack.callback(child.kill)
             children.append(child)
         for child in children:

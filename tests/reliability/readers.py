@@ -93,7 +93,9 @@ def _beside_a_trainer(
             other = differences(states[found["number"]], found)
             if other:
                 tally.losses.append(f"restore {number} is a mixture: {other[:3]}")
-        trainer.communicate("", timeout=PATIENCE_S)
+        assert trainer.stdin is not None
+        trainer.stdin.close()
+        trainer.wait(PATIENCE_S)
         if trainer.returncode:
             tally.losses.append(f"the trainer ended with {trainer.returncode}")
     return tally
