@@ -48,7 +48,7 @@ class Constants:
     gets: float = 5500
     rate: float = 8900
     service: float = 155e6
-    requests: int = 5
+    requests: int = 8
     group: int = 32
     trip: float = 0.0005
 

@@ -59,7 +59,9 @@ async def save_entry(
         may_write: Awaited before anything but the empty attempt is written.
     """
     if request.metrics is not None:
-        metrics = await anyio.to_thread.run_sync(_plain_metrics, request.metrics)
+        # They may still be computed.
+        async with joint.busy():
+            metrics = await anyio.to_thread.run_sync(_plain_metrics, request.metrics)
         request = replace(request, metrics=metrics)
     if batches is None:
         began = hooks.watch.began

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 from ckpt.backlog import Place
+from ckpt.errors import CheckpointError
 from ckpt.manifest import Manifest
 from ckpt.pace import Pace
 from ckpt.policies import SaveContext, SavedStep
 from ckpt.preemption import Preemption
 
 __all__ = ["Moments", "Root"]
+
+logger = logging.getLogger("ckpt")
 
 
 class Root(Protocol):
@@ -82,6 +86,16 @@ class Moments:
     def is_final(self, context: SaveContext) -> bool:
         """Tell whether a save would be the final one of a preempted run, which is always made."""
         return context.preempted and self._final is None
+
+    async def kept_by(self, context: SaveContext, root: Root) -> float:
+        """Return how much training a final save keeps, in seconds."""
+        try:
+            newest = await root.newest_time() if context.last_time is None else None
+        except CheckpointError as error:
+            # It is for a report only.
+            logger.debug("the newest step could not be looked at: %s", error)
+            newest = None
+        return self.since_last(context, newest)
 
     def since_last(self, context: SaveContext, newest_time: float | None) -> float:
         """Return how long ago the save before this one began, or the run itself, in seconds.

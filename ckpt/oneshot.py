@@ -190,18 +190,20 @@ def save_call(
         # Nobody holds this commit: the call itself returns or raises its outcome.
         hooks = CommitHooks(Commit(None, lambda: None))
         try:
-            if joint.publishes:
-                await storage.prepare()
-                await storage.sweep()
-                await make_way(storage, request)
             async with joint.watched():
+                if joint.publishes:
+                    async with joint.busy():
+                        await storage.prepare()
+                        await storage.sweep()
+                        await make_way(storage, request)
                 manifest = await save_entry(engine, storage, request, hooks, joint)
         except BaseException as error:
             told = await joint.settle(error)
             if told is error:
                 raise
             raise told from error
-        await peers.ended(operation)
+        finally:
+            await peers.ended(operation)
         info = step_info(manifest, f"{storage.location}/{entry}", hooks.watch.taken)
         logger.info("saved %s: %d bytes in %.2f s", entry, info.nbytes, time.perf_counter() - began)
         return info

@@ -5,6 +5,7 @@ A job of one process has no peers: everything here returns at once then.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import uuid
@@ -15,14 +16,14 @@ from typing import Any, TypeVar
 
 import anyio
 
+from ckpt.coordination.agreeing import acted, gathered, together
 from ckpt.coordination.base import Coordinator
-from ckpt.coordination.beats import beating
 from ckpt.coordination.failures import unpack_error
 from ckpt.coordination.operation import FAILED, Operation
-from ckpt.coordination.own_disks import has_own_disks
+from ckpt.coordination.own_disks import has_own_disks, name_of_disks
 from ckpt.coordination.signs import introduce
 from ckpt.digests import digest
-from ckpt.errors import CoordinationError, CoordinationTimeoutError, located
+from ckpt.errors import CheckpointError, CoordinationError, CoordinationTimeoutError
 from ckpt.layout.owners import Team
 from ckpt.manifest import JsonValue
 
@@ -113,7 +114,18 @@ class Peers:
         Raises:
             CoordinationError: The processes could not agree on a name for this manager.
         """
-        await self._open()
+        try:
+            await self._open()
+        except BaseException as error:
+            if self._name:
+                # The others have heard the name, and go on to this operation.
+                operation = self._operation(f"{self._name}/{kind}/{turn}", what)
+                await operation.fail(error)
+                await self.ended(operation)
+            elif self._turns.get(kind) == turn + 1:
+                # Nothing came of the turn, on any process; who was missed has not counted it.
+                self._turns[kind] = turn
+            raise
         while True:
             operation = self._operation(f"{self._name}/{kind}/{turn}", what)
             if self.is_alone:
@@ -125,9 +137,30 @@ class Peers:
             except BaseException as error:
                 # Also where it was cancelled: the others would wait for this process.
                 await operation.fail(error)
+                await self.ended(operation)
                 raise
             # The others have gone on without this process: it is about their next one.
+            await self.ended(operation)
             turn = self.turn(kind)
+
+    async def withdraw(
+        self, kind: str, what: str, error: BaseException, turn: int | None = None
+    ) -> None:
+        """Tell the others that this process cannot do with them what they may wait for.
+
+        Arguments are those of `operation`, and the error; None takes the next turn. Never raises,
+        and is bounded.
+        """
+        turn = self.turn(kind) if turn is None else turn
+        if self.is_alone:
+            return
+        with anyio.move_on_after(_TIDY_SECONDS, shield=True):
+            try:
+                operation = await self.operation(kind, turn, what)
+                await operation.fail(error)
+                await self.ended(operation)
+            except Exception as failure:
+                logger.debug("the others were not told: %s", failure)
 
     async def _was_missed(self, operation: Operation) -> bool:
         """Tell whether the others have waited in vain for this process."""
@@ -152,12 +185,13 @@ class Peers:
             operation.advance(nbytes)
 
     async def ended(self, operation: Operation) -> None:
-        """Say that this process has the outcome of an operation that has not failed.
+        """Say that this process has the outcome of an operation, or the error. Idempotent.
 
         The last process to say so removes what the operation has left; until then, others may still
         have to read it. Never raises, and ends in a bounded time, also when cancelled.
         """
-        if not self.is_alone:
+        if not self.is_alone and operation in self._under_way:
+            self._under_way.discard(operation)
             await self._tidy(operation.name)
 
     async def _tidy(self, name: str) -> None:
@@ -186,36 +220,23 @@ class Peers:
         """
         if self.is_alone:
             return await act()
-        turn = self.turn(kind)
-        operation = await self.operation(kind, turn, what)
-        if not self.is_primary:
-            try:
-                told: JsonValue = json.loads(await operation.conclude(None))
-            except BaseException as error:
-                # Nothing that was waited for stays behind.
-                await operation.fail(error)
-                raise
-            await self.ended(operation)
-            return told
+        operation = await self.operation(kind, self.turn(kind), what)
         try:
-            value = await self._acted(operation, act)
+            if not self.is_primary:
+                told: JsonValue = json.loads(await operation.conclude(None))
+                return told
+            value = await acted(operation, act)
+            # It is done, so the others hear of it also where this is cancelled now; a bounded time.
+            with anyio.CancelScope(shield=True):
+                await operation.decide()
+                await operation.conclude(json.dumps(value).encode())
+            return value
         except BaseException as error:
+            # Nothing that was waited for stays behind.
             await operation.fail(error)
             raise
-        await operation.decide()
-        await operation.conclude(json.dumps(value).encode())
-        await self.ended(operation)
-        return value
-
-    async def _acted(self, operation: Operation, act: Callable[[], Awaitable[T]]) -> T:
-        """Return what `act` gives, and let the others know meanwhile that this process lives."""
-        with located():
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(operation.watch)
-                async with beating(operation):
-                    value = await act()
-                tasks.cancel_scope.cancel()
-        return value
+        finally:
+            await self.ended(operation)
 
     async def failed(self, operation: Operation) -> None:
         """Remove what processes reported for an operation that has failed; never raises."""
@@ -238,7 +259,7 @@ class Peers:
 
     def part(self, operation: Operation, name: str) -> Operation:
         """Return an operation within another one; all processes give it the same new name."""
-        return self._operation(f"{operation.name}/{name}", operation.what)
+        return operation.part(name)
 
     async def gathered(
         self, operation: Operation, value: JsonValue, name: str = "gathered"
@@ -247,18 +268,7 @@ class Peers:
 
         Once of every name in an operation, of which it is a part.
         """
-        part = self.part(operation, name)
-        try:
-            every = await part.report(json.dumps(value).encode())
-            told = None
-            if every is not None:
-                await part.decide()
-                told = json.dumps([json.loads(each) for each in every]).encode()
-            found: list[Any] = json.loads(await part.conclude(told))
-        except BaseException as error:
-            await part.fail(error)
-            raise
-        return found
+        return await gathered(operation, value, name)
 
     async def all_or_none(
         self, kind: str, what: str, act: Callable[[Operation], Awaitable[T]]
@@ -278,31 +288,17 @@ class Peers:
         operation = await self.operation(kind, turn, what)
         if self.is_alone:
             return await act(operation)
-        result = await self.together(operation, partial(act, operation))
-        await self.ended(operation)
-        return result
+        try:
+            return await together(operation, partial(act, operation))
+        finally:
+            await self.ended(operation)
 
     async def together(self, operation: Operation, act: Callable[[], Awaitable[T]]) -> T:
         """Return what `act` gives here, once it has succeeded on all processes.
 
         `operation` is either final then, or has failed; errors are those of `all_or_none`.
         """
-        try:
-            with located():
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(operation.watch)
-                    result = await act()
-                    if await operation.report(b"") is not None:
-                        await operation.decide()
-                    await operation.conclude(b"" if self.is_primary else None)
-                    tasks.cancel_scope.cancel()
-        except BaseException as error:
-            # All raise what the first one met, so that all go on in the same way.
-            told = await operation.settle(error)
-            if told is error:
-                raise
-            raise told from error
-        return result
+        return await together(operation, act)
 
     async def _open(self) -> None:
         """Agree on a name for this manager that nobody else uses, and on a budget."""
@@ -322,20 +318,31 @@ class Peers:
         with anyio.CancelScope(shield=True):
             opening = await self._next_opening()
         try:
-            found = await self._agree(opening)
+            self._take(await self._agree(opening))
         except BaseException as error:
             told = await opening.settle(error)
+            if opening.is_decided:
+                # Too late: unless the others hear of this error instead, they have the name.
+                with anyio.CancelScope(shield=True), contextlib.suppress(CheckpointError):
+                    self._take(json.loads(await opening.conclude(None) or b"{}"))
             if told is error:
                 raise
             raise told from error
+        finally:
+            await self.ended(opening)
+
+    def _take(self, found: object) -> None:
+        """Take the name and the budget that the primary gives to all."""
+        if not isinstance(found, dict) or not {"name", "budget"} <= set(found):
+            raise CoordinationError(f"the primary gave {found!r:.60} instead of a name")
         self.budget_bytes = int(found["budget"])
         self._name = f"{_FOLDER}/{found['name']}"
-        await self._tidy(opening.name)
 
     async def _next_opening(self) -> Operation:
         """Return what opens this manager; every process opens those of a root in the same order."""
-        # Roots of their own may be called differently.
-        place = "own" if self.own_disks else digest(self._location.encode())
+        # Roots of their own may be called differently, so there are names for them.
+        name = name_of_disks(self._coordinator) if self.own_disks else self._location
+        place = f"{'own' if self.own_disks else 'common'}-{digest(name.encode())}"
         store, what = self._coordinator.key_values(), f"opening {self._location}"
         await self._answer(introduce(store, self.index, what))
         while True:
@@ -343,6 +350,7 @@ class Peers:
             opening = self._operation(f"{_FOLDER}/opening/{place}/{turn}", what)
             if not await self._was_missed(opening):
                 return opening
+            await self.ended(opening)
 
     async def cannot_open(self, error: BaseException) -> None:
         """Tell the others why this process cannot open the root; never raises, and is bounded."""
@@ -350,12 +358,14 @@ class Peers:
             return
         with anyio.move_on_after(_TIDY_SECONDS, shield=True):
             try:
-                await (await self._next_opening()).fail(error)
+                opening = await self._next_opening()
+                await opening.fail(error)
+                await self.ended(opening)
             except Exception as failure:
                 logger.debug("the others were not told: %s", failure)
 
-    async def _agree(self, opening: Operation) -> dict[str, Any]:
-        """Return the name and the budget that the primary gives to all."""
+    async def _agree(self, opening: Operation) -> object:
+        """Return what the primary gives to all: a name and a budget."""
         about = {"location": self._location, "budget": self.budget_bytes}
         reports = await opening.report(json.dumps(about).encode())
         agreed = None
@@ -363,9 +373,7 @@ class Peers:
             budget = min(int(json.loads(each)["budget"]) for each in reports)
             agreed = json.dumps({"name": uuid.uuid4().hex, "budget": budget}).encode()
             await opening.decide()
-        found = json.loads(await opening.conclude(agreed))
-        if not isinstance(found, dict):
-            raise CoordinationError(f"the primary gave {found!r:.60} instead of a name")
+        found: object = json.loads(await opening.conclude(agreed))
         return found
 
     async def _answer(self, request: Awaitable[T]) -> T:

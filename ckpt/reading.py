@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 
+from ckpt.coordination.beats import beating
 from ckpt.coordination.operation import Operation
 from ckpt.engine.broadcast import Broadcast
 from ckpt.engine.restore import restore_items
@@ -96,23 +97,27 @@ class RootReader:
 
     async def _steps(self) -> dict[int, Indexed]:
         """Return the committed steps; of processes with disks of their own those that all have."""
-        found = await self._index.refresh()
         if not self._peers.own_disks:
-            return found
-        look = partial(self._in_common, found, None)
-        common = await self._peers.all_or_none("steps", "listing the steps", look)
-        return {step: found[step] for step in common}
+            return await self._index.refresh()
+        look = partial(self.in_common, None)
+        return await self._peers.all_or_none("steps", "listing the steps", look)
 
-    async def _in_common(
-        self, found: Mapping[int, Indexed], asked: int | None, operation: Operation
-    ) -> list[int]:
+    async def in_common(self, asked: int | None, operation: Operation) -> dict[int, Indexed]:
+        """Return the steps that all processes have on disks of their own, as they are on this one.
+
+        Args:
+            asked: A step that all of them ask for, or None.
+            operation: What they do it for.
+        """
+        async with beating(operation):
+            found = await self._index.refresh()
         # What not all have published is no step, nor is what they have from different saves.
         own: JsonValue = [[each.step, each.save] for each in found.values()]
         every = await self._peers.gathered(operation, [asked, own])
         for other, _ in every:
             self._check_same(asked, other)
         common = set.intersection(*({tuple(each) for each in steps} for _, steps in every))
-        return sorted(step for step, save in common if save)
+        return {step: found[step] for step in sorted(step for step, save in common if save)}
 
     async def found(self, step: int | None) -> tuple[str, Manifest]:
         """Return entry and manifest of `step`, or of the latest one.
@@ -134,6 +139,10 @@ class RootReader:
 
     async def metadata(self, step: int | None) -> StepMetadata:
         """Return the metadata of `step`, or of the latest one."""
+        if step is None and self._peers.own_disks:
+            step = await self.latest_step()
+            if step is None:
+                raise self._no_step()
         entry, manifest = await self.found(step)
         statistics = await statistics_of(self._storage, entry, manifest)
         path = f"{self._storage.location}/{entry}"
@@ -175,7 +184,6 @@ class RootReader:
         Several processes load the same step, and all of them fail where one does. With
         `broadcast_bytes` they share what they read, by programs that `caller` runs.
         """
-        check_broadcast(broadcast_bytes, own_disks=self._peers.own_disks)
         sharing = None if broadcast_bytes is None else (broadcast_bytes, caller)
         # It may be asked for more than once.
         items = list(items) if isinstance(items, Iterator) else items
@@ -210,10 +218,11 @@ class RootReader:
     ) -> tuple[Manifest, dict[str, Any]]:
         """Find a step that all processes have, and load it, everywhere."""
         peers, broadcast = self._peers, None
+        check_broadcast(None if sharing is None else sharing[0], own_disks=peers.own_disks)
         if peers.is_alone:
             entry, manifest = await self.found(step)
         elif peers.own_disks:
-            entry, manifest = await self.found(await self._common(step, operation))
+            entry, manifest = await self.found(await self.common(step, operation))
         else:
             nbytes = None if sharing is None else sharing[0]
             entry, manifest = await self._led(step, nbytes, operation)
@@ -259,10 +268,14 @@ class RootReader:
             )
         return entry, manifest
 
-    async def _common(self, step: int | None, operation: Operation) -> int:
-        """Return the step that all processes have on their disks; None finds the greatest."""
+    async def common(self, step: int | None, operation: Operation) -> int:
+        """Return the step that all processes have on their disks; None finds the greatest.
+
+        Raises:
+            StepNotFoundError: There is none; says which there are.
+        """
         asked = None if step is None else check_step(step)
-        steps = await self._in_common(await self._index.refresh(), asked, operation)
+        steps = list(await self.in_common(asked, operation))
         if asked is None and steps:
             return steps[-1]
         if asked is not None and asked in steps:

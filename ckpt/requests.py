@@ -155,6 +155,12 @@ def _likes(
                 f"items={shown(items)}: expected a list of item names, such as [{shown(items)}]",
                 step=manifest.step,
             )
+        given: object = items
+        if not isinstance(given, Iterable):
+            raise InvalidArgumentError(
+                f"items={shown(items)}: expected item names, or a dict of item names to targets",
+                step=manifest.step,
+            )
         return dict(items) if isinstance(items, Mapping) else dict.fromkeys(items)
     if like is None:
         return dict.fromkeys(manifest.items)

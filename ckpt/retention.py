@@ -15,7 +15,7 @@ from ckpt.entries import is_ours, spare_others
 from ckpt.errors import StepNotFoundError, StepPinnedError, StorageError, located
 from ckpt.events import Observer, Recorder
 from ckpt.history import saved_step
-from ckpt.index import StepIndex
+from ckpt.index import Indexed, StepIndex
 from ckpt.late_statistics import drop_late, keep_late, statistics_of
 from ckpt.manifest import Manifest
 from ckpt.moments import Moments
@@ -75,32 +75,47 @@ class Retention:
         if self._trash is not None:
             await self._storage.prepare_trash(self._trash)
 
-    async def preserve(self) -> None:
+    @property
+    def keeps_all(self) -> bool:
+        """Whether `preserve` deletes nothing."""
+        return isinstance(self._policy, PreserveAll)
+
+    async def preserve(self, going: Mapping[int, Indexed] | None = None) -> None:
         """Delete what the policy does not keep, several steps at a time.
 
-        What was acknowledged last stays, though older steps may be greater: after a run went back,
-        its new steps are the ones it would resume from.
+        Args:
+            going: What that is, of `superfluous`; None looks for it. What has become another step
+                since is left.
 
         Raises:
             CheckpointError: Steps could not be deleted; all others were.
         """
-        if isinstance(self._policy, PreserveAll):
+        if self.keeps_all:
             return
         self._preserving = self._preserving or anyio.Lock()
         async with self._preserving:
-            await self._preserve()
+            if going is None:
+                going = await self.superfluous(await self._index.refresh())
+            await self._delete_all(going)
 
-    async def _preserve(self) -> None:
-        found = await self._index.refresh()
+    async def superfluous(self, found: Mapping[int, Indexed]) -> dict[int, Indexed]:
+        """Return which of the steps there are the policy does not keep, and nobody has pinned.
+
+        What was acknowledged last stays, though older steps may be greater: after a run went back,
+        its new steps are the ones it would resume from.
+        """
         steps = [saved_step(each) for each in found.values()]
         kept = await anyio.to_thread.run_sync(steps_kept, self._policy, steps, self._now_ns() / 1e9)
         always = {self._moments.newest}
         if self._keeps_latest:
             always.add(max(found, default=None))
-        going = [step for step in found if step not in kept and step not in always]
-        if not going:
-            return
-        pinned = await pins(self._storage)
+        going = {
+            step: each for step, each in found.items() if step not in kept and step not in always
+        }
+        pinned = await pins(self._storage) if going else {}
+        return {step: each for step, each in going.items() if step not in pinned}
+
+    async def _delete_all(self, going: Mapping[int, Indexed]) -> None:
         limiter = anyio.CapacityLimiter(self._concurrency)
         errors: list[Exception] = []
 
@@ -108,7 +123,7 @@ class Retention:
             async with limiter:
                 try:
                     with located(step=step):
-                        await self._delete(step, await self._listed(step, found[step].attempt))
+                        await self._delete(step, await self._listed(step, going[step].attempt))
                 except StepPinnedError:
                     logger.debug("step %d is kept: it was pinned just now", step)
                 except Exception as error:
@@ -117,8 +132,7 @@ class Retention:
 
         async with anyio.create_task_group() as tasks:
             for step in going:
-                if step not in pinned:
-                    tasks.start_soon(delete, step)
+                tasks.start_soon(delete, step)
         if errors:
             with located():
                 raise ExceptionGroup("steps could not be deleted", errors)

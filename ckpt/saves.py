@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -17,18 +18,12 @@ from ckpt.engine.joint import Joint
 from ckpt.engine.loop import EngineLoop, Job
 from ckpt.engine.saving import SaveEngine, SaveRequest
 from ckpt.entries import make_way, remove_others, replacing_part, save_entry
-from ckpt.errors import (
-    CheckpointError,
-    CommitCancelledError,
-    StepExistsError,
-    StorageError,
-)
+from ckpt.errors import CheckpointError, CommitCancelledError, StepExistsError, StorageError
 from ckpt.events import Recorder
 from ckpt.late_statistics import keep_late
 from ckpt.manifest import Manifest
 from ckpt.moments import Moments, Root
 from ckpt.peers import Peers
-from ckpt.policies import SaveContext
 from ckpt.preemption import Preemption
 from ckpt.redaction import redact
 from ckpt.stepinfo import step_info
@@ -75,6 +70,7 @@ class Saves:
         self._peers = peers
         # Made on the engine's loop.
         self._backlog: Backlog | None = None
+        self._joining: anyio.Lock | None = None
         # Saves under way, and ended ones whose error nobody has fetched yet.
         self._commits: dict[CommitHooks, Commit] = {}
         # Set when the deletions after a commit have ended; the next save does not wait for them.
@@ -113,6 +109,13 @@ class Saves:
         self._forget_seen()
         self._commits[hooks] = commit
 
+    def withdraw(self, entry: str, step: int, error: Exception) -> None:
+        """Tell the others that a save which they may wait for cannot begin here; does not wait."""
+        if not self._peers.is_alone:
+            # Of a manager that is closed they heard when it was.
+            with contextlib.suppress(CheckpointError):
+                self._loop.submit(self._peers.withdraw, _kind_of(entry), _what(step), error)
+
     async def _save(
         self,
         request: SaveRequest,
@@ -125,19 +128,23 @@ class Saves:
         began_ns = time.perf_counter_ns()
         # Of the step, so that a call more or fewer in one process harms no other step. Before
         # anything is awaited: the turns are those of the calls.
-        kind = f"save-{request.entry}"
+        kind = _kind_of(request.entry)
         turn = self._peers.turn(kind)
         recorder = Recorder("save", request.step, self._engine.observers)
         backlog = self._backlog = self._backlog or Backlog(self._policy)
         scope = anyio.CancelScope()
         tidied = anyio.Event()
         place, reason, committed, joint = None, None, False, None
+        joining = self._joining = self._joining or anyio.Lock()
+        is_asked = root.has_policy or self._policy == "skip"
+        has_come = False
         try:
             with scope:
                 # In turn, so that all processes save in the order of their calls.
-                async with backlog.deciding:
+                async with joining:
+                    has_come = True
                     joint = await self._joint(request, kind, turn)
-                async with joint.watched():
+                async with joint.watched(hears=is_asked and not force):
                     decision = await self._decide(
                         request, root, force, backlog, scope.cancel, joint
                     )
@@ -149,14 +156,16 @@ class Saves:
                 if place is not None:
                     self.tidying.append(tidied)
                     committed = True
-                for operation in joint.operations:
-                    await self._peers.ended(operation)
+                await self._peers.ended(joint.whole)
         except BaseException as error:
             # All processes raise what the first one met.
             told = error
             if joint is not None:
                 told = await joint.settle(error)
-                await self._peers.failed(joint.operations[0])
+                await self._peers.failed(joint.whole)
+                await self._peers.ended(joint.whole)
+            elif not has_come:
+                await self._peers.withdraw(kind, _what(request.step), error, turn)
             self._end_badly(told, request, hooks, staged)
             if not isinstance(error, Exception):
                 recorder.end(began_ns, "cancelled")
@@ -185,10 +194,9 @@ class Saves:
         await self._engine.arena.warm(lambda: backlog.is_empty and not self._loop.closed)
 
     async def _joint(self, request: SaveRequest, kind: str, turn: int) -> Joint:
-        what = f"the save of step {request.step}"
         peers = self._peers
-        operation = await peers.operation(kind, turn, what)
-        then = await peers.operation(_end_of(kind), turn, what) if peers.own_disks else None
+        operation = await peers.operation(kind, turn, _what(request.step))
+        then = operation.part("end") if peers.own_disks else None
         return Joint(operation, peers.team, peers.budget_bytes, peers.advance, then)
 
     async def _decide(
@@ -212,28 +220,19 @@ class Saves:
             if not (force or is_final):
                 refusal = None
                 if joint.leads:
-                    refusal = await root.refusal(step, context) or backlog.refusal()
+                    async with joint.busy():
+                        refusal = await root.refusal(step, context) or backlog.refusal()
                 elif root.has_policy or self._policy == "skip":
                     refusal = await joint.refusal()
                 if refusal is not None:
                     if joint.leads:
                         await joint.refuse(refusal)
                     return _Decision(None, refusal)
-            kept_seconds = await self._kept_by(context, root) if is_final else None
+            kept_seconds = await self.moments.kept_by(context, root) if is_final else None
             # Who has a place gives it back: so nothing may fail, or be awaited, from here on.
             place = backlog.join(request.entry, step, give_up, may_be_superseded=not is_final)
             self.moments.begin(place, step, context)
         return _Decision(place, None, kept_seconds)
-
-    async def _kept_by(self, context: SaveContext, root: Root) -> float:
-        """Return how much training a final save keeps, in seconds."""
-        try:
-            newest = await root.newest_time() if context.last_time is None else None
-        except CheckpointError as error:
-            # It is for a report only.
-            logger.debug("the newest step could not be looked at: %s", error)
-            newest = None
-        return self.moments.since_last(context, newest)
 
     async def _save_in_turn(
         self,
@@ -392,5 +391,9 @@ class Saves:
         return bool(errors)
 
 
-def _end_of(kind: str) -> str:
-    return f"{kind}-end"
+def _kind_of(entry: str) -> str:
+    return f"save-{entry}"
+
+
+def _what(step: int | None) -> str:
+    return f"the save of step {step}"

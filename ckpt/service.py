@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -17,20 +17,14 @@ import anyio
 
 from ckpt.backlog import BacklogPolicy
 from ckpt.commit import Commit
-from ckpt.coordination.operation import Operation
+from ckpt.disks import act_if_common, delete_anywhere, superfluous_everywhere
 from ckpt.engine.arena import Arena
 from ckpt.engine.buffers import Buffers
 from ckpt.engine.exits import fail_exit
 from ckpt.engine.loop import EngineLoop, Job
 from ckpt.engine.plans import PlanCache
 from ckpt.engine.saving import SaveEngine
-from ckpt.errors import (
-    CheckpointError,
-    InvalidArgumentError,
-    ReadOnlyError,
-    StepNotFoundError,
-    StorageError,
-)
+from ckpt.errors import CheckpointError, InvalidArgumentError, ReadOnlyError, StorageError
 from ckpt.events import Observer, Recorder
 from ckpt.handlers.registry import HandlersLike, find_handlers
 from ckpt.history import Previous, saved_step
@@ -144,8 +138,14 @@ class RootService:
         """Start a save, from any thread; see `Saves.start`."""
         step = check_step(step)
         entry = self._names.name(step)
-        request = make_request(entry, step, state, items, metrics, metadata, overwrite=overwrite)
-        self._refuse_writing()
+        try:
+            request = make_request(
+                entry, step, state, items, metrics, metadata, overwrite=overwrite
+            )
+            self._refuse_writing()
+        except Exception as error:
+            self.saves.withdraw(entry, step, error)
+            raise
         self.reached_preemption(step)
         return self.saves.start(request, self, force=force)
 
@@ -227,10 +227,18 @@ class RootService:
         """
         began = time.perf_counter()
         try:
+            going = None
+            if self._peers.own_disks and not self._retention.keeps_all:
+                what = f"what to delete after step {saved}"
+                going = await self._peers.all_or_none(
+                    f"preserve-{saved}",
+                    what,
+                    partial(superfluous_everywhere, self._peers, self.reader, self._retention),
+                )
             if time.monotonic() - self._swept > self.storage.lease_seconds:
                 await self._sweep()
             with Recorder("save", saved, self._engine.observers).phase("preserve"):
-                await self._retention.preserve()
+                await self._retention.preserve(going)
         except CheckpointError as error:
             logger.warning("steps that are no longer kept could not be deleted: %s", error)
             return None
@@ -302,10 +310,13 @@ class RootService:
         async def is_committed() -> bool:
             return step in await self._index.refresh()
 
-        async def act() -> None:
-            await pin(self.storage, step, name, is_committed)
-
-        await self._peers.act(f"pin-{step}-{name}", f"pinning step {step}", act)
+        act = partial(pin, self.storage, step, name, is_committed)
+        kind, what = f"pin-{step}-{name}", f"pinning step {step}"
+        if self._peers.own_disks:
+            look = partial(act_if_common, self.reader, step, act)
+            await self._peers.all_or_none(kind, what, look)
+        else:
+            await self._peers.on_primary(kind, what, act)
 
     async def unpin(self, step: int, name: str) -> bool:
         """Take a pin back; return whether there was one."""
@@ -339,21 +350,9 @@ class RootService:
             await self.saves.idle()
         kind, what = f"delete-{step}-{item}", f"the deletion of step {step}"
         if self._peers.own_disks:
-            await self._peers.all_or_none(kind, what, partial(self._delete_anywhere, act))
+            await self._peers.all_or_none(kind, what, partial(delete_anywhere, self._peers, act))
         else:
             await self._peers.on_primary(kind, what, act)
-
-    async def _delete_anywhere(
-        self, delete: Callable[[], Awaitable[None]], operation: Operation
-    ) -> None:
-        """Delete what some of the disks have, and raise if none has it."""
-        missing = None
-        try:
-            await delete()
-        except StepNotFoundError as error:
-            missing = error
-        if not any(await self._peers.gathered(operation, missing is None)) and missing is not None:
-            raise missing
 
     def close(self, timeout: float | None = None) -> bool:
         """End the loop once all saves have; saves in parts that are still open are discarded.

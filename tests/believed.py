@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,25 @@ from ckpt.coordination import OwnDisks
 
 
 class SharedValues:
-    """`KeyValues` of several event loops."""
+    """`KeyValues` of several event loops.
+
+    Attributes:
+        broken: What every request raises, or None.
+    """
 
     def __init__(self) -> None:
+        self.broken: Exception | None = None
         self._values: dict[str, bytes] = {}
         self._counts: dict[str, int] = {}
         self._guard = threading.Lock()
 
-    async def put(self, key: str, value: bytes) -> bool:
+    async def _asked(self) -> None:
         await anyio.lowlevel.checkpoint()
+        if self.broken is not None:
+            raise self.broken
+
+    async def put(self, key: str, value: bytes) -> bool:
+        await self._asked()
         with self._guard:
             if key in self._values:
                 return False
@@ -39,7 +49,7 @@ class SharedValues:
     async def wait(self, key: str, seconds: float) -> bytes | None:
         end = time.monotonic() + seconds
         while True:
-            await anyio.lowlevel.checkpoint()
+            await self._asked()
             with self._guard:
                 if key in self._values:
                     return self._values[key]
@@ -48,7 +58,7 @@ class SharedValues:
             await anyio.sleep(0.002)
 
     async def list(self, folder: str) -> dict[str, bytes]:
-        await anyio.lowlevel.checkpoint()
+        await self._asked()
         start = f"{folder}/"
         with self._guard:
             found = dict(self._values)
@@ -57,13 +67,13 @@ class SharedValues:
         }
 
     async def add(self, key: str) -> int:
-        await anyio.lowlevel.checkpoint()
+        await self._asked()
         with self._guard:
             self._counts[key] = self._counts.get(key, 0) + 1
             return self._counts[key]
 
     async def drop(self, folder: str) -> None:
-        await anyio.lowlevel.checkpoint()
+        await self._asked()
         with self._guard:
             for each in (self._values, self._counts):
                 for key in [key for key in each if key.startswith(f"{folder}/")]:
@@ -75,7 +85,7 @@ class SharedValues:
             return sorted({*self._values, *self._counts})
 
     async def touch(self, key: str, value: bytes) -> None:
-        await anyio.lowlevel.checkpoint()
+        await self._asked()
         with self._guard:
             self._values[key] = bytes(value)
 
@@ -105,14 +115,16 @@ def managers(
     jobs: list[Any] | None = None,
     own_disks: bool = False,
     seconds: float = 1.0,
+    each: Sequence[Mapping[str, Any]] = (),
     **options: Any,
 ) -> list[ckpt.sync.CheckpointManager]:
+    """Return a manager of each process; `each` are options of one process each."""
     return [
         ckpt.sync.CheckpointManager(
             root / str(index) if own_disks else root,
             coordinator=job,
             timeouts=ckpt.Timeouts(coordination=seconds),
-            **options,
+            **(options | dict(each[index] if each else {})),
         )
         for index, job in enumerate(jobs or coordinators(count, own_disks=own_disks))
     ]
@@ -129,3 +141,11 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(len(calls)) as pool:
         return list(pool.map(made, calls))
+
+
+def steps(found: list[Any]) -> list[int]:
+    """Return the steps that were saved; raise what was raised instead, which has a step, too."""
+    for each in found:
+        if isinstance(each, Exception):
+            raise each
+    return [each.step for each in found]

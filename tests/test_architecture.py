@@ -32,7 +32,7 @@ FLOORS = [
     {"engine", "index"},
     {"entries", "history", "moments", "requests"},
     {"reading", "retention", "saves", "watcher"},
-    {"parts"},
+    {"disks", "parts"},
     {"partial", "service"},
     {"opening"},
     {"manager", "oneshot", "watching"},

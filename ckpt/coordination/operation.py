@@ -28,6 +28,7 @@ import anyio.lowlevel
 from ckpt.coordination.base import KeyValues
 from ckpt.coordination.bounded import Bounded
 from ckpt.coordination.failures import pack_error, unpack_error
+from ckpt.coordination.pulse import Pulse
 from ckpt.coordination.signs import Signs, Stage, hello, missing_text, silence, who
 from ckpt.errors import CheckpointError, CoordinationError, CoordinationTimeoutError, located
 
@@ -100,9 +101,7 @@ class Operation:
         self.what = what
         self.seconds = seconds
         self._slice = seconds / _SIGNS
-        self._moved = 0
-        self._beat = 0
-        self._beat_at = 0.0
+        self._pulse = Pulse(self._shared, index)
         self._decided = False
         self._awaited: str | None = None
         self._heard: tuple[bytes, CheckpointError] | None = None
@@ -117,6 +116,18 @@ class Operation:
     def _alone(self) -> bool:
         return self._count == 1
 
+    def part(self, name: str) -> Operation:
+        """Return an operation within this one; all processes give it the same new name.
+
+        It ends for itself, and has the signs of life of the whole: who is busy with something else
+        of it is not missed.
+        """
+        found = Operation(
+            self._values, self._index, self._count, f"{self.name}/{name}", self.what, self.seconds
+        )
+        found._pulse = self._pulse
+        return found
+
     async def lead(self, value: bytes | None) -> bytes:
         """Give the value to begin with (primary), or wait for it (others); return it.
 
@@ -127,7 +138,7 @@ class Operation:
         """
         if self._alone:
             return value or b""
-        await self._show()
+        await self._pulse.show()
         if self._index == 0:
             mine = value or b""
             data = await self._shared.set_or_get("begin", _GIVEN + _COUNT.pack(self._count) + mine)
@@ -244,16 +255,21 @@ class Operation:
         with located():
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._raise_failure)
-                shown = self._moved
                 while True:
                     await anyio.sleep(self._slice)
-                    if self._moved != shown:
-                        shown = self._moved
-                        await self._show()
+                    await self._pulse.show_moves()
 
     def advance(self, amount: int) -> None:
         """Say that so many bytes were moved; `watch` lets the others know that this one lives."""
-        self._moved += amount
+        self._pulse.advance(amount)
+
+    async def show_moves(self) -> None:
+        """Let the others know at once if bytes were moved; that they cannot, is no error."""
+        if not self._alone:
+            try:
+                await self._pulse.show_moves()
+            except CoordinationError as failure:
+                _logger.debug("%s: no sign of life could be given: %s", self.what, failure)
 
     async def _fail(self, error: BaseException) -> bool:
         me = who(self._index, self._count, hello())
@@ -284,7 +300,7 @@ class Operation:
             with anyio.move_on_after(max(left, self._slice / 2)):
                 # Whoever failed may have died before everybody was told.
                 await self._look_for_failure()
-                sign = await self._shared.wait("life/0", 0)
+                sign = await self._pulse.of_primary()
                 if sign is not None:
                     signs.see(0, sign, anyio.current_time())
             if signs.silent(anyio.current_time(), self.seconds):
@@ -312,14 +328,14 @@ class Operation:
         while True:
             # The others wait for the primary, which waits: that it lives they have to be told. It
             # waits in a bounded time itself.
-            if anyio.current_time() - self._beat_at >= self._slice:
-                await self._show()
+            if self._pulse.is_due(self._slice):
+                await self._pulse.show()
             left = signs.patience(index, anyio.current_time(), self.seconds)
             data = await self._shared.wait(self._awaited, min(self._slice, max(left, 0.001)))
             if data is not None:
                 self._awaited = None
                 return data
-            for other, sign in (await self._shared.numbered("life", self._count)).items():
+            for other, sign in (await self._pulse.of_all(self._count)).items():
                 signs.see(other, sign, anyio.current_time())
             if signs.silent(anyio.current_time(), self.seconds):
                 await self._raise_if_silent(signs)
@@ -374,11 +390,6 @@ class Operation:
         if self._heard is None or self._heard[0] != data:
             self._heard = data, unpack_error(data[1:])
         return self._heard[1]
-
-    async def _show(self) -> None:
-        self._beat += 1
-        self._beat_at = anyio.current_time()
-        await self._shared.touch(f"life/{self._index}", hello(self._beat))
 
 
 def _report(index: int) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from ckpt.coordination.base import Coordinator, KeyValues
 
-__all__ = ["OwnDisks", "has_own_disks"]
+__all__ = ["OwnDisks", "has_own_disks", "name_of_disks"]
 
 
 class OwnDisks:
     """Says of a job that every process has a root of its own, and sees no other's.
+
+    Roots on disks of their own may be called differently in each process, so nothing tells which of
+    them belong together. Where a program has several, each gets a name.
 
     A process then keeps what its own devices hold, and everything else (numpy arrays, Python
     scalars, items with files) as well. A step counts if all processes have it; it can be restored
@@ -18,9 +21,15 @@ class OwnDisks:
 
     own_disks = True
 
-    def __init__(self, job: Coordinator) -> None:
-        """Take the processes of `job`, such as `ckpt.coordination.JaxDistributed()`."""
+    def __init__(self, job: Coordinator, name: str = "") -> None:
+        """Take the processes of `job`.
+
+        Args:
+            job: Such as `ckpt.coordination.JaxDistributed()`.
+            name: Which of several roots this is for; the same on all processes.
+        """
         self._job = job
+        self.name = name
 
     @property
     def process_index(self) -> int:
@@ -40,3 +49,8 @@ class OwnDisks:
 def has_own_disks(coordinator: Coordinator) -> bool:
     """Tell whether the processes of a job have roots of their own."""
     return bool(getattr(coordinator, "own_disks", False)) and coordinator.process_count > 1
+
+
+def name_of_disks(coordinator: Coordinator) -> str:
+    """Return which of several roots on disks of their own a coordinator is for."""
+    return str(getattr(coordinator, "name", ""))

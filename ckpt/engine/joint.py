@@ -69,10 +69,10 @@ class Joint:
             team: Which of them this is.
             budget_bytes: The staging budget that all of them have.
             advance: Called with the bytes that were written; None tells `operation` alone.
-            then: What they do afterwards where each publishes on a disk of its own.
+            then: The part of it in which each publishes on a disk of its own.
         """
         self._then = then
-        self.operations = [operation] if then is None else [operation, then]
+        self.whole = operation
         self.operation = operation
         self.team = team
         self.budget_bytes = budget_bytes
@@ -81,6 +81,7 @@ class Joint:
         self._settled: BaseException | None = None
         self._telling = False
         self._decided = False
+        self._hearing = anyio.Lock()
 
     @classmethod
     def alone(cls, budget_bytes: int) -> Joint:
@@ -109,8 +110,11 @@ class Joint:
         return self.leads or self.own_disks
 
     @contextlib.asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
+    async def watched(self, *, hears: bool = False) -> AsyncIterator[None]:
         """Run the body, and cancel it as soon as another process has failed.
+
+        Args:
+            hears: Whether the body is going to ask for `refusal`: it is waited for from now on.
 
         Raises:
             CheckpointError: What the other process has failed with.
@@ -121,8 +125,18 @@ class Joint:
         with located():
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch)
+                if hears and not self.leads:
+                    tasks.start_soon(self._hear)
                 yield
                 tasks.cancel_scope.cancel()
+
+    async def _hear(self) -> None:
+        try:
+            await self.refusal()
+        except CheckpointError as error:
+            # First, since the body only hears that it is cancelled.
+            await self.settle(error)
+            raise
 
     async def _watch(self) -> None:
         try:
@@ -147,7 +161,7 @@ class Joint:
         if self.is_alone:
             yield
             return
-        async with beating(self.operation):
+        async with beating(self.operation, self.advance):
             yield
 
     async def refuse(self, reason: str) -> None:
@@ -167,8 +181,9 @@ class Joint:
 
     async def refusal(self) -> str | None:
         """Return why the primary does not save, or None if it does; waits for it."""
-        if self._begun is None:
-            self._begun = json.loads(await self.operation.lead(None))
+        async with self._hearing:
+            if self._begun is None:
+                self._begun = json.loads(await self.operation.lead(None))
         found: str | None = self._begun.get("refusal")
         return found
 
@@ -212,6 +227,9 @@ class Joint:
             if not isinstance(error, Exception):
                 told = CommitCancelledError("the save was cancelled")
             found = await self.operation.settle(told)
+            if self._then is not None and self.whole.is_decided and self.operation is self.whole:
+                # The others are about to publish, or have: they would wait for this process.
+                await self._then.fail(told)
             self._settled = error if found is told else found
         return self._settled if isinstance(error, Exception) else error
 

@@ -59,11 +59,13 @@ async def end_apart(
     joint, watch = session.joint, session.hooks.watch
     with session.recorder.phase("record"), watch.taking("merged"):
         entries = own_entries(session, engine.handlers, entries)
-        manifest = await record(session, engine, request, entries)
+        async with joint.busy():
+            manifest = await record(session, engine, request, entries)
         reports = await joint.report(own_report(session, engine, entries))
         if reports is not None:
             same_items(reports)
-            await anyio.to_thread.run_sync(check_alike, session.trees, reports)
+            async with joint.busy():
+                await anyio.to_thread.run_sync(check_alike, session.trees, reports)
     with session.recorder.phase("publish"):
         await joint.ready()
         # Also until all have: what is on some disks only is no step.

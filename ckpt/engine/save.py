@@ -117,8 +117,9 @@ async def _begin(
     """Open the attempt while the tree is planned, and the way to it when it is our turn."""
     storage, joint = session.storage, session.joint
     if joint.publishes:
-        await storage.prepare()
-        session.attempt = await storage.begin(request.entry)
+        async with joint.busy():
+            await storage.prepare()
+            session.attempt = await storage.begin(request.entry)
         session.tasks.start_soon(keep_lease, storage, session.attempt, keeper)
     if joint.leads:
         assert session.attempt is not None

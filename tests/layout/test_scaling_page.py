@@ -45,7 +45,7 @@ def test_the_model_of_a_save_follows_its_formulas() -> None:
     }
     save = scale_report.save_time(row)
     assert save["write"] == pytest.approx(5.0)
-    assert save["service"] == pytest.approx(500 / 8900 + 1.0 + 4 * 0.0005)
+    assert save["service"] == pytest.approx(800 / 8900 + 1.0 + 4 * 0.0005)
     assert save["join"] == pytest.approx(10.0)
     assert save["publish"] == pytest.approx(0.08 + 3.0)
     assert save["total"] == pytest.approx(sum(save.values()) - save["total"])

@@ -19,7 +19,7 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.manifest import FileEntry, ItemEntry
-from tests.believed import coordinators, managers, together
+from tests.believed import coordinators, managers, steps, together
 
 STATE = {"a": np.arange(10, dtype=np.int32), "b": 3}
 
@@ -47,7 +47,7 @@ def test_who_cannot_write_to_the_attempt_fails_the_save_also_with_nothing_to_wri
     assert all("no such attempt here" in str(each) for each in found)
     monkeypatch.undo()
     assert mgrs[0].all_steps() == []
-    assert [each.step for each in saved(mgrs, 1)] == [1, 1]
+    assert steps(saved(mgrs, 1)) == [1, 1]
     closed(mgrs)
 
 
@@ -99,18 +99,18 @@ def test_a_primary_that_takes_its_time_to_publish_is_waited_for(
         await publish(*args, **options)
 
     monkeypatch.setattr(storage, "publish", slowly)
-    assert [each.step for each in saved(mgrs, 1)] == [1, 1]
+    assert steps(saved(mgrs, 1)) == [1, 1]
     closed(mgrs)
 
 
 def test_a_step_that_only_some_disks_have_is_none(tmp_path: Path) -> None:
     mgrs = managers(tmp_path, own_disks=True, seconds=5.0)
-    assert [each.step for each in saved(mgrs, 1) + saved(mgrs, 2)] == [1, 1, 2, 2]
+    assert steps(saved(mgrs, 1) + saved(mgrs, 2)) == [1, 1, 2, 2]
     # As a crash between two publications leaves it.
     shutil.rmtree(tmp_path / "1" / "2")
     assert together(*(mgr.latest_step for mgr in mgrs)) == [1, 1]
     assert together(*(mgr.all_steps for mgr in mgrs)) == [[1], [1]]
-    assert [each.step for each in saved(mgrs, 2)] == [2, 2]
+    assert steps(saved(mgrs, 2)) == [2, 2]
     assert together(*(mgr.latest_step for mgr in mgrs)) == [2, 2]
     shutil.rmtree(tmp_path / "0" / "2")
     assert together(*(lambda m=m: m.delete(2) for m in mgrs)) == [None, None]
@@ -128,7 +128,7 @@ def test_what_ended_leaves_nothing_behind_and_what_failed_no_reports(
 ) -> None:
     jobs = coordinators(2)
     mgrs = managers(tmp_path, jobs=jobs)
-    assert [each.step for each in saved(mgrs, 1)] == [1, 1]
+    assert steps(saved(mgrs, 1)) == [1, 1]
     together(*(mgr.restore for mgr in mgrs))
     together(*(lambda m=m: m.delete(1) for m in mgrs))
     values = jobs[0].key_values()
