@@ -97,6 +97,9 @@ class CallingThread:
         result: Future[T] = Future()
 
         def call() -> None:
+            if result.done():
+                # It was interrupted.
+                return
             try:
                 result.set_result(function())
             except BaseException as error:
@@ -116,6 +119,8 @@ class CallingThread:
 
         Cancelling the wait leaves the future as it is. Functions are not interrupted.
         """
+        if future.done():
+            await anyio.lowlevel.checkpoint()
         while not future.done():
             event = anyio.Event()
             wake = waker(event)
@@ -123,7 +128,6 @@ class CallingThread:
                 each.add_done_callback(partial(_woken, wake))
             await event.wait()
             self._run_all()
-        await settled(future)
 
     def serve_here(self, future: Future[Any]) -> None:
         """Do the same in a plain thread; see `settled_here`."""
@@ -139,5 +143,8 @@ class CallingThread:
                     if self._news.done():
                         self._news = Future()
                     return
-                call = self._calls.pop(0)
+                call = self._calls[0]
+            # Forgotten when it has been run: an interrupt may come before it, and be survived.
             call()
+            with self._guard:
+                self._calls.pop(0)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import anyio
@@ -76,6 +81,57 @@ def test_an_interrupt_within_a_function_ends_the_call_and_its_work(loop: EngineL
     with pytest.raises(KeyboardInterrupt):
         loop.call_served(ask)
     assert len(ended) == 1
+
+
+def test_an_interrupt_loses_no_function_and_runs_none_twice(loop: EngineLoop) -> None:
+    ran: list[str] = []
+
+    def interrupt() -> None:
+        ran.append("interrupted")
+        raise KeyboardInterrupt
+
+    async def ask(caller: CallingThread) -> None:
+        async def one(function: Callable[[], None]) -> None:
+            with anyio.CancelScope(shield=True), contextlib.suppress(KeyboardInterrupt):
+                await caller.run(function)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(one, interrupt)
+            tasks.start_soon(one, lambda: ran.append("other"))
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.call_served(ask)
+    assert ran == ["interrupted", "other"]
+
+
+def test_what_was_interrupted_before_it_began_is_run_by_who_serves_next() -> None:
+    """An interrupt may come between any two lines."""
+    caller, ended = CallingThread(), Future[None]()
+    ran: list[str] = []
+
+    def work() -> None:
+        anyio.run(caller.run, partial(ran.append, "once"))
+        ended.set_result(None)
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if event == "call" and frame.f_code.co_name == "call":
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return None
+
+    other = threading.Thread(target=work)
+    other.start()
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            caller.serve_here(ended)
+    finally:
+        sys.settrace(before)
+    assert not ran
+    caller.serve_here(ended)
+    other.join()
+    assert ran == ["once"]
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import anyio
+import jax
 import numpy as np
 
 from ckpt.coordination.operation import Operation
@@ -82,6 +83,17 @@ class Broadcast:
             if leaves[number].offsets and _largest(leaves[number]) <= self.capacity(grouping)
         }
 
+    async def finish(self) -> None:
+        """Say that nothing more is shared; one who waits for this process is told so at once.
+
+        Raises:
+            CoordinationError: Another process has more to share.
+        """
+        every = await self.peers.gathered(self.operation, None, _turn_name(self.turns))
+        for process, each in enumerate(every):
+            if each is not None:
+                raise _different(self.peers.index, process, "it would share more of them")
+
     def unit_bytes(self, grouping: Grouping, concurrent: int) -> int:
         """Return about how many bytes are worked on at once, `concurrent` times."""
         share = self.peers.budget_bytes // concurrent
@@ -137,19 +149,18 @@ class SharedReads:
         async with anyio.create_task_group() as tasks:
             coming = self._begun(tasks, lot, 0)
             for number, batch in enumerate(lot.batches):
-                share = await self._all_ready(f"share-{turn}-{number}", coming, exchange)
+                given = await self._all_ready(f"share-{turn}-{number}", coming, exchange)
                 if number + 1 < rounds:
                     coming = self._begun(tasks, lot, number + 1)
                 with self._recorder.phase("exchange", batch.nbytes):
                     # Shielded: all others are about to do it.
                     with anyio.CancelScope(shield=True):
-                        memory = await exchange.exchange(share)
-                del share
+                        block = partial(_copy, batch, await exchange.exchange(given))
+                del given
                 if batch.units:
-                    block = partial(_copy, batch, memory)
-                    del memory
                     await take(block, batch.units)
-                    del block
+                # The memory is not kept for the time of the next exchange.
+                del block
 
     def _batches(self, units: Sequence[Unit], capacity: int) -> list[Batch]:
         extents = [extents_of(unit, self._files) for unit in units]
@@ -163,20 +174,14 @@ class SharedReads:
         """Return how many batches there are, and of how many bytes the largest is, in any group."""
         peers = self._broadcast.peers
         largest = max((batch.nbytes for batch in batches), default=0)
-        mine: list[JsonValue] = [len(grouping.groups), shares_key(batches), len(batches), largest]
-        every = await peers.gathered(self._broadcast.operation, mine, f"shares-{turn}")
+        mine: list[JsonValue] = [grouping.key, shares_key(batches), len(batches), largest]
+        every = await peers.gathered(self._broadcast.operation, mine, _turn_name(turn))
+        alike = [each is not None and each[0] == mine[0] for each in every]
+        if not all(alike):
+            raise _different(peers.index, alike.index(False), "what they share of them differs")
         for process in grouping.group_of(peers.index):
             if every[process][:3] != mine[:3]:
-                raise CoordinationError(
-                    f"process {peers.index} restores other arrays than process {process}, whose "
-                    "devices hold the same parts of them. With broadcast_bytes= all processes must "
-                    "restore the same arrays in the same order: give them the same like="
-                )
-        if len({each[0] for each in every}) > 1:
-            raise CoordinationError(
-                "the processes restore arrays of different shardings. With broadcast_bytes= all "
-                "processes must restore the same arrays in the same order: give them the same like="
-            )
+                raise _different(peers.index, process, "their devices hold the same parts of them")
         return max(each[2] for each in every), max(each[3] for each in every)
 
     def _begun(self, tasks: Any, lot: _Lot, number: int) -> _Coming:
@@ -193,19 +198,27 @@ class SharedReads:
         tasks.start_soon(read)
         return coming
 
-    async def _all_ready(self, name: str, coming: _Coming, exchange: DeviceExchange) -> Array:
-        """Return the share of this process, once all processes have theirs."""
+    async def _all_ready(self, name: str, coming: _Coming, exchange: DeviceExchange) -> jax.Array:
+        """Return the share of this process on its devices, once all processes have theirs."""
         peers = self._broadcast.peers
         ready = peers.part(self._broadcast.operation, name)
+        given: jax.Array | None = None
+
+        async def bring() -> None:
+            nonlocal given
+            await coming.wait()
+            given = await exchange.put(coming.taken())
+
         try:
-            await peers.together(ready, coming.wait)
+            await peers.together(ready, bring)
         except BaseException:
-            if ready.is_decided and coming.share is not None:
+            if ready.is_decided and given is not None:
                 # The others have heard that all are ready, and would wait for this process.
                 with anyio.CancelScope(shield=True), contextlib.suppress(CoordinationError):
-                    await exchange.exchange(coming.share)
+                    await exchange.exchange(given)
             raise
-        return coming.taken()
+        assert given is not None
+        return given
 
     async def _read_share(self, lot: _Lot, batch: Batch) -> Array:
         share = lot.exchange.share()
@@ -220,6 +233,8 @@ class SharedReads:
                     await self._read_block(part.path, part.start, target)
                 except CorruptCheckpointError as error:
                     raise await self._located(error, part, lot, batch) from error.__cause__
+                # There may be minutes until the whole share is there.
+                self._broadcast.peers.advance(part.nbytes)
 
         with self._recorder.phase("fetch", sum(part.nbytes for part in parts)):
             async with anyio.create_task_group() as tasks:
@@ -242,6 +257,18 @@ class SharedReads:
                     single.locate(leaf=leaf)
                     return single
         return error
+
+
+def _turn_name(turn: int) -> str:
+    return f"shares-{turn}"
+
+
+def _different(process: int, other: int, how: str) -> CoordinationError:
+    return CoordinationError(
+        f"process {process} restores other arrays than process {other}, or restores them to other "
+        f"shardings ({how}). With broadcast_bytes= all processes must restore the same arrays in "
+        "the same order: give them the same like="
+    )
 
 
 @dataclass(frozen=True, slots=True)

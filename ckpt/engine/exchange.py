@@ -26,6 +26,8 @@ __all__ = ["DeviceExchange"]
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
 
+_spec: Callable[..., PartitionSpec] = PartitionSpec
+
 # Pieces that devices take over without a copy begin at such addresses.
 _ALIGNMENT = 64
 
@@ -60,7 +62,7 @@ class DeviceExchange:
         self._buffers = buffers
         self._caller = caller
         self._seconds = seconds
-        self._program: Callable[[jax.Array, np.uint8], jax.Array] | None = None
+        self._program: Callable[[jax.Array], jax.Array] | None = None
 
     @property
     def share_bytes(self) -> int:
@@ -84,18 +86,31 @@ class DeviceExchange:
         """
         self._program = await self._attempt(partial(_in_thread, self._compile))
 
-    async def exchange(self, share: Array) -> Array:
+    async def put(self, share: Array) -> jax.Array:
+        """Bring the share of this process to its devices; other processes are not waited for.
+
+        `share` is not to be changed any more.
+
+        Raises:
+            CoordinationError: jax cannot; there may be no memory for it.
+        """
+        given: jax.Array = await self._attempt(partial(_in_thread, self._put, share))
+        return given
+
+    async def exchange(self, given: jax.Array) -> Array:
         """Return the shares of the group; all processes call this once all have agreed to.
 
-        `share` is not to be changed before this returns. To be shielded from cancellation: the
-        others wait for this process.
+        To be shielded from cancellation: the others wait for this process.
+
+        Args:
+            given: What `put` gave.
 
         Raises:
             CoordinationError: A process has ended, or jax failed.
             CoordinationTimeoutError: It takes too long.
         """
         with anyio.move_on_after(self._seconds):
-            gathered: Array = await self._attempt(partial(self._exchange, share))
+            gathered: Array = await self._attempt(partial(self._exchange, given))
             return gathered
         raise CoordinationTimeoutError(
             f"exchanging what was read over the devices: not done within {self._seconds:g} s, "
@@ -104,10 +119,9 @@ class DeviceExchange:
             "them again; raise Timeouts(coordination=...) if the network is only slow"
         )
 
-    async def _exchange(self, share: Array) -> Array:
+    async def _exchange(self, given: jax.Array) -> Array:
         assert self._program is not None
-        program, given = self._program, await _in_thread(self._put, share)
-        taken = await self._caller.run(lambda: program(given, np.uint8(0)))
+        taken = await self._caller.run(partial(self._program, given))
         return await _in_thread(self._fetch, taken)
 
     async def _attempt(self, act: Callable[[], Any]) -> Any:
@@ -123,15 +137,20 @@ class DeviceExchange:
         grouping = self._grouping
         return (len(grouping.groups), grouping.members, self._lanes, self._piece)
 
-    def _compile(self) -> Callable[[jax.Array, np.uint8], jax.Array]:
+    def _compile(self) -> Callable[[jax.Array], jax.Array]:
         apart, together = self._shardings()
+        everywhere = NamedSharding(apart.mesh, _spec())
         abstract: Callable[..., Any] = jax.ShapeDtypeStruct
         given = abstract(self._shape(), np.uint8, sharding=apart)
         # The sum with zero makes XLA's CPU client run it on a thread of its own. What computes
         # nothing (less than 1,000 operations, PjRtCpuExecutable in xla/pjrt/cpu/cpu_client.cc) it
         # takes for cheap, and runs on the thread that calls, which would wait for all processes.
         program = jax.jit(lambda array, zero: array + zero, out_shardings=together)
-        return program.lower(given, abstract((), np.uint8)).compile()
+        compiled = program.lower(given, abstract((), np.uint8, sharding=everywhere)).compile()
+        # On the devices already: the caller's thread may be under a guard against transfers.
+        zeros = jax.device_put([np.uint8(0)] * self._lanes, self._places())
+        zero = jax.make_array_from_single_device_arrays((), everywhere, zeros)
+        return lambda array: compiled(array, zero)
 
     def _shardings(self) -> tuple[NamedSharding, NamedSharding]:
         grouping = self._grouping
@@ -140,17 +159,18 @@ class DeviceExchange:
             for member, process in enumerate(members):
                 devices[group, member] = grouping.devices[process][: self._lanes]
         mesh = Mesh(devices, ("group", "member", "lane"))
-        spec: Callable[..., PartitionSpec] = PartitionSpec
-        apart = NamedSharding(mesh, spec("group", "member", "lane"))
-        return apart, NamedSharding(mesh, spec("group", None, "lane"))
+        apart = NamedSharding(mesh, _spec("group", "member", "lane"))
+        return apart, NamedSharding(mesh, _spec("group", None, "lane"))
+
+    def _places(self) -> list[SingleDeviceSharding]:
+        devices = self._grouping.devices[self._process][: self._lanes]
+        return [SingleDeviceSharding(device) for device in devices]
 
     def _put(self, share: Array) -> jax.Array:
-        devices = self._grouping.devices[self._process][: self._lanes]
         pieces = list(share.reshape(self._lanes, 1, 1, 1, self._piece))
-        places = [SingleDeviceSharding(device) for device in devices]
         apart, _ = self._shardings()
         return jax.make_array_from_single_device_arrays(
-            self._shape(), apart, jax.device_put(pieces, places)
+            self._shape(), apart, jax.device_put(pieces, self._places())
         )
 
     def _fetch(self, taken: jax.Array) -> Array:
@@ -161,6 +181,8 @@ class DeviceExchange:
         memory = self._buffers.empty(shape, np.dtype(np.uint8))
         for number, lane in enumerate(lanes):
             memory[:, number] = np.asarray(lane.data)[0, :, 0]
+            # jax keeps what it has brought to the host as long as the array.
+            lane.data.delete()
         return memory.reshape(-1)
 
 

@@ -109,6 +109,7 @@ async def restore_items(
         if broadcast is not None:
             for name in sorted(wanted):
                 await load(name, wanted[name])
+            await broadcast.finish()
             return found
         async with anyio.create_task_group() as tasks:
             for name, want in wanted.items():

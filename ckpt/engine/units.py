@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -77,7 +78,8 @@ def _granules(chunks: Sequence[ChunkRead], limit: int) -> Iterator[Granule]:
     batch: Granule = []
     total = 0
     for chunk in chunks:
-        nbytes = chunk_nbytes(chunk)
+        # With its padding, which is read, too.
+        nbytes = math.prod(chunk.leaf.chunks) * parse_dtype(chunk.leaf.dtype).itemsize
         if batch and (
             total + nbytes > limit or bool(chunk.leaf.offsets) != bool(batch[0].leaf.offsets)
         ):

@@ -49,6 +49,12 @@ class Grouping:
         """How many devices every process has, at least."""
         return min(map(len, self.devices))
 
+    @property
+    def key(self) -> str:
+        """The same on processes that mean the same processes, and devices."""
+        ids = [[device.id for device in each] for each in self.devices]
+        return digest(repr((self.groups, ids)).encode())
+
     def group_of(self, process: int) -> tuple[int, ...]:
         """Return the processes that hold the same as `process`, itself among them."""
         return next(group for group in self.groups if process in group)

@@ -170,19 +170,22 @@ def surgery() -> dict[str, Any]:
     )
     with ckpt.sync.CheckpointManager(root, read_only=True, timeouts=TIMEOUTS) as mgr:
         found = mgr.restore(1, {"both": both}, adapt=adapt, broadcast_bytes=4 * MIB)
-        items = mgr.restore(
-            2,
-            items={
-                "b": {"rows": like("rows", NamedSharding(tiles, P("x")))},
-                "a": {"rows": like("rows", NamedSharding(line, P()))},
-            },
-            broadcast_bytes=4 * MIB,
-        )
+        # As training loops have it, against what they did not mean to do.
+        with jax.transfer_guard("disallow"):
+            guarded = mgr.restore(1, target(), broadcast_bytes=4 * MIB)
+        wanted = {
+            "b": {"rows": like("rows", NamedSharding(tiles, P("x")))},
+            "a": {"rows": like("rows", NamedSharding(line, P()))},
+        }
+        # Nobody has to name them in the order of the others.
+        wanted = dict(sorted(wanted.items())) if index == 1 else wanted
+        items = mgr.restore(2, items=wanted, broadcast_bytes=4 * MIB)
     joined = np.concatenate([values("rows"), values("everywhere")], 1)
     return {
         "problems": wrong("both", found["both"], joined)
         + wrong("rows", items["a"]["rows"])
         + wrong("rows", items["b"]["rows"])
+        + problems(guarded)
     }
 
 
@@ -211,6 +214,15 @@ def refusals() -> dict[str, Any]:
         told["none"] = outcome(lambda: mgr.restore(1, one, adapt=adapt, broadcast_bytes=none))
         like_ = one if index else two
         told["like"] = outcome(lambda: mgr.restore(1, like_, adapt=adapt, broadcast_bytes=4 * MIB))
+        # One of them has nothing to share.
+        alone = {"everywhere": np.empty(*names["everywhere"])} if index == 1 else one
+        began = time.monotonic()
+        told["alone"] = outcome(lambda: mgr.restore(1, alone, adapt=adapt, broadcast_bytes=4 * MIB))
+        # As many groups, of as many processes, of the same bytes, but others.
+        tiles = mesh(2, len(devices) // 2)
+        small = {"small": like("small", NamedSharding(tiles, P("x" if index < 2 else "y")))}
+        told["groups"] = outcome(lambda: mgr.restore(1, small, adapt=adapt, broadcast_bytes=MIB))
+        told["seconds"] = time.monotonic() - began
         told["good"] = outcome(lambda: mgr.restore(1, two, adapt=adapt, broadcast_bytes=4 * MIB))
         for given in (True, 5, "1 GB", 1.5e9):
             told[repr(given)] = outcome(

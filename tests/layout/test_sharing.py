@@ -118,6 +118,31 @@ def test_processes_that_hold_the_same_are_a_group() -> None:
     assert (found[1].members, found[1].lanes, found[1].group_of(2)) == (2, 2, (2, 3))
 
 
+def test_processes_may_have_different_numbers_of_devices() -> None:
+    job = devices(3)
+    everywhere = NamedSharding(Mesh(job[[5, 0, 3, 2]], ("x",)), P())
+    (found,) = groupings_of([read_of(0, everywhere)], 3).values()
+    assert [[device.id for device in each] for each in found.devices] == [[0], [2, 3], [5]]
+    assert (found.members, found.lanes) == (3, 1)
+
+
+def test_only_the_same_processes_and_devices_have_the_same_key() -> None:
+    job = devices(4)
+    tiles, line = Mesh(job.reshape(2, 4), ("x", "y")), Mesh(job, ("x",))
+    meshes = [line, Mesh(job[::-1], ("x",)), Mesh(job[::2], ("x",))]
+    keys = [
+        found.key
+        for sharding in (
+            *(NamedSharding(mesh, P()) for mesh in meshes),
+            NamedSharding(tiles, P("x")),
+            NamedSharding(tiles, P("y")),
+        )
+        for found in groupings_of([read_of(0, sharding)], 4).values()
+    ]
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 4
+
+
 def test_what_not_all_processes_hold_alike_is_not_shared() -> None:
     job = devices(3)
     some = Mesh(job[:4], ("x",))

@@ -144,8 +144,11 @@ def test_what_does_not_fit_together_is_an_error_on_every_process(four: list[Resu
         assert told["bytes"]["error"] == "CoordinationError"
         assert "give all processes the same" in told["bytes"]["text"]
         assert "broadcast_bytes=None while process 0 does with 4194304" in told["none"]["text"]
-        assert told["like"]["error"] == "CoordinationError"
-        assert "give them the same like=" in told["like"]["text"]
+        for which in ("like", "alone", "groups"):
+            assert told[which]["error"] == "CoordinationError"
+            assert "give them the same like=" in told[which]["text"]
+        # Told, not waited for in vain.
+        assert told["seconds"] < 9
         assert told["good"] == {"problems": []}
         for given in ("True", "5", "'1 GB'", "1500000000.0"):
             assert told[given]["error"] == "InvalidArgumentError"
