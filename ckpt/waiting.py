@@ -6,14 +6,13 @@ plain thread, and through `settled` from any asyncio or trio task.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, TypeVar
 
 import anyio
@@ -52,13 +51,37 @@ def settled_here(future: Future[Any], timeout: float | None = None) -> bool:
         future: What to wait for.
         timeout: Seconds to wait at most; None waits for as long as it takes.
     """
+    bell = _Bell()
+    future.add_done_callback(bell.ring)
     deadline = math.inf if timeout is None else time.monotonic() + timeout
-    while not future.done():
+    while True:
         left = deadline - time.monotonic()
+        if bell.wait(max(0.0, min(left, _LOOK_SECONDS))):
+            return True
         if left <= 0:
             return False
-        concurrent.futures.wait([future], min(left, _LOOK_SECONDS))
-    return True
+
+
+class _Bell:
+    """Is rung by one thread, and heard by another one, which may be interrupted at any moment.
+
+    That one waits for a single lock, in a single step. The waits of `threading` and of
+    `concurrent.futures` take and give back several locks, in Python: an interrupt in between can
+    leave one taken that the other thread needs, and both wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def ring(self, _: object = None) -> None:
+        # It may have been rung before, and not been heard yet.
+        with contextlib.suppress(RuntimeError):
+            self._lock.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it is rung, once for each time, or for so many seconds."""
+        return self._lock.acquire(timeout=seconds)
 
 
 async def settled(future: Future[Any]) -> None:
@@ -75,19 +98,28 @@ async def settled(future: Future[Any]) -> None:
     await event.wait()
 
 
-def _woken(wake: Callable[[], None], _: Future[Any]) -> None:
-    wake()
-
-
 class CallingThread:
     """Lets the thread that waits for a future run functions meanwhile, one after the other."""
 
-    def __init__(self) -> None:
-        """Nothing is to be run yet."""
-        self._guard = threading.Lock()
-        self._calls: list[Callable[[], None]] = []
-        # Done as soon as there is a call; then there is a new one.
-        self._news: Future[None] = Future()
+    def __init__(self, future: Future[Any]) -> None:
+        """Wait for `future`, which may have begun; nothing is to be run yet."""
+        self._calls: deque[Callable[[], None]] = deque()
+        self._bell = _Bell()
+        self._wake: Callable[[], None] | None = None
+        self._is_over = False
+        future.add_done_callback(self._end)
+
+    def _end(self, _: Future[Any]) -> None:
+        self._is_over = True
+        self._ring()
+
+    def _ring(self) -> None:
+        self._bell.ring()
+        if self._wake is not None:
+            self._wake()
+
+    def _is_idle(self) -> bool:
+        return not (self._is_over or self._calls)
 
     async def run(self, function: Callable[[], T]) -> T:
         """Return what `function` gives on the thread that serves; for any other thread's loop.
@@ -95,56 +127,52 @@ class CallingThread:
         Cancelling the wait leaves the function to be run.
         """
         result: Future[T] = Future()
+        has_run = False
 
         def call() -> None:
-            if result.done():
+            nonlocal has_run
+            if has_run:
                 # It was interrupted.
                 return
             try:
-                result.set_result(function())
+                found = function()
             except BaseException as error:
+                has_run = True
                 result.set_exception(error)
                 if not isinstance(error, Exception):
                     raise
+            else:
+                has_run = True
+                result.set_result(found)
 
-        with self._guard:
-            self._calls.append(call)
-            if not self._news.done():
-                self._news.set_result(None)
+        self._calls.append(call)
+        self._ring()
         await settled(result)
         return result.result()
 
-    async def serve(self, future: Future[Any]) -> None:
-        """Wait until `future` is done; run on this thread what `run` is given until then.
+    async def serve(self) -> None:
+        """Wait until the future is done; run on this thread what `run` is given until then.
 
         Cancelling the wait leaves the future as it is. Functions are not interrupted.
         """
-        if future.done():
+        if self._is_over:
             await anyio.lowlevel.checkpoint()
-        while not future.done():
+        while not self._is_over:
             event = anyio.Event()
-            wake = waker(event)
-            for each in (future, self._news):
-                each.add_done_callback(partial(_woken, wake))
-            await event.wait()
+            self._wake = waker(event)
+            # What came before that has rung without it.
+            if self._is_idle():
+                await event.wait()
             self._run_all()
 
-    def serve_here(self, future: Future[Any]) -> None:
+    def serve_here(self) -> None:
         """Do the same in a plain thread; see `settled_here`."""
-        while not future.done():
-            waited = [future, self._news]
-            concurrent.futures.wait(waited, _LOOK_SECONDS, concurrent.futures.FIRST_COMPLETED)
+        while not self._is_over:
+            self._bell.wait(_LOOK_SECONDS)
             self._run_all()
 
     def _run_all(self) -> None:
-        while True:
-            with self._guard:
-                if not self._calls:
-                    if self._news.done():
-                        self._news = Future()
-                    return
-                call = self._calls[0]
+        while self._calls:
             # Forgotten when it has been run: an interrupt may come before it, and be survived.
-            call()
-            with self._guard:
-                self._calls.pop(0)
+            self._calls[0]()
+            self._calls.popleft()

@@ -106,7 +106,8 @@ def test_an_interrupt_loses_no_function_and_runs_none_twice(loop: EngineLoop) ->
 
 def test_what_was_interrupted_before_it_began_is_run_by_who_serves_next() -> None:
     """An interrupt may come between any two lines."""
-    caller, ended = CallingThread(), Future[None]()
+    ended: Future[None] = Future()
+    caller = CallingThread(ended)
     ran: list[str] = []
 
     def work() -> None:
@@ -125,11 +126,11 @@ def test_what_was_interrupted_before_it_began_is_run_by_who_serves_next() -> Non
     sys.settrace(trace)
     try:
         with pytest.raises(KeyboardInterrupt):
-            caller.serve_here(ended)
+            caller.serve_here()
     finally:
         sys.settrace(before)
     assert not ran
-    caller.serve_here(ended)
+    caller.serve_here()
     other.join()
     assert ran == ["once"]
 
@@ -144,8 +145,8 @@ def test_one_that_is_cancelled_still_runs_what_its_work_asks_for(
         begun = anyio.Event()
 
         async def ask(caller: CallingThread) -> None:
-            await caller.run(begun.set)
             try:
+                await caller.run(begun.set)
                 await anyio.sleep_forever()
             finally:
                 with anyio.CancelScope(shield=True):
@@ -166,6 +167,39 @@ def test_work_that_was_cancelled_says_so(loop: EngineLoop) -> None:
 
     job = loop.submit(forever)
     job.cancel()
-    CallingThread().serve_here(job.future)
+    CallingThread(job.future).serve_here()
     with pytest.raises(CommitCancelledError):
         job.future.result()
+
+
+def test_an_interrupt_at_any_moment_of_the_wait_leaves_no_lock_behind() -> None:
+    """Whoever ends what is waited for would wait for it in turn."""
+    moment, is_interrupted = 0, True
+    while is_interrupted:
+        moment += 1
+        future: Future[None] = Future()
+        caller = CallingThread(future)
+        count = 0
+
+        def trace(frame: Any, event: str, _: Any, moment: int = moment) -> Any:
+            nonlocal count
+            count += 1
+            if count == moment:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        ender = threading.Timer(0.02, future.set_result, [None])
+        ender.start()
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            caller.serve_here()
+            is_interrupted = False
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        ender.join(5)
+        assert not ender.is_alive(), f"interrupted at moment {moment}"
+    assert moment > 5

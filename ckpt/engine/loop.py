@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import anyio
@@ -123,6 +124,11 @@ class EngineLoop:
             ClosedError: The engine was closed.
             ForkedProcessError: This process was forked from the one that made the engine.
         """
+        return self._begin(lambda _: function(*args))[0]
+
+    def _begin(
+        self, function: Callable[[CallingThread], Awaitable[T]]
+    ) -> tuple[Job[T], CallingThread]:
         self._refuse_fork()
         with self._guard:
             if self._closed:
@@ -130,8 +136,10 @@ class EngineLoop:
             if self._running is None:
                 self._running = self._start()
             job: Job[T] = Job(self._running)
-            self._running.schedule(self._running.tasks.start_soon, job.run, function, *args)
-            return job
+            # Before it is scheduled: an interrupt within this could leave the future locked.
+            caller = CallingThread(job.future)
+            self._running.schedule(self._running.tasks.start_soon, job.run, function, caller)
+            return job, caller
 
     def _start(self) -> _Running:
         started: Future[_Running] = Future()
@@ -156,14 +164,13 @@ class EngineLoop:
         What it gives to that `CallingThread` is run on this thread while this is awaited, also
         while a cancelled one is waited for.
         """
-        caller = CallingThread()
-        job = self.submit(function, *args, caller)
+        job, caller = self._begin(partial(function, *args))
         try:
-            await caller.serve(job.future)
+            await caller.serve()
         except (anyio.get_cancelled_exc_class(), KeyboardInterrupt):
             job.cancel()
             with anyio.CancelScope(shield=True):
-                await caller.serve(job.future)
+                await caller.serve()
             raise
         return job.future.result()
 
@@ -177,13 +184,12 @@ class EngineLoop:
     def call_served(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Do what `call` does; `function` gets one argument more, as by `run_served`."""
         self.check_caller()
-        caller = CallingThread()
-        job = self.submit(function, *args, caller)
+        job, caller = self._begin(partial(function, *args))
         try:
-            caller.serve_here(job.future)
+            caller.serve_here()
         except BaseException:
             job.cancel()
-            caller.serve_here(job.future)
+            caller.serve_here()
             raise
         return job.future.result()
 
