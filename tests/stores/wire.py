@@ -144,9 +144,15 @@ class Loopback:
         await self._stop.wait()
         if self._server is not None:
             self._server.close()
+        # What was accepted just now is connected in the next rounds of the loop.
+        for _ in range(3):
+            await asyncio.sleep(0)
         for task in list(self._open):
             task.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)
+        for writer in list(self._writers):
+            writer.transport.abort()
+        await asyncio.sleep(0)
 
     async def _listen(self) -> None:
         self._server = await asyncio.start_server(
@@ -177,11 +183,14 @@ class Loopback:
         await asyncio.sleep(seconds)
         await self._listen()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._open.add(task)
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # At once, and not in a task: one that is cancelled before it begins would close nothing.
         self._writers.add(writer)
+        task = asyncio.get_running_loop().create_task(self._talk(reader, writer))
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         raw = writer.get_extra_info("socket")
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
@@ -189,7 +198,6 @@ class Loopback:
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
-            self._open.discard(task)
             self._writers.discard(writer)
             writer.close()
             with contextlib.suppress(ConnectionError, asyncio.CancelledError):
