@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from typing import Any
 
@@ -17,6 +18,8 @@ import anyio
 import ckpt
 import ckpt.sync
 
+# A background job of a shell starts with the signal ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 how, root, lease = sys.argv[1], sys.argv[2], float(sys.argv[3])
 OPTIONS: dict[str, Any] = {"timeouts": ckpt.Timeouts(lease=lease), "poll_interval": 0.05}
 SLOW_SECONDS = 0.5
