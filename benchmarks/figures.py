@@ -8,6 +8,7 @@ from benchmarks.results import BYTES, PER_SECOND, SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     from benchmarks.results import Sample
 
@@ -16,6 +17,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, align: str = "-
     """Returns a Markdown table whose first column is text."""
     lines = [head, ["---", *[align] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write_between(page: Path, start: str, end: str, text: str) -> None:
+    """Puts `text` in the place of what stands between two marks of a page."""
+    head, _, rest = page.read_text(encoding="utf-8").partition(start)
+    _, _, tail = rest.partition(end)
+    page.write_text(f"{head}{start}\n{text}\n{end}{tail}", encoding="utf-8")
 
 
 def digits(value: float) -> str:

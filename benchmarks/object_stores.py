@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.figures import table
+from benchmarks.figures import table, write_between
 from tests.stores import servers
 
 if TYPE_CHECKING:
@@ -218,10 +218,7 @@ def main() -> None:
     )
     sys.stdout.write(text + "\n")
     if chosen.page:
-        page = chosen.page.read_text(encoding="utf-8")
-        head, _, rest = page.partition(START)
-        _, _, tail = rest.partition(END)
-        chosen.page.write_text(f"{head}{START}\n{text}\n{END}{tail}", encoding="utf-8")
+        write_between(chosen.page, START, END, text)
 
 
 def in_new_process(kind: str, what: str) -> list[tuple[str, ...]]:

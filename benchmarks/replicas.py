@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.figures import table
+from benchmarks.figures import table, write_between
 from benchmarks.object_stores import BANDWIDTH, LATENCY_S, MIB, kind_of, line
 from tests.stores import servers
 
@@ -105,10 +105,7 @@ def main() -> None:
     ) + table(("", "took", "GETs", "from the store"), rows)
     sys.stdout.write(text + "\n")
     if chosen.page:
-        page = chosen.page.read_text(encoding="utf-8")
-        head, _, rest = page.partition(START)
-        _, _, tail = rest.partition(END)
-        chosen.page.write_text(f"{head}{START}\n{text}\n{END}{tail}", encoding="utf-8")
+        write_between(chosen.page, START, END, text)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 
 import ckpt
 import ckpt.sync
 from ckpt.coordination import OwnDisks
+
+# A time limit far above what it takes to tell the others, and above what a test may take.
+FAR = 50.0
+STATE = {"a": np.arange(10, dtype=np.int32), "b": 3}
+_PATIENCE_S = 40.0
 
 
 class SharedValues:
@@ -149,3 +155,24 @@ def steps(found: list[Any]) -> list[int]:
         if isinstance(each, Exception):
             raise each
     return [each.step for each in found]
+
+
+def saved(mgrs: Sequence[Any], step: int, *states: Any, **options: Any) -> list[Any]:
+    """Save in all processes: each its own state where there are several, else the same."""
+    each = states if len(states) > 1 else [*states, STATE][:1] * len(mgrs)
+    pairs = zip(mgrs, each, strict=True)
+    return together(
+        *(lambda m=m, s=s: m.save(step, s, **options).result(_PATIENCE_S) for m, s in pairs)
+    )
+
+
+def closed(mgrs: Sequence[Any]) -> None:
+    together(*(mgr.close for mgr in mgrs))
+
+
+def kinds(found: Sequence[Any]) -> list[type]:
+    return [type(each) for each in found]
+
+
+def storage_of(mgr: Any) -> Any:
+    return mgr._service.storage

@@ -127,7 +127,8 @@ class DeviceExchange:
     async def _attempt(self, act: Callable[[], Any]) -> Any:
         try:
             return await act()
-        except (jax.errors.JaxRuntimeError, RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError) as error:
+            # What jax raises of devices and programs is a RuntimeError.
             raise CoordinationError(
                 f"exchanging what was read over the devices failed in process {self._process}: "
                 f"{error!s:.300}. Restore without broadcast_bytes= where the devices cannot"

@@ -161,7 +161,7 @@ class EngineItemReader:
             groupings = await self.in_thread(self._broadcast.groupings, entry.leaves, reads)
             for grouping in groupings.values():
                 limits[grouping] = self._broadcast.unit_bytes(grouping, CONCURRENT_GRANULES)
-        lots = lots_of(in_files, chunks, groupings, limits)
+        lots = await self.in_thread(lots_of, in_files, chunks, groupings, limits)
         total = sum(map(unit_nbytes, itertools.chain.from_iterable(lots.values())))
         self._recorder.planned(began_ns, total)
         async with anyio.create_task_group() as tasks:

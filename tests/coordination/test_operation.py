@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import anyio
 import anyio.lowlevel
 import pytest
-import trio.testing
 from hypothesis import event, given
 from hypothesis import strategies as st
 
@@ -25,17 +23,10 @@ from ckpt.errors import (
     StorageError,
     TargetMismatchError,
 )
+from tests.coordination.made_up import LIMIT, in_made_up_time
 
-T = TypeVar("T")
-LIMIT = 60.0
 STAGES = ("lead", "report", "decide", "conclude")
 OUTCOME = b"committed"
-
-
-def in_made_up_time(main: Callable[[], Awaitable[T]]) -> T:
-    """Run on a clock that jumps to the next moment at which something happens."""
-    clock = trio.testing.MockClock(autojump_threshold=0)
-    return anyio.run(main, backend="trio", backend_options={"clock": clock})
 
 
 class Slow:

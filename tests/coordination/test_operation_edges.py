@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
 import pytest
-import trio.testing
 
 from ckpt.coordination.bounded import Bounded
 from ckpt.coordination.memory import MemoryKeyValues
 from ckpt.coordination.operation import Operation
 from ckpt.errors import CheckpointError, CoordinationError, CoordinationTimeoutError, StorageError
-
-LIMIT = 60.0
-
-
-def in_made_up_time(main: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        with anyio.fail_after(100 * LIMIT):
-            await main()
-
-    clock = trio.testing.MockClock(autojump_threshold=0)
-    anyio.run(bounded, backend="trio", backend_options={"clock": clock})
+from tests.coordination.made_up import LIMIT, Silent, in_made_up_time
 
 
 def pair(values: Any) -> list[Operation]:
@@ -87,30 +75,13 @@ def test_a_primary_that_gives_up_leaves_no_request_behind() -> None:
     in_made_up_time(main)
 
 
-class Partly:
-    """Values that answer to some names, and else stay silent or fail."""
-
-    def __init__(self, word: str, error: Exception | None) -> None:
-        self._inner, self._word, self._error = MemoryKeyValues(), word, error
-
-    def __getattr__(self, name: str) -> Any:
-        async def request(key: str, *args: Any) -> Any:
-            if self._word not in key:
-                return await getattr(self._inner, name)(key, *args)
-            if self._error is None:
-                await anyio.sleep_forever()
-            raise self._error
-
-        return request
-
-
 @pytest.mark.parametrize("error", [None, CoordinationError("gone")])
 @pytest.mark.parametrize("index", [0, 1])
 def test_who_is_missing_is_named_also_where_its_host_cannot_be_learnt(
     index: int, error: Exception | None
 ) -> None:
     async def main() -> None:
-        operation = pair(Partly("processes/", error))[index]
+        operation = pair(Silent(MemoryKeyValues(), "processes/", error))[index]
         with pytest.raises(CoordinationTimeoutError, match="never came to it") as caught:
             await (operation.lead(None) if index else operation.report(b""))
         assert caught.value.missing == (1 - index,)
@@ -121,7 +92,7 @@ def test_who_is_missing_is_named_also_where_its_host_cannot_be_learnt(
 
 def test_values_that_do_not_answer_are_those_of_the_primary() -> None:
     async def main() -> None:
-        for operation in pair(Partly("op", None)):
+        for operation in pair(Silent(MemoryKeyValues(), "op")):
             with pytest.raises(CoordinationTimeoutError, match="no answer for 60 s") as caught:
                 await operation.report(b"")
             assert caught.value.missing == (0,)

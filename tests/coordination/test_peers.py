@@ -8,28 +8,15 @@ from typing import Any, TypeVar
 import anyio
 import anyio.lowlevel
 import pytest
-import trio.testing
 
 from ckpt.coordination.memory import MemoryKeyValues
 from ckpt.coordination.operation import Operation
 from ckpt.errors import CoordinationError, CoordinationTimeoutError, StorageError
 from ckpt.manifest import JsonValue
 from ckpt.peers import Peers
+from tests.coordination.made_up import LIMIT, Silent, in_made_up_time
 
 T = TypeVar("T")
-LIMIT = 60.0
-
-
-def in_made_up_time(main: Callable[[], Awaitable[T]]) -> T:
-    """Run on a clock that jumps to the next moment at which something happens."""
-    clock = trio.testing.MockClock(autojump_threshold=0)
-
-    async def bounded() -> T:
-        # What waits for ever must fail, and not hang the test.
-        with anyio.fail_after(100 * LIMIT):
-            return await main()
-
-    return anyio.run(bounded, backend="trio", backend_options={"clock": clock})
 
 
 class Job:
@@ -175,23 +162,6 @@ def test_who_cannot_open_says_so_also_while_it_is_cancelled() -> None:
         assert [type(each) for each in await opened(peers_of(values))] == [Operation] * 2
 
     in_made_up_time(main)
-
-
-class Silent:
-    """Values that do not answer, or fail, when asked for some of the names."""
-
-    def __init__(self, inner: Any, word: str, error: Exception | None = None) -> None:
-        self._inner, self._word, self._error = inner, word, error
-
-    def __getattr__(self, name: str) -> Any:
-        async def request(key: str, *args: Any) -> Any:
-            if self._word not in key:
-                return await getattr(self._inner, name)(key, *args)
-            if self._error is None:
-                await anyio.sleep_forever()
-            raise self._error
-
-        return request
 
 
 @pytest.mark.parametrize("word", ["processes/", "/opened/"])

@@ -24,19 +24,7 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.manifest import ItemEntry
-from tests.believed import coordinators, managers, steps, together
-
-# Far above what it takes to tell the others, and above what a test may take.
-FAR = 50.0
-STATE = {"a": np.arange(10, dtype=np.int32), "b": 3}
-
-
-def saved(mgrs: list[Any], step: int, state: Any = STATE, **options: Any) -> list[Any]:
-    return together(*(lambda m=m: m.save(step, state, **options).result(40) for m in mgrs))
-
-
-def closed(mgrs: list[Any]) -> None:
-    together(*(mgr.close for mgr in mgrs))
+from tests.believed import FAR, STATE, closed, coordinators, managers, saved, steps, together
 
 
 def steps_in(root: Path) -> list[str]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import numpy as np
 import pytest
 
 import ckpt
@@ -21,24 +20,7 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.storage.local import LocalStorage
-from tests.believed import coordinators, managers, steps, together
-
-# Far above what it takes to tell the others, and above what a test may take.
-FAR = 50.0
-STATE = {"a": np.arange(10, dtype=np.int32), "b": 3}
-
-
-def saved(mgrs: list[Any], step: int, **options: Any) -> list[Any]:
-    return together(*(lambda m=m: m.save(step, STATE, **options).result(40) for m in mgrs))
-
-
-def closed(mgrs: list[Any]) -> None:
-    together(*(mgr.close for mgr in mgrs))
-
-
-def kinds(found: list[Any]) -> list[type]:
-    return [type(each) for each in found]
-
+from tests.believed import FAR, STATE, closed, coordinators, kinds, managers, saved, steps, together
 
 WRONG: dict[str, Any] = {
     "metrics": {"metrics": 3},
@@ -81,19 +63,25 @@ def test_a_save_that_is_cancelled_before_its_turn_keeps_nobody_waiting(tmp_path:
     saved(mgrs, 0)
     peers = mgrs[1]._service._peers
     operation, cancelled = peers.operation, threading.Event()
+    begun = {kind: threading.Event() for kind in ("save-0", "save-1", "save-2")}
+    turn = peers.turn
+
+    def counted(kind: str) -> int:
+        found: int = turn(kind)
+        begun[kind].set()
+        return found
 
     async def held(kind: str, *args: Any) -> Any:
         if kind == "save-1":
             await anyio.to_thread.run_sync(cancelled.wait, 20.0)
         return await operation(kind, *args)
 
-    peers.operation = held
+    peers.operation, peers.turn = held, counted
     with anyio.from_thread.start_blocking_portal() as portal:
         first = portal.start_task_soon(anyio.to_thread.run_sync, mgrs[1].save, 1, STATE)
-        while not peers._turns.get("save-1"):
-            time.sleep(0.002)
+        assert begun["save-1"].wait(20)
         with pytest.raises(CommitCancelledError):
-            cancel_second(mgrs[1], peers)
+            cancel_second(mgrs[1], begun["save-2"])
         cancelled.set()
         assert mgrs[0].save(1, STATE).result(40).step == 1
         assert first.result(40).result(40).step == 1
@@ -103,13 +91,12 @@ def test_a_save_that_is_cancelled_before_its_turn_keeps_nobody_waiting(tmp_path:
     closed(mgrs)
 
 
-def cancel_second(mgr: Any, peers: Any) -> None:
+def cancel_second(mgr: Any, begun: threading.Event) -> None:
     """Call a save, and cancel it while the one before it has not begun."""
     _, job, staged = mgr._service.start_save(
         2, STATE, None, None, None, force=False, overwrite=False
     )
-    while not peers._turns.get("save-2"):
-        time.sleep(0.002)
+    assert begun.wait(20)
     job.cancel()
     staged.result(20)
 

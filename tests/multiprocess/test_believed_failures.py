@@ -24,29 +24,18 @@ from ckpt.errors import (
     TargetMismatchError,
 )
 from ckpt.events import Event
-from tests.believed import coordinators, managers, steps, together
-
-# Far above what it takes to tell the others, and above what the test may take.
-FAR = 50.0
-STATE = {"a": np.arange(10, dtype=np.int32), "b": 3}
-
-
-def saved(mgrs: list[Any], step: int, *states: Any, **options: Any) -> list[Any]:
-    """Save in all processes, each its own state where there are several."""
-    pairs = zip(mgrs, states or [STATE] * len(mgrs), strict=True)
-    return together(*(lambda m=m, s=s: m.save(step, s, **options).result(40) for m, s in pairs))
-
-
-def closed(mgrs: list[Any]) -> None:
-    together(*(mgr.close for mgr in mgrs))
-
-
-def kinds(found: list[Any]) -> list[type]:
-    return [type(each) for each in found]
-
-
-def storage_of(mgr: Any) -> Any:
-    return mgr._service.storage
+from tests.believed import (
+    FAR,
+    STATE,
+    closed,
+    coordinators,
+    kinds,
+    managers,
+    saved,
+    steps,
+    storage_of,
+    together,
+)
 
 
 def before(owner: Any, name: str, act: Callable[..., Awaitable[Any]], path: str = "") -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import numpy as np
 import pytest
 
 import ckpt
@@ -19,17 +18,7 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.manifest import FileEntry, ItemEntry
-from tests.believed import coordinators, managers, steps, together
-
-STATE = {"a": np.arange(10, dtype=np.int32), "b": 3}
-
-
-def saved(mgrs: list[Any], step: int, **options: Any) -> list[Any]:
-    return together(*(lambda m=m: m.save(step, STATE, **options).result(30) for m in mgrs))
-
-
-def closed(mgrs: list[Any]) -> None:
-    together(*(mgr.close for mgr in mgrs))
+from tests.believed import STATE, closed, coordinators, managers, saved, steps, together
 
 
 def test_who_cannot_write_to_the_attempt_fails_the_save_also_with_nothing_to_write(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
-import numpy as np
 import pytest
 
 from ckpt import policies
@@ -22,27 +20,18 @@ from ckpt.errors import (
     StepNotFoundError,
     StorageError,
 )
-from tests.believed import coordinators, managers, steps, together
-
-# Far above what it takes to tell the others, and above what a test may take.
-FAR = 50.0
-STATE = {"a": np.arange(10, dtype=np.int32), "b": 3}
-
-
-def saved(mgrs: list[Any], step: int, **options: Any) -> list[Any]:
-    return together(*(lambda m=m: m.save(step, STATE, **options).result(40) for m in mgrs))
-
-
-def closed(mgrs: list[Any]) -> None:
-    together(*(mgr.close for mgr in mgrs))
-
-
-def kinds(found: list[Any]) -> list[type]:
-    return [type(each) for each in found]
-
-
-def storage_of(mgr: Any) -> Any:
-    return mgr._service.storage
+from tests.believed import (
+    FAR,
+    STATE,
+    closed,
+    coordinators,
+    kinds,
+    managers,
+    saved,
+    steps,
+    storage_of,
+    together,
+)
 
 
 def slow(owner: Any, name: str, seconds: float) -> None:
@@ -62,6 +51,16 @@ async def no_luck(*_: Any, **__: Any) -> None:
 def test_roots_with_names_are_opened_in_any_order(tmp_path: Path) -> None:
     jobs = coordinators(2)
     values = jobs[0].key_values()
+    opened = [threading.Event() for _ in range(4)]
+    add = values.add
+
+    async def counted(key: str) -> int:
+        found: int = await add(key)
+        if "/opened/" in key:
+            next(event for event in opened if not event.is_set()).set()
+        return found
+
+    values.add = counted
     roots = {
         name: managers(
             tmp_path / name, jobs=[OwnDisks(job, name) for job in jobs], own_disks=True, seconds=FAR
@@ -71,8 +70,7 @@ def test_roots_with_names_are_opened_in_any_order(tmp_path: Path) -> None:
 
     def save(name: str, index: int, after: int) -> int:
         # Once so many have come.
-        while sum("/opened/" in each for each in values.names) < after:
-            time.sleep(0.002)
+        assert not after or opened[after - 1].wait(20)
         step: int = roots[name][index].save(1, STATE).result(40).step
         return step
 
