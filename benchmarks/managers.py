@@ -23,7 +23,7 @@ class CkptPeer(JaxTrees):
 
     def __init__(self, directory: Path, *, budget_bytes: int | None = None) -> None:
         sync = importlib.import_module("ckpt.sync")
-        settings = importlib.import_module("ckpt.settings")
+        settings = importlib.import_module("ckpt")
         self._directory = directory
         self._stack = ExitStack()
         self._manager = self._stack.enter_context(

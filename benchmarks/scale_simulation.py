@@ -25,15 +25,27 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.fake_devices import devices_of
-from ckpt.digests import digest
-from ckpt.layout.joining import ItemRecord, disagreement, join, pack, unpack
-from ckpt.layout.leaves import LeafSpec
-from ckpt.layout.ocdbt import Index
-from ckpt.layout.outlines import outline_of, tree_outline
-from ckpt.layout.owners import Team
-from ckpt.layout.plan import SavePlan, plan_save
-from ckpt.layout.shares import has_chunks
-from ckpt.manifest import FileEntry, ItemEntry, Manifest, decode, encode
+from ckpt._format.digests import digest
+from ckpt._format.manifest import (
+    FileEntry,
+    ItemEntry,
+    Manifest,
+    decode,
+    encode,
+)
+from ckpt._format.ocdbt import DatabaseIndex
+from ckpt._plan.local_chunks import has_chunks
+from ckpt._plan.multihost.tree_fingerprint import outline_of, tree_outline
+from ckpt._plan.multihost.write_reports import (
+    ItemReport,
+    disagreement,
+    join,
+    pack,
+    unpack,
+)
+from ckpt._plan.ownership import ProcessGroup
+from ckpt._plan.save_plan import SavePlan, plan_save
+from ckpt._tree.leaf_specs import LeafSpec
 
 RESULTS = Path(__file__).parent.parent / "docs" / "scaling" / "simulation.json"
 DEVICES_EACH = 8
@@ -96,14 +108,14 @@ def run(case: Case) -> dict[str, Any]:
         "leaves": len(specs),
     }
     base = _peak_bytes()
-    team = Team(0, case.hosts)
+    team = ProcessGroup(0, case.hosts)
     with _timed(found, "plan"):
         plan = plan_save(names, specs, BUDGET, team if case.hosts > 1 else None)
     found["plan_peak_bytes"] = _peak_bytes() - base
     found["bytes"] = plan.nbytes
-    found["share_chunks"] = sum(len(granule.chunks) for granule in plan.granules)
-    found["share_files"] = len(plan.granules)
-    found["share_bytes"] = sum(granule.nbytes for granule in plan.granules)
+    found["share_chunks"] = sum(len(batch.chunks) for batch in plan.batches)
+    found["share_files"] = len(plan.batches)
+    found["share_bytes"] = sum(batch.nbytes for batch in plan.batches)
     with _timed(found, "outline"):
         # One process alone compares itself with nobody.
         tree = tree_outline(plan, []) if plan.team else outline_of([], 1)
@@ -121,7 +133,9 @@ def run(case: Case) -> dict[str, Any]:
     found["chunks"] = sum(len(record.rows) for record in records)
     del packed, records
     with _timed(found, "index"):
-        database = Index(joined.entries).encode(joined.records.data_files, "t", bytes(16), 0)
+        database = DatabaseIndex(joined.entries).encode(
+            joined.records.data_files, "t", bytes(16), 0
+        )
     found["index_bytes"] = len(database.tree)
     manifest = _manifest(joined.records, case)
     with _timed(found, "encode"):
@@ -134,7 +148,7 @@ def run(case: Case) -> dict[str, Any]:
     return found
 
 
-def _records(plan: SavePlan, tree: Any, hosts: int) -> Iterator[ItemRecord]:
+def _records(plan: SavePlan, tree: Any, hosts: int) -> Iterator[ItemReport]:
     """Yields the records of all processes: every chunk once, dealt out in turn."""
     counts = [int(np.prod(leaf.grid)) if has_chunks(leaf) else 0 for leaf in plan.leaves]
     leaves = np.repeat(np.arange(len(counts)), counts)
@@ -158,7 +172,7 @@ def _records(plan: SavePlan, tree: Any, hosts: int) -> Iterator[ItemRecord]:
         rows["offset"] = np.arange(len(rows)) % 64 * (1 << 20)
         digests = rng.integers(0, 256, (len(rows), 16), np.uint8)
         paths = tuple(f"d/{digest(b'%d.%d' % (host, file))}" for file in range(files))
-        yield ItemRecord(paths, rows, digests, tree, none)
+        yield ItemReport(paths, rows, digests, tree, none)
 
 
 def _manifest(records: Any, case: Case) -> Manifest:

@@ -12,23 +12,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt import coordination as coordination
     from ckpt import errors, handlers, observers, policies, surgery, sync
+    from ckpt import manifest as manifest
     from ckpt import step_names as step_names
     from ckpt import storage as storage
     from ckpt import testing as testing
-    from ckpt.commit import Commit, Progress, StepInfo
+    from ckpt import types as types
+    from ckpt._api.manager import CheckpointManager
+    from ckpt._api.oneshot import (
+        load,
+        metadata,
+        save,
+        verify,
+    )
+    from ckpt._api.watch import watch
+    from ckpt._commit import Commit, Progress, StepInfo
+    from ckpt._events import Event
+    from ckpt._format.array_format import ArrayFormat, Blosc, Zstd
+    from ckpt._plan.adapt import Adapt, RestoreReport
+    from ckpt._settings import Staging, Timeouts
+    from ckpt._steps.step_metadata import StepMetadata
+    from ckpt._tree.classes import UnknownNode
     from ckpt.errors import CheckpointError
-    from ckpt.events import Event
-    from ckpt.handlers.base import Handler
-    from ckpt.handlers.json import JsonHandler
-    from ckpt.handlers.pytree import PyTreeHandler
-    from ckpt.layout.adapt import Adapt, RestoreReport
-    from ckpt.layout.classes import Record
-    from ckpt.layout.formats import ArrayFormat, Blosc, Zstd
-    from ckpt.manager import CheckpointManager
-    from ckpt.oneshot import load, metadata, save, verify
-    from ckpt.settings import Staging, Timeouts
-    from ckpt.stepinfo import StepMetadata
-    from ckpt.watching import watch
+    from ckpt.handlers._base import Handler
+    from ckpt.handlers._json import JsonHandler
+    from ckpt.handlers._pytree import PyTreeHandler
 
 __all__ = [
     "Adapt",
@@ -42,12 +49,12 @@ __all__ = [
     "JsonHandler",
     "Progress",
     "PyTreeHandler",
-    "Record",
     "RestoreReport",
     "Staging",
     "StepInfo",
     "StepMetadata",
     "Timeouts",
+    "UnknownNode",
     "Zstd",
     "errors",
     "handlers",
@@ -63,32 +70,32 @@ __all__ = [
 ]
 
 # Modules of the reference that are not needed often enough to be among the names above.
-_MODULES = ("coordination", "step_names", "storage", "testing")
+_MODULES = ("coordination", "manifest", "step_names", "storage", "testing", "types")
 
 _HOMES = {
-    "Adapt": "ckpt.layout.adapt",
-    "ArrayFormat": "ckpt.layout.formats",
-    "Blosc": "ckpt.layout.formats",
+    "Adapt": "ckpt._plan.adapt",
+    "ArrayFormat": "ckpt._format.array_format",
+    "Blosc": "ckpt._format.array_format",
     "CheckpointError": "ckpt.errors",
-    "CheckpointManager": "ckpt.manager",
-    "Commit": "ckpt.commit",
-    "Event": "ckpt.events",
-    "Handler": "ckpt.handlers.base",
-    "JsonHandler": "ckpt.handlers.json",
-    "Progress": "ckpt.commit",
-    "PyTreeHandler": "ckpt.handlers.pytree",
-    "Record": "ckpt.layout.classes",
-    "RestoreReport": "ckpt.layout.adapt",
-    "Staging": "ckpt.settings",
-    "StepInfo": "ckpt.commit",
-    "StepMetadata": "ckpt.stepinfo",
-    "Timeouts": "ckpt.settings",
-    "Zstd": "ckpt.layout.formats",
-    "load": "ckpt.oneshot",
-    "metadata": "ckpt.oneshot",
-    "save": "ckpt.oneshot",
-    "verify": "ckpt.oneshot",
-    "watch": "ckpt.watching",
+    "CheckpointManager": "ckpt._api.manager",
+    "Commit": "ckpt._commit",
+    "Event": "ckpt._events",
+    "Handler": "ckpt.handlers._base",
+    "JsonHandler": "ckpt.handlers._json",
+    "Progress": "ckpt._commit",
+    "PyTreeHandler": "ckpt.handlers._pytree",
+    "UnknownNode": "ckpt._tree.classes",
+    "RestoreReport": "ckpt._plan.adapt",
+    "Staging": "ckpt._settings",
+    "StepInfo": "ckpt._commit",
+    "StepMetadata": "ckpt._steps.step_metadata",
+    "Timeouts": "ckpt._settings",
+    "Zstd": "ckpt._format.array_format",
+    "load": "ckpt._api.oneshot",
+    "metadata": "ckpt._api.oneshot",
+    "save": "ckpt._api.oneshot",
+    "verify": "ckpt._api.oneshot",
+    "watch": "ckpt._api.watch",
 }
 
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from ckpt.redaction import redact
+from ckpt._redaction import redact
 
 __all__ = [
     "CheckpointError",

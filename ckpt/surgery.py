@@ -17,17 +17,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ckpt._plan.adapt import Transform
+from ckpt._plan.targets import stored_text
+from ckpt._plan.virtual_arrays import (
+    VirtualArray,
+    cut,
+    drop_axis,
+    insert_axis,
+    joined,
+)
+from ckpt._tree.leaf_specs import ARRAY_KINDS
+from ckpt._tree.patterns import (
+    Pattern,
+    compile_pattern,
+    fill,
+    natural,
+)
+from ckpt._tree.suggestions import what_is_there
 from ckpt.errors import InvalidArgumentError, TargetMismatchError
-from ckpt.layout.adapt import Transform
-from ckpt.layout.hints import what_is_there
-from ckpt.layout.leaves import ARRAY_KINDS
-from ckpt.layout.paths import Pattern, compile_pattern, fill, natural
-from ckpt.layout.pieces import Source, cut, drop_axis, insert_axis, joined
-from ckpt.layout.targets import stored_text
 
 __all__ = ["concatenate", "split", "stack", "unstack"]
 
-Sources = Mapping[str, Source]
+Sources = Mapping[str, VirtualArray]
 
 
 def stack(paths: str, to: str, axis: int = 0) -> Transform:
@@ -79,7 +90,7 @@ def unstack(paths: str, to: str, axis: int = 0) -> Transform:
     _check_places("unstack", [paths], [to], axis, fewer=-1)
 
     def transform(sources: Sources) -> Sources:
-        made: dict[str, Source] = {}
+        made: dict[str, VirtualArray] = {}
         matches = _matches("unstack", pattern, sources)
         for name, (stars, below) in matches.items():
             source = _array("unstack", name, sources)
@@ -157,7 +168,7 @@ def split(
         raise InvalidArgumentError(f"split: {len(sizes)} sizes for {len(to)} parts")
 
     def transform(sources: Sources) -> Sources:
-        made: dict[str, Source] = {}
+        made: dict[str, VirtualArray] = {}
         matches = _matches("split", pattern, sources)
         for name, (stars, below) in matches.items():
             source = _array("split", name, sources)
@@ -215,7 +226,7 @@ def _matches(
     return matches
 
 
-def _array(what: str, name: str, sources: Sources) -> Source:
+def _array(what: str, name: str, sources: Sources) -> VirtualArray:
     source = sources[name]
     if source.entry.kind not in ARRAY_KINDS or source.entry.kind == "key":
         raise TargetMismatchError(
@@ -225,7 +236,7 @@ def _array(what: str, name: str, sources: Sources) -> Source:
     return source
 
 
-def _same(what: str, names: Sequence[str], parts: Sequence[Source], axis: int | None) -> None:
+def _same(what: str, names: Sequence[str], parts: Sequence[VirtualArray], axis: int | None) -> None:
     """Check that parts have one dtype and one shape, but for `axis`."""
     first = parts[0]
     for name, part in zip(names, parts, strict=True):
@@ -247,7 +258,7 @@ def _axis(what: str, name: str, axis: int, rank: int) -> int:
     return axis % rank
 
 
-def _add(what: str, made: dict[str, Source], path: str, source: Source) -> None:
+def _add(what: str, made: dict[str, VirtualArray], path: str, source: VirtualArray) -> None:
     if path in made:
         raise TargetMismatchError(f"{what}: two arrays become {path!r:.80}")
     made[path] = source

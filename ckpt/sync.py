@@ -12,26 +12,38 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from ckpt.backlog import BacklogPolicy
-from ckpt.commit import Commit, StepInfo
-from ckpt.coordination.base import Coordinator
-from ckpt.engine.loop import EngineLoop
-from ckpt.events import Observer
-from ckpt.handlers.registry import HandlersLike
-from ckpt.layout.adapt import Adapt
-from ckpt.layout.formatting import Formats
-from ckpt.layout.report import VerifyReport
-from ckpt.oneshot import Call, load_call, metadata_call, save_call, verify_call
-from ckpt.opening import make_service, raise_unseen
-from ckpt.partial import PlainPartialSave as PartialSave
-from ckpt.pins import Pin
-from ckpt.policies import Deletion, Metric, Mode, PreservationPolicyLike, SavePolicyLike
-from ckpt.settings import Staging, Timeouts
+from ckpt._api.oneshot import (
+    Call,
+    load_call,
+    metadata_call,
+    save_call,
+    verify_call,
+)
+from ckpt._api.partial import SyncPartialSave as PartialSave
+from ckpt._api.watch import watch_sync as watch
+from ckpt._commit import Commit, StepInfo
+from ckpt._engine.verify.report import VerifyReport
+from ckpt._events import Observer
+from ckpt._plan.adapt import Adapt
+from ckpt._plan.format_rules import Formats
+from ckpt._runtime.futures import settled_here
+from ckpt._runtime.loop import EngineLoop
+from ckpt._settings import Staging, Timeouts
+from ckpt._steps.factory import make_service, raise_unseen
+from ckpt._steps.pins import Pin
+from ckpt._steps.saves.backlog import BacklogPolicy
+from ckpt._steps.step_metadata import StepMetadata
+from ckpt.coordination._base import Coordinator
+from ckpt.handlers._registry import HandlersLike
+from ckpt.policies import (
+    Deletion,
+    Metric,
+    Mode,
+    PreservationPolicyLike,
+    SavePolicyLike,
+)
 from ckpt.step_names import StepNames
-from ckpt.stepinfo import StepMetadata
-from ckpt.storage.resolve import PathLike
-from ckpt.waiting import settled_here
-from ckpt.watching import watch_sync as watch
+from ckpt.storage._resolve import PathLike
 
 __all__ = ["CheckpointManager", "load", "metadata", "save", "verify", "watch"]
 

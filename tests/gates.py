@@ -8,8 +8,8 @@ from typing import Any
 
 import anyio
 
-from ckpt.handlers.base import Deferred
-from ckpt.manifest import ItemEntry
+from ckpt._format.manifest import ItemEntry
+from ckpt.handlers._base import Deferred
 
 __all__ = ["PATIENCE_S", "Gate", "GateHandler"]
 

@@ -17,7 +17,6 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt.testing.kills import at_call, can_watch, run_watched
 from tests.disk import MODIFYING, Disk, system_calls
 from tests.reliability.kills import (
     ATTEMPT,
@@ -32,6 +31,7 @@ from tests.reliability.kills import (
     saver,
     start,
 )
+from tests.support.kills import at_call, can_watch, run_watched
 
 
 @pytest.mark.timeout(300)

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.testing.crash_states import read_tree
-from ckpt.testing.disk_model import DiskModel, Tree
-from ckpt.testing.faults import SYNCS, Operation
+from ckpt.testing.faults.plans import SYNCS, FileOperation
 from tests.disk import Disk
 from tests.reliability.crash_states import look, power_cuts, recorded, states_of
 from tests.reliability.scenarios import record, scenarios, template
+from tests.support.crash_states import read_tree
+from tests.support.disk_model import DiskModel, Tree
 
 
 def test_every_state_after_a_power_cut_has_whole_steps_only(tmp_path: Path) -> None:
     power_cuts(tmp_path, 220).check(faults=150)
 
 
-def is_sync(operation: Operation, what: Callable[[str], bool]) -> bool:
+def is_sync(operation: FileOperation, what: Callable[[str], bool]) -> bool:
     return operation.name in SYNCS and what(operation.path)
 
 
@@ -74,7 +74,7 @@ def test_the_model_agrees_with_that_of_traced_system_calls(tmp_path: Path, name:
     assert compared >= 4
 
 
-def play(disk: Disk, operation: Operation, began: int, before: Tree) -> None:
+def play(disk: Disk, operation: FileOperation, began: int, before: Tree) -> None:
     """Let an operation happen to the other model, in which all paths are absolute."""
     paths = [absolute(path) for path in (operation.path, operation.target) if path is not None]
     name = operation.name
@@ -96,7 +96,7 @@ def absolute(path: str) -> str:
     return "/top" if path == "." else f"/top/{path}"
 
 
-def not_durable(before: Tree, operations: list[Operation]) -> set[str]:
+def not_durable(before: Tree, operations: list[FileOperation]) -> set[str]:
     """Return the paths that our model would not promise to be there after a power cut."""
     model = DiskModel.of(before, operations)
     found = {

@@ -10,9 +10,9 @@ import pytest
 
 import ckpt.sync
 from ckpt.errors import CorruptCheckpointError
-from ckpt.testing.damage import Cut, damaged, files_of
 from tests.reliability.damage import damage, flips
 from tests.reliability.tally import Tally
+from tests.support.damage import Cut, damaged, files_of
 
 
 @pytest.mark.parametrize(("campaign", "count"), [(damage, 260), (flips, 140)])

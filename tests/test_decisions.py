@@ -22,7 +22,7 @@ import ckpt
 import ckpt.sync
 from ckpt import errors, policies
 from ckpt.policies import SaveContext, SavedStep
-from ckpt.storage import notes
+from ckpt.storage._local import notes
 from tests.gates import PATIENCE_S, Gate, GateHandler
 
 

@@ -23,11 +23,25 @@ from orbax.checkpoint import v1 as ocp
 import ckpt
 import ckpt.sync
 from ckpt import errors
-from ckpt.engine.items import delete_item
-from ckpt.manifest import FILE_NAME, FileEntry, Manifest, decode
-from ckpt.storage.resolve import open_root
-from ckpt.testing.faults import Crash, Fail, Operation, Plan, Wait, at, named, refused_by
-from ckpt.testing.files import FaultyFiles
+from ckpt._engine.save.item_removal import delete_item
+from ckpt._format.manifest import (
+    FILE_NAME,
+    FileEntry,
+    Manifest,
+    decode,
+)
+from ckpt.storage._resolve import open_root
+from ckpt.testing.faults.files import FaultyFiles
+from ckpt.testing.faults.plans import (
+    Crash,
+    Fail,
+    FileOperation,
+    Plan,
+    Wait,
+    at,
+    named,
+    refused_by,
+)
 from tests.reliability.scenarios import age, leftovers
 from tests.trees import assert_same
 
@@ -160,7 +174,7 @@ def test_in_asynchronous_code(root: Path) -> None:
 def test_where_files_cannot_have_two_names_they_are_copied(root: Path, code: int) -> None:
     before = files(root)
 
-    def plan(operation: Operation) -> Fail | None:
+    def plan(operation: FileOperation) -> Fail | None:
         return Fail(code) if named("link")(operation) and "/d/" in operation.path else None
 
     with plain(root) as mgr:
@@ -242,7 +256,7 @@ def test_a_file_that_is_put_in_the_place_of_another_is_not_taken(root: Path) -> 
     other = root.parent / "other"
     other.write_text("other")
 
-    def put(operation: Operation) -> None:
+    def put(operation: FileOperation) -> None:
         if named("link")(operation) and operation.path.endswith("note/text.txt"):
             os.replace(other, root / "1" / "note" / "text.txt")
 
@@ -257,7 +271,7 @@ def test_a_cancelled_deletion_leaves_the_step_as_it_was(root: Path, backend: str
     before = files(root)
     begun, held = threading.Event(), threading.Event()
 
-    def slow(operation: Operation) -> None:
+    def slow(operation: FileOperation) -> None:
         if named("link")(operation):
             begun.set()
             held.wait(60)
@@ -294,7 +308,7 @@ class Held:
         self.attempt = ""
         self.exchanges = 0
 
-    def __call__(self, operation: Operation) -> Wait | None:
+    def __call__(self, operation: FileOperation) -> Wait | None:
         if operation.name == "link":
             # Nobody else links files.
             self.attempt = (operation.target or "").split("/")[0]
@@ -304,7 +318,7 @@ class Held:
         self.reached[moment].set()
         return Wait(self.gates[moment], seconds=PATIENCE_S)
 
-    def _moment(self, operation: Operation) -> str:
+    def _moment(self, operation: FileOperation) -> str:
         if operation.name == "fsync" and operation.path == self.attempt:
             return "sync"
         if operation.name == "renameat2" and self.attempt in (operation.path, operation.target):
@@ -419,7 +433,7 @@ def test_a_name_that_cannot_be_given_back_at_once_is_told(
 ) -> None:
     held = Held("exchange 1")
 
-    def plan(operation: Operation) -> Any:
+    def plan(operation: FileOperation) -> Any:
         found = held(operation)
         back = operation.name == "renameat2" and held.exchanges == 2
         return Fail(errno.EIO) if back else found

@@ -17,7 +17,7 @@ SMALL = ckpt.Staging(budget_bytes=1 << 20)
 
 
 def state(number: int) -> dict[str, jnp.ndarray]:
-    """Many granules: the first are read, and the others not yet, when something happens."""
+    """Many batches: the first are read, and the others not yet, when something happens."""
     return {f"w{n}": jnp.full((512, 256), number * 10 + n, jnp.float32) for n in range(20)}
 
 
@@ -88,7 +88,7 @@ def test_a_one_shot_checkpoint_deleted_while_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deleted between its manifest and its data: there is nothing to observe in a load."""
-    from ckpt import oneshot
+    from ckpt._api import oneshot
 
     ckpt.sync.save(tmp_path / "x", state(1))
     real = oneshot.read_manifest

@@ -35,7 +35,7 @@ def test_growth_is_noticed() -> None:
         "threads": 4,
         "tasks": 9,
         "rss": 200 << 20,
-        "objects": {"ckpt.commit.Commit": 1},
+        "objects": {"ckpt._commit.Commit": 1},
         "steps": [7, 8],
         "root": ["7", "8", "metadata"],
     }
@@ -47,9 +47,9 @@ def test_growth_is_noticed() -> None:
         ("threads", 9),
         ("tasks", 16),
         ("rss", 240 << 20),
-        ("objects", {"ckpt.commit.Commit": 60}),
-        ("objects", {"ckpt.commit.Commit": 1, "ckpt.other": 50}),
-        ("objects", {"ckpt.commit.Commit": 1, "builtins.list": 800}),
+        ("objects", {"ckpt._commit.Commit": 60}),
+        ("objects", {"ckpt._commit.Commit": 1, "ckpt.other": 50}),
+        ("objects", {"ckpt._commit.Commit": 1, "builtins.list": 800}),
         ("root", ["7", "8", "9.orbax-checkpoint-tmp-1", "metadata"]),
     ):
         assert len(grown(before, before | {what: value}, saves=800)) == 1

@@ -14,8 +14,8 @@ import pytest
 
 import ckpt
 from ckpt import ArrayFormat, Blosc, Zstd
-from ckpt.engine.codecs import encode_chunk
-from ckpt.manifest import decode, encode
+from ckpt._engine.codecs import encode_chunk
+from ckpt._format.manifest import decode, encode
 from tests.trees import assert_same
 
 

@@ -15,12 +15,12 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt import errors
-from ckpt.digests import digest
-from ckpt.engine.arena import Arena
-from ckpt.engine.buffers import Buffers
-from ckpt.engine.sources import ItemDatabase, StoredChunk
-from ckpt.layout.shards import whole
-from ckpt.manifest import LeafEntry, decode
+from ckpt._engine.memory.arena import Arena
+from ckpt._engine.memory.buffers import Buffers
+from ckpt._engine.restore.chunk_sources import ItemDatabase, StoredChunk
+from ckpt._format.digests import digest
+from ckpt._format.manifest import LeafEntry, decode
+from ckpt._format.regions import whole
 
 STATE = {
     "a": np.ones((2, 2), np.float32),

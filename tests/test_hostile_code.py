@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import ckpt.sync
-from ckpt.digests import digest
+from ckpt._format.digests import digest
+from ckpt._format.ocdbt import DatabaseIndex, KeyValue
+from ckpt._format.zarr import chunk_key
 from ckpt.errors import CorruptCheckpointError
-from ckpt.layout.chunks import chunk_key
-from ckpt.layout.ocdbt import Entry, Index
 from tests.reliability.mutations import mutate, seal
 from tests.reliability.specimens import specimens
 
@@ -146,17 +146,17 @@ def test_a_database_leads_to_no_file_outside(tmp_path: Path, way: str) -> None:
     (step / "ckpt.json").write_bytes(seal(document))
     assert ckpt.sync.load(step)["w"].tolist() == values.tolist()
     (tmp_path / "secret").write_bytes(values.tobytes())
-    entry = Entry(b"w/" + chunk_key((0,)).encode(), None, 0, 0, values.nbytes)
+    entry = KeyValue(b"w/" + chunk_key((0,)).encode(), None, 0, 0, values.nbytes)
     tree = "d/" + "a" * 32
     place = way.format("secret", tmp_path)
-    database = Index([entry]).encode([place], tree, os.urandom(16), 1)
+    database = DatabaseIndex([entry]).encode([place], tree, os.urandom(16), 1)
     (step / "state" / "manifest.ocdbt").write_bytes(database.manifest)
     (step / "state" / tree).write_bytes(database.tree)
     with pytest.raises(CorruptCheckpointError):
         ckpt.sync.load(step)
     # Within the step it would have been right.
     (step / "state" / "d" / "secret").write_bytes(values.tobytes())
-    database = Index([entry]).encode(["d/secret"], tree, os.urandom(16), 1)
+    database = DatabaseIndex([entry]).encode(["d/secret"], tree, os.urandom(16), 1)
     (step / "state" / "manifest.ocdbt").write_bytes(database.manifest)
     (step / "state" / tree).write_bytes(database.tree)
     assert ckpt.sync.load(step)["w"].tolist() == values.tolist()

@@ -27,8 +27,8 @@ import ckpt
 import ckpt.sync
 from ckpt.errors import CheckpointError
 from ckpt.testing.compare import differences
-from ckpt.testing.damage import files_of
 from tests.reliability.specimens import GOLDEN, METRICS, comparable, items
+from tests.support.damage import files_of
 
 PATIENCE_S = 20
 
@@ -210,7 +210,7 @@ def test_something_else_in_the_place_of_any_directory(step: Path) -> None:
 UNREADABLE = """
 import os, sys
 import ckpt.sync
-from ckpt.testing.damage import files_of
+from tests.support.damage import files_of
 
 calls = (ckpt.sync.load, ckpt.sync.metadata, ckpt.sync.verify)
 # Root may read everything; what has to be imported is, before it is somebody else.

@@ -24,8 +24,8 @@ import ckpt
 import ckpt.sync
 from ckpt.errors import CheckpointError, InvalidArgumentError
 from ckpt.testing.compare import differences
-from ckpt.testing.damage import files_of
 from ckpt.testing.strategies import string_keys
+from tests.support.damage import files_of
 
 PARTS = ["..", ".", "", "/", "\\", "a", "%", "%2E", "%e", "%root", "%k", "%h", "\0", "\n", " ", "c"]
 KEYS = [

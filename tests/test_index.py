@@ -13,10 +13,10 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt.index import StepIndex
-from ckpt.manifest import decode, encode
-from ckpt.storage import posix
-from ckpt.storage.resolve import open_root
+from ckpt._format.manifest import decode, encode
+from ckpt._steps.index import StepIndex
+from ckpt.storage._local import posix
+from ckpt.storage._resolve import open_root
 
 
 def make_root(root: Path, count: int) -> None:

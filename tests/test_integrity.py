@@ -10,8 +10,8 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt.digests import digest
-from ckpt.manifest import decode
+from ckpt._format.digests import digest
+from ckpt._format.manifest import decode
 from tests.trees import assert_same, sharded
 
 TREE = {

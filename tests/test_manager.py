@@ -19,8 +19,8 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt import errors, policies
-from ckpt.engine.arena import Arena
-from ckpt.manifest import decode
+from ckpt._engine.memory.arena import Arena
+from ckpt._format.manifest import decode
 
 
 def plain(root: Path, **settings: Any) -> ckpt.sync.CheckpointManager:

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ckpt.digests import digest
-from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
-from ckpt.manifest import (
+from ckpt._format.digests import digest
+from ckpt._format.manifest import (
     FORMAT_VERSION,
     FileEntry,
     ItemEntry,
@@ -25,6 +24,7 @@ from ckpt.manifest import (
     is_whole,
     peek,
 )
+from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
 
 TEXT = st.text(max_size=8)
 NUMBERS = st.integers(-(2**66), 2**66)

@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from trees import P, mesh, sharded
 
 import ckpt
-from ckpt.layout.summary import size_text
+from ckpt._steps.step_metadata import LeafInfo
+from ckpt._tree.table import size_text
 
 
 def make_state() -> dict[str, Any]:
@@ -45,7 +46,7 @@ def saved(tmp_path: Path) -> Path:
 
 def test_the_tree_has_the_shapes_and_dtypes_of_what_was_saved(saved: Path) -> None:
     state, tree = make_state(), ckpt.sync.metadata(saved).tree
-    is_info = lambda leaf: isinstance(leaf, ckpt.stepinfo.LeafInfo)  # noqa: E731
+    is_info = lambda leaf: isinstance(leaf, LeafInfo)  # noqa: E731
     assert tree["step"] == 7
     assert tree["name"] == "run <b>"
     assert tree["activation"] is ...
@@ -142,6 +143,7 @@ def test_sizes_are_written_as_people_read_them() -> None:
 CHILD = """
 import json, sys
 import ckpt
+from ckpt._steps.step_metadata import LeafInfo
 info = ckpt.sync.metadata(sys.argv[1])
 from jax._src import xla_bridge
 print(json.dumps([str(info), xla_bridge.backends_are_initialized()]))
@@ -176,7 +178,7 @@ def test_a_target_that_has_a_record_for_a_class_says_so(
     ckpt.sync.save(tmp_path / "x", {"layer": make_unknown()})
     info = ckpt.sync.metadata(tmp_path / "x")
     assert not caplog.records
-    assert isinstance(info.target()["layer"], ckpt.Record)
+    assert isinstance(info.target()["layer"], ckpt.UnknownNode)
     (record,) = caplog.records
     assert "Local" in record.getMessage()
     assert "PyTreeHandler(classes=[...])" in record.getMessage()

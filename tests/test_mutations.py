@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import ckpt
 import ckpt.sync
-from ckpt.digests import digest
-from ckpt.engine.codecs import encode_chunk
+from ckpt._engine.codecs import encode_chunk
+from ckpt._format.array_format import Blosc, Zstd
+from ckpt._format.digests import digest
 from ckpt.errors import CheckpointError
-from ckpt.layout.formats import Blosc, Zstd
 from tests.reliability.mutations import OTHERS, WORDS, mutations, seal
 
 MIB = 1 << 20

@@ -74,7 +74,7 @@ def make_state() -> dict[str, Any]:
         "params": {
             "kernel": sharded(np.arange(128.0, dtype=np.float32).reshape(8, 16), "data", "model"),
             "bias": sharded(np.arange(16).astype(ml_dtypes.bfloat16), ("data", "model")),
-            # Not packed, and larger than a granule: several chunks, several data files.
+            # Not packed, and larger than a batch: several chunks, several data files.
             "table": sharded(np.arange(2**20, dtype=np.float32).reshape(1024, 1024), "data"),
             # Shards of prime length: a chunk that lies in two of them, and a ragged one.
             "odd": sharded(np.arange(2 * 1009 * 200, dtype=np.int32).reshape(2018, 200), "data"),

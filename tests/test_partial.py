@@ -31,16 +31,21 @@ from orbax.checkpoint import v1 as ocp
 import ckpt
 import ckpt.sync
 from ckpt import errors
-from ckpt.engine.plans import PlanCache
-from ckpt.layout.merging import PartPlan, TreeParts, merge_database, merge_entries
-from ckpt.layout.plan import database_entries
-from ckpt.layout.records import check_leaves, record_leaves
-from ckpt.layout.structure import describe
-from ckpt.manifest import FILE_NAME, ItemEntry, decode
-from ckpt.partial import PartialSave
+from ckpt._api.partial import PartialSave
+from ckpt._engine.plan_cache import PlanCache
+from ckpt._format.manifest import FILE_NAME, ItemEntry, decode
+from ckpt._plan.leaf_entries import check_leaves, record_leaves
+from ckpt._plan.merged_parts import (
+    PartPlan,
+    TreeParts,
+    merge_database,
+    merge_entries,
+)
+from ckpt._plan.save_plan import database_entries
+from ckpt._tree.flatten import describe
 from ckpt.policies import FixedInterval, LatestN
-from ckpt.testing.faults import Fail, named
-from ckpt.testing.files import FaultyFiles
+from ckpt.testing.faults.files import FaultyFiles
+from ckpt.testing.faults.plans import Fail, named
 from ckpt.testing.strategies import keys, python_scalars
 from tests.reliability import faults
 from tests.reliability.scenarios import Scenario, items_of, leftovers
@@ -926,8 +931,8 @@ def entry_of(tree: Any, budget: int) -> tuple[ItemEntry, PartPlan]:
     structure = describe(tree)
     save = PlanCache().plan("state", structure, budget, True, False).save
     ids = [id(leaf) for leaf in structure.leaves]
-    digests = [[f"{ids[c.leaf]} {c.number}" for c in g.chunks] for g in save.granules]
-    files = [f"d/{number:032x}" for number in range(len(save.granules))]
+    digests = [[f"{ids[c.leaf]} {c.number}" for c in g.chunks] for g in save.batches]
+    files = [f"d/{number:032x}" for number in range(len(save.batches))]
     records = record_leaves(save, structure.leaves, digests, files)
     entry = ItemEntry(
         handler="pytree",

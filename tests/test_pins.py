@@ -16,14 +16,9 @@ from typing import Any, TypeVar
 import anyio
 import pytest
 
-from ckpt import pins as pins_module
-from ckpt.errors import (
-    InvalidArgumentError,
-    StepNotFoundError,
-    StepPinnedError,
-    StorageError,
-)
-from ckpt.pins import (
+from ckpt._settings import Timeouts
+from ckpt._steps import pins as pins_module
+from ckpt._steps.pins import (
     check_pin_name,
     deletion_of,
     forget_expired,
@@ -33,8 +28,13 @@ from ckpt.pins import (
     refuse_pinned,
     unpin,
 )
-from ckpt.settings import Timeouts
-from ckpt.storage.local import LocalStorage
+from ckpt.errors import (
+    InvalidArgumentError,
+    StepNotFoundError,
+    StepPinnedError,
+    StorageError,
+)
+from ckpt.storage._local.storage import LocalStorage
 
 T = TypeVar("T")
 FOLDER = ".ckpt-pins"

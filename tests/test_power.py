@@ -11,11 +11,11 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt.testing.kills import can_watch
-from ckpt.testing.power import can_cut_power, power_supply, small_memory_disk
 from tests.children.states import state_of
 from tests.reliability.kills import attempts
 from tests.reliability.power import cuts, cuts_of_the_forgetful
+from tests.support.kills import can_watch
+from tests.support.power import can_cut_power, power_supply, small_memory_disk
 from tests.trees import assert_same
 
 # Programs are started here, which takes its time on a machine that does other things.

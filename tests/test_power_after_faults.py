@@ -17,12 +17,13 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt.settings import Timeouts
-from ckpt.storage import posix, sweeping
-from ckpt.storage.local import LocalStorage
-from ckpt.testing.crash_states import Tree, crash_states, read_tree
-from ckpt.testing.faults import Effect, Fail, Operation
-from ckpt.testing.files import FaultyFiles
+from ckpt._settings import Timeouts
+from ckpt.storage._local import posix
+from ckpt.storage._local import sweep as sweeping
+from ckpt.storage._local.storage import LocalStorage
+from ckpt.testing.faults.files import FaultyFiles
+from ckpt.testing.faults.plans import Effect, Fail, FileOperation
+from tests.support.crash_states import Tree, crash_states, read_tree
 
 
 def state(number: int) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def damaged_steps(
-    before: Tree, operations: list[Operation], directory: Path
+    before: Tree, operations: list[FileOperation], directory: Path
 ) -> Iterator[tuple[int, Any]]:
     """Yield the steps that are listed and not whole, of every second state after a power cut."""
     found = list(crash_states(before, operations, losses=1))
@@ -96,7 +97,7 @@ def test_a_step_that_was_taken_back_is_whole_wherever_it_comes_back(
     """The root could not be synced once; what was published is taken back, and then removed."""
     published = failed = False
 
-    def plan(operation: Operation) -> Effect | None:
+    def plan(operation: FileOperation) -> Effect | None:
         nonlocal published, failed
         published = published or operation.name == "renameat2"
         if published and not failed and operation.name == "fsync" and operation.path == ".":

@@ -28,9 +28,9 @@ from hypothesis import strategies as st
 
 import ckpt
 import ckpt.sync
+from ckpt._steps.saves.preemption import Preemption
 from ckpt.errors import InvalidArgumentError
 from ckpt.policies import FixedInterval
-from ckpt.preemption import Preemption
 from tests.children.odd import Odd, OddHandler
 from tests.reliability.kills import attempts
 

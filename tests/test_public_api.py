@@ -37,7 +37,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_names_survive_the_import_of_modules() -> None:
-    for module in ("ckpt.stepinfo", "ckpt.oneshot", "ckpt.manager", "ckpt.sync", "ckpt.commit"):
+    for module in ("ckpt._api.oneshot", "ckpt._api.watch", "ckpt.sync", "ckpt._commit"):
         importlib.import_module(module)
     assert inspect.iscoroutinefunction(ckpt.save)
     assert inspect.iscoroutinefunction(ckpt.load)

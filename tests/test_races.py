@@ -10,7 +10,6 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt.testing.kills import can_watch
 from tests.reliability.races import different_steps, same_steps, sweeps
 from tests.reliability.readers import latest_beside_a_trainer, steps_beside_a_trainer
 from tests.reliability.threads import (
@@ -18,6 +17,7 @@ from tests.reliability.threads import (
     managers_in_threads,
     one_manager_in_threads,
 )
+from tests.support.kills import can_watch
 
 # Programs are started here, which takes its time on a machine that does other things.
 pytestmark = pytest.mark.timeout(300)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ckpt.redaction
-from ckpt.digests import digest
-from ckpt.redaction import redact
+from ckpt import _redaction as redaction
+from ckpt._format.digests import digest
+from ckpt._redaction import redact
 
 KEY_ID = "AKIAIOSFODNN7EXAMPLE"
 KEY = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
@@ -174,7 +174,7 @@ def test_long_text_takes_no_endless_time(piece: str) -> None:
 
 
 def test_it_needs_nothing_of_the_package() -> None:
-    file = Path(ckpt.redaction.__file__)
+    file = Path(redaction.__file__)
     assert "ckpt" not in file.read_text()
     script = f"import runpy; print(runpy.run_path({str(file)!r})['redact']('ab://c:d@e'))"
     done = subprocess.run(

@@ -18,9 +18,9 @@ import ckpt
 import ckpt.step_names
 import ckpt.sync
 from ckpt import errors, policies
-from ckpt.storage import attempts, posix
-from ckpt.testing.faults import Effect, Fail, Operation
-from ckpt.testing.files import FaultyFiles
+from ckpt.storage._local import attempts, posix
+from ckpt.testing.faults.files import FaultyFiles
+from ckpt.testing.faults.plans import Effect, Fail, FileOperation
 
 Deletion = policies.Deletion
 
@@ -350,7 +350,7 @@ def test_what_is_moved_to_the_trash_is_what_was_listed(
 
         one, trash = policies.LatestN(1), Deletion(trash="trash")
         with plain(tmp_path, preservation=one, deletion=trash) as mgr:
-            monkeypatch.setattr("ckpt.retention.steps_kept", kept)
+            monkeypatch.setattr("ckpt._steps.retention.steps_kept", kept)
             save_all(mgr, [3])
             assert mgr.all_steps() == [1, 3]
             assert mgr.restore(1) == {"n": "new"}
@@ -523,7 +523,7 @@ def test_a_step_that_may_not_be_read_is_named(tmp_path: Path) -> None:
 
     for name in ("lstat", "open"):
 
-        def refused(operation: Operation, name: str = name) -> Effect | None:
+        def refused(operation: FileOperation, name: str = name) -> Effect | None:
             inside = operation.path == "2/ckpt.json" and operation.name == name
             return Fail(errno.EACCES) if inside else None
 

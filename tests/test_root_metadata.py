@@ -20,11 +20,11 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt import errors, policies
-from ckpt.root_metadata import read_root_metadata, write_root_metadata
-from ckpt.settings import Timeouts
-from ckpt.storage.local import LocalStorage
-from ckpt.testing.faults import Effect, Fail, Operation
-from ckpt.testing.files import FaultyFiles
+from ckpt._settings import Timeouts
+from ckpt._steps.root_metadata import read_root_metadata, write_root_metadata
+from ckpt.storage._local.storage import LocalStorage
+from ckpt.testing.faults.files import FaultyFiles
+from ckpt.testing.faults.plans import Effect, Fail, FileOperation
 
 
 def plain(root: Path, **settings: Any) -> ckpt.sync.CheckpointManager:
@@ -186,7 +186,7 @@ def test_metadata_of_the_root_that_may_not_be_read_stop_no_step(
     with plain(tmp_path, metadata={"run": "a"}) as mgr:
         mgr.save(1, {"n": 1}).result()
 
-    def refused(operation: Operation) -> Effect | None:
+    def refused(operation: FileOperation) -> Effect | None:
         return Fail(code) if operation.path == "metadata/_ROOT_METADATA" else None
 
     with FaultyFiles(tmp_path, refused, sync=False):
@@ -203,7 +203,7 @@ def test_metadata_of_the_root_that_may_not_be_read_stop_no_step(
 
 
 def test_other_errors_are_told_when_a_root_is_opened(tmp_path: Path) -> None:
-    def failing(operation: Operation) -> Effect | None:
+    def failing(operation: FileOperation) -> Effect | None:
         return Fail(errno.EIO) if operation.path == "metadata/_ROOT_METADATA" else None
 
     with (
@@ -267,7 +267,7 @@ def test_so_does_all_that_lies_beside_the_steps(tmp_path: Path, mode: int, umask
                     wrong.add((oct(status.st_mode), str(path.relative_to(root))))
                 seen.add(path.name[:12] if path.name.startswith(".ckpt") else path.name)
 
-    def look_before(operation: Operation) -> Effect | None:
+    def look_before(operation: FileOperation) -> Effect | None:
         # By then everything has its permissions; a lease and an attempt are gone at the end.
         if operation.target is not None:
             look()

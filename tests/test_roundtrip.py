@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 import ckpt
 import ckpt.sync
-from ckpt.digests import digest
-from ckpt.layout.dtypes import DTYPES
+from ckpt._format.digests import digest
+from ckpt._format.dtypes import DTYPES
 from ckpt.testing.compare import differences
 from ckpt.testing.strategies import states
 from tests.trees import P, abstract, assert_same, bits, mesh, sharded

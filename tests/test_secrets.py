@@ -17,9 +17,9 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt.engine.tensors import translated
+from ckpt._engine.tensorstore import translated
 from ckpt.errors import CheckpointError
-from ckpt.testing.damage import files_of
+from tests.support.damage import files_of
 
 # Stands in every secret; looks like a word, so that its own shape does not give it away.
 CANARY = "tellNobody7"

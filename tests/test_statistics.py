@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 
 import ckpt
 import ckpt.sync
-from ckpt.statistics import SaveStatistics, decode_late, encode_late, of_manifest
+from ckpt._statistics import (
+    SaveStatistics,
+    decode_late,
+    encode_late,
+    of_manifest,
+)
 
 FIELDS = set(SaveStatistics.__dataclass_fields__)
 LATE = {"merged", "published", "deleted"}

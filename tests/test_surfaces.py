@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 import ckpt
-import ckpt.partial
 import ckpt.sync
-import ckpt.watching
+from ckpt._api import partial, watch
 
 PAIRS = {
     "manager": (ckpt.CheckpointManager, ckpt.sync.CheckpointManager),
-    "partial save": (ckpt.partial.PartialSave, ckpt.partial.PlainPartialSave),
-    "watch": (ckpt.watching.Watch, ckpt.watching.SyncWatch),
+    "partial save": (partial.PartialSave, partial.SyncPartialSave),
+    "watch": (watch.Watch, watch.SyncWatch),
 }
 # What a class has of its own kind of code.
 OTHERWISE_CALLED = {

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from ckpt import Record
-from ckpt.layout.dtypes import DTYPES
+from ckpt import UnknownNode
+from ckpt._format.dtypes import DTYPES
 from ckpt.testing import strategies
 from ckpt.testing.compare import differences
 from ckpt.testing.strategies import (
@@ -108,10 +108,10 @@ def placed(device: int) -> jax.Array:
         (jnp.asarray(1.0), jnp.asarray(1.0, jnp.float32)),
         (jnp.zeros(2), placed(0)),
         (placed(0), placed(1)),
-        (Record("a:B", {"x": 1}), Record("a:C", {"x": 1})),
-        (Record("a:B", {"x": 1}), Record("a:B", {"x": 2})),
-        (Record("a:B", {"x": 1}), {"x": 1}),
-        (Record("a:B", {"x": 1}), Record("a:B", {"x": 1}, static={"aux": 1})),
+        (UnknownNode("a:B", {"x": 1}), UnknownNode("a:C", {"x": 1})),
+        (UnknownNode("a:B", {"x": 1}), UnknownNode("a:B", {"x": 2})),
+        (UnknownNode("a:B", {"x": 1}), {"x": 1}),
+        (UnknownNode("a:B", {"x": 1}), UnknownNode("a:B", {"x": 1}, static={"aux": 1})),
         (Box(1, "a"), Box(2, "a")),
         (Box(1, "a"), Box(1, "b")),
         (Box(1, np.zeros(2)), Box(1, np.ones(2))),

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 import ckpt
 import ckpt.sync
-from ckpt.storage.local import LocalStorage
+from ckpt.storage._local.storage import LocalStorage
 from ckpt.testing.compare import differences
 from tests.trees import P, bits
 

@@ -27,14 +27,14 @@ from hypothesis import strategies as st
 import ckpt
 import ckpt.sync
 from ckpt import ArrayFormat, errors
-from ckpt.digests import digest
-from ckpt.engine.scanning import Scanner
-from ckpt.engine.verification import verify_entry
-from ckpt.layout.places import parts_inside
-from ckpt.layout.report import Problem, VerifyReport
-from ckpt.manifest import Manifest, decode
-from ckpt.stepinfo import LeafInfo
-from ckpt.storage.local import LocalStorage
+from ckpt._engine.verify.pipeline import verify_entry
+from ckpt._engine.verify.report import Problem, VerifyReport
+from ckpt._engine.verify.scanner import Scanner
+from ckpt._format.chunk_locations import parts_inside
+from ckpt._format.digests import digest
+from ckpt._format.manifest import Manifest, decode
+from ckpt._steps.step_metadata import LeafInfo
+from ckpt.storage._local.storage import LocalStorage
 from tests.handlers.things import Config, Recording
 from tests.test_hostile import LIES, STATE, rewrite
 

@@ -13,9 +13,9 @@ from typing import Any
 import anyio
 import pytest
 
-from ckpt.engine.loop import EngineLoop
+from ckpt._runtime.futures import CallingThread
+from ckpt._runtime.loop import EngineLoop
 from ckpt.errors import CommitCancelledError
-from ckpt.waiting import CallingThread
 
 
 @pytest.fixture

@@ -24,10 +24,10 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt import watcher
-from ckpt.manifest import FILE_NAME
-from ckpt.storage.local import LocalStorage
-from ckpt.watching import Watch
+from ckpt._api.watch import Watch
+from ckpt._format.manifest import FILE_NAME
+from ckpt._steps import watcher
+from ckpt.storage._local.storage import LocalStorage
 
 CHILDREN = Path(__file__).parent / "children"
 PATIENCE_S = 60
@@ -573,7 +573,7 @@ def test_a_root_that_may_not_be_written_to_says_what_to_do(tmp_path: Path) -> No
 
 def test_a_damaged_manifest_is_told_once(tmp_path: Path) -> None:
     """It is whole, and contradicts itself."""
-    from ckpt.manifest import decode, encode
+    from ckpt._format.manifest import decode, encode
 
     save(tmp_path, 1, 2)
     path = tmp_path / "1" / FILE_NAME
@@ -848,7 +848,7 @@ def test_what_has_gone_leaves_no_hook_behind(tmp_path: Path) -> None:
 def test_who_is_called_at_exit_is_called_once_and_the_last_one_first() -> None:
     script = """
 from concurrent.futures import ThreadPoolExecutor
-from ckpt.engine.exits import run_at_exit
+from ckpt._runtime.exit import run_at_exit
 
 class Named:
     def __init__(self, name):

@@ -7,12 +7,12 @@ process alone. Another one is an object with the methods of `Coordinator`, given
 
 from __future__ import annotations
 
-from ckpt.coordination.base import Coordinator, KeyValues
-from ckpt.coordination.default import default_coordinator
-from ckpt.coordination.jax_service import JaxDistributed
-from ckpt.coordination.memory import MemoryKeyValues
-from ckpt.coordination.own_disks import OwnDisks
-from ckpt.coordination.single import SingleProcess
+from ckpt.coordination._base import Coordinator, KeyValues
+from ckpt.coordination._default import default_coordinator
+from ckpt.coordination._jax_service import JaxDistributed
+from ckpt.coordination._memory import MemoryKeyValues
+from ckpt.coordination._own_disks import OwnDisks
+from ckpt.coordination._single import SingleProcess
 
 __all__ = [
     "Coordinator",

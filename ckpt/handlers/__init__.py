@@ -5,14 +5,19 @@ The built-in ones, and what a handler of your own needs; see the page on items.
 
 from __future__ import annotations
 
-from ckpt.handlers.base import Deferred, Handler, ItemReader, ItemWriter
-from ckpt.handlers.json import JsonHandler
-from ckpt.handlers.protobuf import ProtobufHandler
-from ckpt.handlers.pytree import PyTreeHandler
-from ckpt.handlers.random_state import RandomStateHandler
-from ckpt.handlers.stateful import StatefulHandler
-from ckpt.handlers.text import BytesHandler
-from ckpt.manifest import ItemEntry
+from ckpt._format.manifest import ItemEntry
+from ckpt.handlers._base import (
+    Deferred,
+    Handler,
+    ItemReader,
+    ItemWriter,
+)
+from ckpt.handlers._json import JsonHandler
+from ckpt.handlers._protobuf import ProtobufHandler
+from ckpt.handlers._pytree import PyTreeHandler
+from ckpt.handlers._random_state import RandomStateHandler
+from ckpt.handlers._stateful import StatefulHandler
+from ckpt.handlers._text import BytesHandler
 
 __all__ = [
     "BytesHandler",

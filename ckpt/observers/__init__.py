@@ -11,14 +11,14 @@ for Perfetto, and its `Timeline` tells how much of a save overlapped with traini
 
 from __future__ import annotations
 
-from ckpt.observers.jax_monitoring import JaxMonitoring
-from ckpt.observers.json_lines import JsonLines
-from ckpt.observers.opentelemetry import OpenTelemetry
-from ckpt.observers.picture import draw_html, draw_png
-from ckpt.observers.progress import ProgressBar
-from ckpt.observers.prometheus import Prometheus
-from ckpt.observers.timeline import SaveTimes, Span, Timeline
-from ckpt.observers.trace import Trace
+from ckpt.observers._jax_monitoring import JaxMonitoring
+from ckpt.observers._json_lines import JsonLines
+from ckpt.observers._opentelemetry import OpenTelemetry
+from ckpt.observers._progress import ProgressBar
+from ckpt.observers._prometheus import Prometheus
+from ckpt.observers._tracing.picture import draw_html, draw_png
+from ckpt.observers._tracing.timeline import SaveTimes, Span, Timeline
+from ckpt.observers._tracing.trace import Trace
 
 __all__ = [
     "JaxMonitoring",

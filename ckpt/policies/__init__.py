@@ -13,9 +13,10 @@ True for steps to keep.
 
 from __future__ import annotations
 
-from ckpt.policies.deletion import Deletion
-from ckpt.policies.overhead import BoundedOverhead
-from ckpt.policies.preservation import (
+from ckpt.policies._context import SaveContext, SavedStep
+from ckpt.policies._deletion import Deletion
+from ckpt.policies._overhead import BoundedOverhead
+from ckpt.policies._preservation import (
     AnyPreservation,
     CustomSteps,
     LatestN,
@@ -25,9 +26,14 @@ from ckpt.policies.preservation import (
     check_preservation,
     steps_kept,
 )
-from ckpt.policies.ranking import BestN, Metric, Mode, best_of, ranking_of
-from ckpt.policies.records import SaveContext, SavedStep
-from ckpt.policies.saving import (
+from ckpt.policies._ranking import (
+    BestN,
+    Metric,
+    Mode,
+    best_of,
+    ranking_of,
+)
+from ckpt.policies._saving import (
     AnySave,
     Continuous,
     EverySeconds,
@@ -40,7 +46,7 @@ from ckpt.policies.saving import (
     check_save_policy,
     refusal_of,
 )
-from ckpt.policies.spacing import (
+from ckpt.policies._spacing import (
     EveryNSeconds,
     EveryNSteps,
     EveryNStepsClosest,

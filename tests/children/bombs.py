@@ -19,7 +19,7 @@ from typing import Any
 
 import ckpt
 import ckpt.sync
-from ckpt.layout.report import VerifyReport
+from ckpt._engine.verify.report import VerifyReport
 
 logging.disable()
 

@@ -24,8 +24,8 @@ from processes import at, tell
 
 import ckpt
 import ckpt.sync
+from ckpt._runtime.futures import waker
 from ckpt.errors import CheckpointError
-from ckpt.waiting import waker
 
 root = Path(sys.argv[1])
 devices = jax.devices()

@@ -21,10 +21,10 @@ from processes import tell
 import ckpt
 import ckpt.sync
 from ckpt import policies
-from ckpt.coordination.default import default_coordinator
-from ckpt.coordination.single import SingleProcess
+from ckpt.coordination._default import default_coordinator
+from ckpt.coordination._single import SingleProcess
 from ckpt.errors import CheckpointError
-from ckpt.storage.local import LocalStorage
+from ckpt.storage._local.storage import LocalStorage
 
 root = Path(sys.argv[1])
 me, count = jax.process_index(), jax.process_count()

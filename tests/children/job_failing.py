@@ -27,13 +27,13 @@ from jax.sharding import PartitionSpec as P
 from processes import at, tell
 
 import ckpt
-import ckpt.reading
+import ckpt._steps.reader
 import ckpt.sync
-from ckpt.coordination.default import default_coordinator
-from ckpt.coordination.operation import Operation
-from ckpt.coordination.signs import introduce
-from ckpt.handlers.pytree import PyTreeHandler
-from ckpt.storage.local import LocalStorage
+from ckpt.coordination._default import default_coordinator
+from ckpt.coordination._operation import Operation
+from ckpt.coordination._signs import introduce
+from ckpt.handlers._pytree import PyTreeHandler
+from ckpt.storage._local.storage import LocalStorage
 
 root, seconds, scenarios = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
 me, count = jax.process_index(), jax.process_count()

@@ -9,9 +9,9 @@ from typing import Any
 
 import anyio
 
-from ckpt.handlers.base import Deferred, ItemReader, ItemWriter
-from ckpt.handlers.pytree import PyTreeHandler
-from ckpt.manifest import ItemEntry
+from ckpt._format.manifest import ItemEntry
+from ckpt.handlers._base import Deferred, ItemReader, ItemWriter
+from ckpt.handlers._pytree import PyTreeHandler
 
 __all__ = ["Odd", "OddHandler"]
 

@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "coordination"))
 
 from key_value_suite import check_key_values
 
-from ckpt.coordination import jax_service
-from ckpt.coordination.default import default_coordinator
-from ckpt.coordination.jax_service import JaxDistributed
-from ckpt.coordination.operation import Operation
+from ckpt.coordination import _jax_service as jax_service
+from ckpt.coordination._default import default_coordinator
+from ckpt.coordination._jax_service import JaxDistributed
+from ckpt.coordination._operation import Operation
 
 # What is left of a wait that nobody wants any more holds up the end of a process for as long.
 jax_service._POLL_SECONDS = 2.0

@@ -17,9 +17,9 @@ import anyio
 import anyio.to_thread
 from processes import at, tell
 
-from ckpt.coordination.default import default_coordinator
-from ckpt.coordination.operation import Operation
-from ckpt.coordination.signs import introduce
+from ckpt.coordination._default import default_coordinator
+from ckpt.coordination._operation import Operation
+from ckpt.coordination._signs import introduce
 from ckpt.errors import StorageError
 
 job = default_coordinator()

@@ -19,8 +19,8 @@ from processes import tell
 
 import ckpt
 import ckpt.sync
-from ckpt.coordination.jax_service import JaxDistributed
-from ckpt.coordination.own_disks import OwnDisks
+from ckpt.coordination._jax_service import JaxDistributed
+from ckpt.coordination._own_disks import OwnDisks
 
 root, what = Path(sys.argv[1]), sys.argv[2]
 index, count = jax.process_index(), jax.process_count()

@@ -25,9 +25,9 @@ from odd import Odd, OddHandler
 
 import ckpt
 import ckpt.sync
-from ckpt.handlers.base import ItemReader, ItemWriter
-from ckpt.handlers.pytree import PyTreeHandler
-from ckpt.manifest import ItemEntry
+from ckpt._format.manifest import ItemEntry
+from ckpt.handlers._base import ItemReader, ItemWriter
+from ckpt.handlers._pytree import PyTreeHandler
 
 scenario, root, *rest = sys.argv[1:]
 TERM = (signal.SIGTERM,)

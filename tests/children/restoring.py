@@ -23,13 +23,13 @@ from processes import at, tell
 
 import ckpt
 import ckpt.sync
-from ckpt.engine.restore import restore_items
-from ckpt.manifest import decode, encode
-from ckpt.requests import wanted_items
-from ckpt.service import make_engine
-from ckpt.settings import Staging
-from ckpt.steps import read_manifest
-from ckpt.storage.resolve import open_entry
+from ckpt._engine.restore.pipeline import restore_items
+from ckpt._format.manifest import decode, encode
+from ckpt._settings import Staging
+from ckpt._steps.restore_requests import wanted_items
+from ckpt._steps.service import make_engine
+from ckpt.storage._manifests import read_manifest
+from ckpt.storage._resolve import open_entry
 
 root = Path(sys.argv[1])
 devices = jax.devices()

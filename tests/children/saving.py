@@ -15,8 +15,8 @@ from processes import tell
 
 import ckpt
 import ckpt.sync
-from ckpt.coordination.jax_service import JaxDistributed
-from ckpt.coordination.own_disks import OwnDisks
+from ckpt.coordination._jax_service import JaxDistributed
+from ckpt.coordination._own_disks import OwnDisks
 from ckpt.errors import CheckpointError
 
 what, root = sys.argv[1], Path(sys.argv[2])

@@ -9,7 +9,7 @@ import numpy as np
 
 __all__ = ["state_of"]
 
-# Twelve granules' worth of small leaves would prove nothing more than these.
+# Twelve batches' worth of small leaves would prove nothing more than these.
 SMALL_LEAVES = 40
 
 

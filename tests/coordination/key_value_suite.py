@@ -6,7 +6,7 @@ import os
 
 import anyio
 
-from ckpt.coordination.base import KeyValues
+from ckpt.coordination._base import KeyValues
 
 # Longer than one part of the service, compressible and not.
 LONG = {

@@ -7,10 +7,15 @@ from typing import Any
 import anyio
 import pytest
 
-from ckpt.coordination.bounded import Bounded
-from ckpt.coordination.memory import MemoryKeyValues
-from ckpt.coordination.operation import Operation
-from ckpt.errors import CheckpointError, CoordinationError, CoordinationTimeoutError, StorageError
+from ckpt.coordination._deadline import DeadlineKeyValues
+from ckpt.coordination._memory import MemoryKeyValues
+from ckpt.coordination._operation import Operation
+from ckpt.errors import (
+    CheckpointError,
+    CoordinationError,
+    CoordinationTimeoutError,
+    StorageError,
+)
 from tests.coordination.made_up import LIMIT, Silent, in_made_up_time
 
 
@@ -107,7 +112,7 @@ def test_only_what_processes_of_the_job_say_is_read() -> None:
         values = MemoryKeyValues()
         for name in ("0", "1", "2", "17", "-1", "x", "1/0", "²"):
             await values.put(f"op/life/{name}", name.encode())
-        assert await Bounded(values, "op", "a save", LIMIT).numbered("life", 2) == {
+        assert await DeadlineKeyValues(values, "op", "a save", LIMIT).numbered("life", 2) == {
             0: b"0",
             1: b"1",
         }

@@ -9,11 +9,11 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from ckpt.coordination.memory import MemoryKeyValues
-from ckpt.coordination.operation import Operation
+from ckpt._format.manifest import JsonValue
+from ckpt.coordination._memory import MemoryKeyValues
+from ckpt.coordination._operation import Operation
+from ckpt.coordination._peers import Peers
 from ckpt.errors import CoordinationError, CoordinationTimeoutError, StorageError
-from ckpt.manifest import JsonValue
-from ckpt.peers import Peers
 from tests.coordination.made_up import LIMIT, Silent, in_made_up_time
 
 T = TypeVar("T")

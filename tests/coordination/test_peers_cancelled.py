@@ -10,9 +10,9 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from ckpt.coordination.memory import MemoryKeyValues
+from ckpt.coordination._memory import MemoryKeyValues
+from ckpt.coordination._peers import Peers
 from ckpt.errors import CheckpointError, CoordinationTimeoutError
-from ckpt.peers import Peers
 
 COUNT, LIMIT = 3, 5.0
 

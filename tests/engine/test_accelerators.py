@@ -16,7 +16,7 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt.engine import staging
+from ckpt._engine.memory import staging
 from tests.trees import assert_same, sharded
 
 MIB = 1 << 20
@@ -76,7 +76,7 @@ def test_arrays_come_back_bit_for_bit(
 
 
 def test_what_moves_is_a_chunk_and_not_its_shard(tmp_path: Path, remote: list[jax.Array]) -> None:
-    """Page-locked memory is bounded by granules, also for an array larger than the budget."""
+    """Page-locked memory is bounded by batches, also for an array larger than the budget."""
     array = jnp.arange(2 * MIB, dtype=jnp.float32)
     with ckpt.sync.CheckpointManager(tmp_path, staging=ckpt.Staging(2 * MIB)) as mgr:
         mgr.save(0, {"x": array}).result()

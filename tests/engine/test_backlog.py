@@ -16,7 +16,7 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt import errors, policies
-from ckpt.waiting import settled_here
+from ckpt._runtime.futures import settled_here
 from tests.gates import PATIENCE_S, Gate, GateHandler
 from tests.trees import assert_same
 

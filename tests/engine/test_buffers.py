@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 import ckpt
 import ckpt.sync
-from ckpt.engine.arena import Arena
-from ckpt.engine.buffers import Buffers
+from ckpt._engine.memory.arena import Arena
+from ckpt._engine.memory.buffers import Buffers
 from tests.trees import abstract, assert_same, sharded
 
 MIB = 1 << 20

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.engine import staging
-from ckpt.engine.codecs import decode_chunk, encode_chunk
-from ckpt.engine.encoding import encode_granule
-from ckpt.engine.staging import copy_granule, granule_digests, sources_of
+from ckpt._engine.codecs import decode_chunk, encode_chunk
+from ckpt._engine.memory import staging
+from ckpt._engine.memory.staging import batch_digests, copy_batch, sources_of
+from ckpt._engine.save.encoding import encode_batch
+from ckpt._format.array_format import ArrayFormat, Blosc, Zstd
+from ckpt._format.manifest import LeafEntry
+from ckpt._plan.save_plan import encoded_bound, plan_save
+from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import CorruptCheckpointError
-from ckpt.handlers.base import Deferred
-from ckpt.layout.formats import ArrayFormat, Blosc, Zstd
-from ckpt.layout.leaves import LeafSpec
-from ckpt.layout.plan import encoded_bound, plan_save
-from ckpt.manifest import LeafEntry
+from ckpt.handlers._base import Deferred
 from tests.trees import sharded
 
 MIB = 1 << 20
@@ -63,7 +63,7 @@ def test_a_chunk_comes_back_and_is_never_longer_than_its_bound(
     st.sampled_from(CODECS),
     st.booleans(),
 )
-def test_an_encoded_granule_is_a_file_of_its_chunks_and_zeros(
+def test_an_encoded_batch_is_a_file_of_its_chunks_and_zeros(
     shapes: list[tuple[int, int]], compression: Any, noise: bool
 ) -> None:
     random = np.random.default_rng(len(shapes))
@@ -71,17 +71,17 @@ def test_an_encoded_granule_is_a_file_of_its_chunks_and_zeros(
     chosen = ArrayFormat(compression=compression, chunk_bytes=4096)
     specs = [LeafSpec("numpy", "int32", leaf.shape, format=chosen) for leaf in leaves]
     plan = plan_save([f"leaf{n}" for n in range(len(leaves))], specs, MIB)
-    for granule in (each for each in plan.granules if each.encoded):
+    for batch in (each for each in plan.batches if each.encoded):
         # What an earlier save has left must not get into the file.
-        memory = np.full(granule.block_bytes, 0xAA, np.uint8)
-        staged = memory[granule.lead : granule.lead + granule.nbytes]
-        copy_granule(granule, plan.leaves, sources_of(granule, leaves), staged)
-        wanted = granule_digests(granule, plan.leaves, staged)
+        memory = np.full(batch.block_bytes, 0xAA, np.uint8)
+        staged = memory[batch.lead : batch.lead + batch.nbytes]
+        copy_batch(batch, plan.leaves, sources_of(batch, leaves), staged)
+        wanted = batch_digests(batch, plan.leaves, staged)
         chunks = [
             staged[chunk.offset : chunk.offset + chunk.stored_nbytes].copy()
-            for chunk in granule.chunks
+            for chunk in batch.chunks
         ]
-        done = encode_granule(granule, plan.leaves, memory)
+        done = encode_batch(batch, plan.leaves, memory)
         assert done.digests == wanted
         rest = memory[: done.nbytes].copy()
         entry = LeafEntry(name="x", kind="numpy", codec=compression.name)

@@ -19,9 +19,9 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt.engine.arena import Arena
-from ckpt.engine.plans import PlanCache
-from ckpt.layout.structure import describe
+from ckpt._engine.memory.arena import Arena
+from ckpt._engine.plan_cache import PlanCache
+from ckpt._tree.flatten import describe
 from tests.trees import assert_same, sharded
 
 MIB = 1 << 20
@@ -47,7 +47,7 @@ def test_copies_from_the_device_overlap_writes_to_the_store(tmp_path: Path) -> N
     assert len({e.lane for e in found["write"]}) > 1
     for phase in ("stage", "digest", "write"):
         assert sum(e.nbytes for e in found[phase]) == 64 * MIB
-        assert sorted(e.granule for e in found[phase]) == list(range(16))
+        assert sorted(e.batch for e in found[phase]) == list(range(16))
     for phase in ("plan", "snapshot", "record", "publish"):
         assert len([e for e in found[phase] if e.operation == "save"]) == 1
 

@@ -15,11 +15,17 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.fake_devices import devices_of
-from ckpt.coordination.memory import MemoryKeyValues
-from ckpt.engine import broadcast
-from ckpt.engine.broadcast import Broadcast, SharedReads
-from ckpt.engine.sources import BlockReader, DataFiles
-from ckpt.engine.units import Granule, extents_of, lots_of
+from ckpt._engine.restore import shared_reads as broadcast
+from ckpt._engine.restore.chunk_sources import BlockReader, DataFiles
+from ckpt._engine.restore.read_units import Batch, extents_of, lots_of
+from ckpt._engine.restore.shared_reads import Broadcast, SharedReads
+from ckpt._events import EventRecorder
+from ckpt._format.manifest import ItemEntry, LeafEntry
+from ckpt._plan.chunk_reads import plan_chunk_reads
+from ckpt._plan.multihost.read_groups import Grouping
+from ckpt._plan.targets import ArrayRead, ArrayTarget
+from ckpt.coordination._memory import MemoryKeyValues
+from ckpt.coordination._peers import Peers
 from ckpt.errors import (
     CheckpointError,
     CommitCancelledError,
@@ -27,12 +33,6 @@ from ckpt.errors import (
     CorruptCheckpointError,
     StorageError,
 )
-from ckpt.events import Recorder
-from ckpt.layout.reads import plan_chunk_reads
-from ckpt.layout.sharing import Grouping
-from ckpt.layout.targets import ArrayRead, ArrayTarget
-from ckpt.manifest import ItemEntry, LeafEntry
-from ckpt.peers import Peers
 
 LIMIT = 5.0
 COUNT, MEMBERS = 4, 2
@@ -155,7 +155,7 @@ class Job:
         return self._values
 
 
-async def restored(peers: Peers, read_block: BlockReader, recorder: Recorder) -> Any:
+async def restored(peers: Peers, read_block: BlockReader, recorder: EventRecorder) -> Any:
     """Return what one process reads together with the others."""
     found = np.zeros_like(STORED)
     mesh = Mesh(devices_of(COUNT, 1).reshape(-1, MEMBERS), ("x", "y"))
@@ -190,7 +190,7 @@ async def restored(peers: Peers, read_block: BlockReader, recorder: Recorder) ->
     return [found[OFFSETS[chunk.number] :][: LENGTHS[chunk.number]] for chunk in chunks]
 
 
-async def _take(unit: Granule, files: DataFiles, block: BlockReader, found: Any) -> None:
+async def _take(unit: Batch, files: DataFiles, block: BlockReader, found: Any) -> None:
     for extent in extents_of(unit, files):
         await block(extent.path, extent.start, found[extent.start : extent.end].data)
 
@@ -235,7 +235,7 @@ async def run(
         views[index].is_armed = True
         with scopes[index]:
             try:
-                outcomes[index] = await restored(peers, read_block, Recorder("restore", 1, ()))
+                outcomes[index] = await restored(peers, read_block, EventRecorder("restore", 1, ()))
             except CheckpointError as error:
                 outcomes[index] = error
         rooms.moved += peers.moved

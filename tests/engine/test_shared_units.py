@@ -11,14 +11,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.fake_devices import devices_of
-from ckpt.engine.broadcast import Broadcast
-from ckpt.engine.sources import DataFiles
-from ckpt.engine.units import extents_of, lots_of, sorted_out
-from ckpt.layout.pieces import Piece
-from ckpt.layout.reads import plan_chunk_reads
-from ckpt.layout.shards import whole
-from ckpt.layout.targets import ArrayRead, ArrayTarget
-from ckpt.manifest import ItemEntry, LeafEntry
+from ckpt._engine.restore.chunk_sources import DataFiles
+from ckpt._engine.restore.read_units import extents_of, lots_of, sorted_out
+from ckpt._engine.restore.shared_reads import Broadcast
+from ckpt._format.manifest import ItemEntry, LeafEntry
+from ckpt._format.regions import whole
+from ckpt._plan.chunk_reads import plan_chunk_reads
+from ckpt._plan.targets import ArrayRead, ArrayTarget
+from ckpt._plan.virtual_arrays import ArraySlice
 
 MIB = 1 << 20
 
@@ -60,7 +60,7 @@ async def _nothing(path: str, offset: int, target: memoryview) -> None:
 
 def test_packed_leaves_that_are_wanted_twice_are_not_read_in_runs() -> None:
     leaf = leaf_of((8,), (8,), packed=True)
-    once, part = read_of(leaf), Piece(0, whole((8,)), whole((8,)))
+    once, part = read_of(leaf), ArraySlice(0, whole((8,)), whole((8,)))
     packed, others = sorted_out([leaf], [once])
     assert ([each.number for each in packed], others) == ([0], [])
     for reads in ([once, once], [once, replace(once, leaf=None, pieces=(part,))]):

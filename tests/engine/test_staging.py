@@ -1,4 +1,4 @@
-"""The bytes of a granule in its block: logical values, each at its place, and zeros between them.
+"""The bytes of a batch in its block: logical values, each at its place, and zeros between them.
 
 What is expected is worked out with numpy alone from the values on the host.
 """
@@ -20,19 +20,19 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 import ckpt
 import ckpt.sync
-from ckpt.digests import digest
-from ckpt.engine import staging
-from ckpt.engine.staging import (
-    copy_granule,
-    granule_digests,
+from ckpt._engine.memory import staging
+from ckpt._engine.memory.staging import (
+    batch_digests,
+    copy_batch,
     snapshot,
     sources_of,
     to_page_locked,
 )
-from ckpt.layout import chunking
-from ckpt.layout.dtypes import DTYPES
-from ckpt.layout.leaves import classify
-from ckpt.layout.plan import SavePlan, plan_save
+from ckpt._format.digests import digest
+from ckpt._format.dtypes import DTYPES
+from ckpt._plan import chunking
+from ckpt._plan.save_plan import SavePlan, plan_save
+from ckpt._tree.leaf_specs import classify
 from tests.trees import P, abstract, assert_same, mesh, sharded
 
 Array = np.ndarray[Any, Any]
@@ -84,25 +84,25 @@ def planned(leaves: Sequence[Any], budget: int) -> SavePlan:
 def staged(
     plan: SavePlan, leaves: Sequence[Any], mode: Any = "copy"
 ) -> Iterator[tuple[int, Array]]:
-    """Copy every granule into dirty memory; yield its number and the memory."""
-    held = snapshot(plan.granules, leaves, mode)
-    for number, granule in enumerate(plan.granules):
-        memory = np.full(granule.nbytes, 0xFF, np.uint8)
-        sources = held.get(number) or sources_of(granule, leaves)
-        copy_granule(granule, plan.leaves, sources, memory)
+    """Copy every batch into dirty memory; yield its number and the memory."""
+    held = snapshot(plan.batches, leaves, mode)
+    for number, batch in enumerate(plan.batches):
+        memory = np.full(batch.nbytes, 0xFF, np.uint8)
+        sources = held.get(number) or sources_of(batch, leaves)
+        copy_batch(batch, plan.leaves, sources, memory)
         yield number, memory
 
 
 def check(
     leaves: Sequence[Any], hosts: Sequence[Array], budget: int, mode: Any = "copy"
 ) -> SavePlan:
-    """Check every byte of every granule, and every digest."""
+    """Check every byte of every batch, and every digest."""
     plan = planned(leaves, budget)
     for number, memory in staged(plan, leaves, mode):
-        granule = plan.granules[number]
-        found = granule_digests(granule, plan.leaves, memory)
-        expected = np.zeros(granule.nbytes, np.uint8)
-        for chunk, each in zip(granule.chunks, found, strict=True):
+        batch = plan.batches[number]
+        found = batch_digests(batch, plan.leaves, memory)
+        expected = np.zeros(batch.nbytes, np.uint8)
+        for chunk, each in zip(batch.chunks, found, strict=True):
             leaf = plan.leaves[chunk.leaf]
             part = logical(leaves[chunk.leaf], hosts[chunk.leaf])[chunk.region.slices]
             block = np.zeros(leaf.chunk, DTYPES[leaf.spec.dtype or ""])
@@ -115,7 +115,7 @@ def check(
 
 
 def chunks_of(plan: SavePlan) -> list[Any]:
-    return [chunk for granule in plan.granules for chunk in granule.chunks]
+    return [chunk for batch in plan.batches for chunk in batch.chunks]
 
 
 def crossing(plan: SavePlan) -> list[Any]:
@@ -278,30 +278,29 @@ def test_what_a_snapshot_holds() -> None:
     leaves = [host, jnp.asarray(host), sharded(host, "data"), jnp.ones(3), 5]
     plan = planned(leaves, SMALL_BUDGET)
     kinds = {
-        number: {chunk.leaf for chunk in granule.chunks}
-        for number, granule in enumerate(plan.granules)
+        number: {chunk.leaf for chunk in batch.chunks} for number, batch in enumerate(plan.batches)
     }
     for mode in MODES:
-        held = snapshot(plan.granules, leaves, mode)
+        held = snapshot(plan.batches, leaves, mode)
         expected = set() if mode == "copy" else {1, 2}
-        # Of granules with others in them nothing is held; here there is none such.
+        # Of batches with others in them nothing is held; here there is none such.
         assert {leaf for number in held for leaf in kinds[number]} == expected
         for sources in held.values():
             assert all(isinstance(each, jax.Array) == (mode == "device") for each in sources)
 
 
 @pytest.mark.parametrize("mode", ["view", "device"])
-def test_a_granule_is_held_if_all_of_it_can_be(mode: Any) -> None:
-    # A numpy array and most of the chunks of the other share a granule.
+def test_a_batch_is_held_if_all_of_it_can_be(mode: Any) -> None:
+    # A numpy array and most of the chunks of the other share a batch.
     hosts = [values("uint8", 132_000), values("float32", 8, 4_350)]
     leaves = [hosts[0], jax.device_put(hosts[1], LAYOUTS["by rows"]())]
     plan = check(leaves, hosts, 1 << 20, mode)
-    sizes = [len(granule.chunks) for granule in plan.granules]
+    sizes = [len(batch.chunks) for batch in plan.batches]
     assert sizes[0] > 4
-    assert set(snapshot(plan.granules, leaves, mode)) == {1}
+    assert set(snapshot(plan.batches, leaves, mode)) == {1}
     plan = check(leaves[1:], hosts[1:], 1 << 20, mode)
-    assert [len(granule.chunks) for granule in plan.granules] == [8]
-    assert set(snapshot(plan.granules, leaves[1:], mode)) == {0}
+    assert [len(batch.chunks) for batch in plan.batches] == [8]
+    assert set(snapshot(plan.batches, leaves[1:], mode)) == {0}
 
 
 @pytest.mark.parametrize("mode", ["view", "device"])
@@ -309,14 +308,14 @@ def test_what_is_held_outlives_the_arrays(mode: str) -> None:
     hosts = [values("float32", 64, 64), values("int8", *prime_shape("by rows", "int8"))]
     leaves = [jax.device_put(host, LAYOUTS["by rows"]()) for host in hosts]
     plan = planned(leaves, SMALL_BUDGET)
-    held = snapshot(plan.granules, leaves, mode)  # type: ignore[arg-type]
-    assert set(held) == set(range(len(plan.granules)))
+    held = snapshot(plan.batches, leaves, mode)  # type: ignore[arg-type]
+    assert set(held) == set(range(len(plan.batches)))
     for leaf in leaves:
         leaf.delete()
-    for number, granule in enumerate(plan.granules):
-        memory = np.full(granule.nbytes, 0xFF, np.uint8)
-        copy_granule(granule, plan.leaves, held[number], memory)
-        for chunk in granule.chunks:
+    for number, batch in enumerate(plan.batches):
+        memory = np.full(batch.nbytes, 0xFF, np.uint8)
+        copy_batch(batch, plan.leaves, held[number], memory)
+        for chunk in batch.chunks:
             leaf = plan.leaves[chunk.leaf]
             found = memory[chunk.offset : chunk.offset + chunk.stored_nbytes]
             inside = found.view(hosts[chunk.leaf].dtype).reshape(leaf.chunk)
@@ -327,7 +326,7 @@ def test_what_is_held_outlives_the_arrays(mode: str) -> None:
 def test_a_shard_is_held_once_however_many_chunks_it_has() -> None:
     array = jax.device_put(values("float32", 8, 4096), LAYOUTS["by rows"]())
     plan = planned([array], SMALL_BUDGET)
-    held = snapshot(plan.granules, [array], "device")
+    held = snapshot(plan.batches, [array], "device")
     assert len(chunks_of(plan)) == 128
     assert len({id(each) for sources in held.values() for each in sources}) == 8
 
@@ -346,7 +345,7 @@ def test_a_device_without_room_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
 
     monkeypatch.setattr(staging.jnp, "copy", full)
-    assert snapshot(plan.granules, [array], "device") == {}
+    assert snapshot(plan.batches, [array], "device") == {}
 
 
 # -- the way of accelerators ----------------------------------------------------------------------
@@ -392,7 +391,7 @@ def test_arrays_that_are_not_on_a_cpu(
     plan = check(leaves, hosts, SMALL_BUDGET)
     check(leaves, hosts, SMALL_BUDGET, "device")
     # Views are there for the arrays of CPUs only.
-    assert snapshot(plan.granules, leaves, "view") == {}
+    assert snapshot(plan.batches, leaves, "view") == {}
     assert host_copies(leaves) == []
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import ckpt
-from ckpt.layout import chunking
+from ckpt._plan import chunking
 
 GOLDEN = Path(__file__).parent / "golden"
 # Sets by name; the last is what this script writes.
@@ -194,13 +194,13 @@ def sharded_state() -> dict[str, Any]:
 
 
 def write(directory: Path) -> None:
-    # The smallest budget makes several granules of little data, and so several data files.
+    # The smallest budget makes several batches of little data, and so several data files.
     staging = ckpt.Staging(budget_bytes=1 << 20)
     ckpt.sync.save(directory / "final", final_state(), metadata=METADATA, staging=staging)
     with ckpt.sync.CheckpointManager(directory / "run") as mgr:
         mgr.save(STEP, items=step_items(), metrics=METRICS, metadata=METADATA)
-    # Any chunks and granules are valid; tiny ones keep what is committed small.
-    limits = {"PACKED_BYTES": 64, "CHUNK_BYTES": 1024, "GRANULE_BYTES": 8192}
+    # Any chunks and batches are valid; tiny ones keep what is committed small.
+    limits = {"PACKED_BYTES": 64, "CHUNK_BYTES": 1024, "BATCH_BYTES": 8192}
     with mock.patch.multiple(chunking, **limits):
         ckpt.sync.save(directory / "shards", sharded_state())
 

@@ -55,7 +55,7 @@ def golden(request: pytest.FixtureRequest) -> Path:
 def assert_same(found: Any, expected: Any, where: str = "tree") -> None:
     """Compare two trees: types of containers and leaves, order of keys, dtypes, places, bits."""
     assert type(found) is type(expected) or isinstance(expected, jax.Array), where
-    if isinstance(expected, ckpt.Record):
+    if isinstance(expected, ckpt.UnknownNode):
         assert found.class_name == expected.class_name, where
         assert_same(dict(found.fields), dict(expected.fields), where)
     elif isinstance(expected, dict):
@@ -84,8 +84,8 @@ def without_classes(state: dict[str, Any]) -> dict[str, Any]:
     containers = state["containers"]
     settings = containers["settings"]
     records = {
-        "forgotten": ckpt.Record("a_module_that_is_gone:Forgotten", {"value": 11}),
-        "settings": ckpt.Record(
+        "forgotten": ckpt.UnknownNode("a_module_that_is_gone:Forgotten", {"value": 11}),
+        "settings": ckpt.UnknownNode(
             "make_golden:Settings", {"width": settings.width, "mask": settings.mask}
         ),
     }

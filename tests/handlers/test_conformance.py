@@ -22,7 +22,7 @@ from ckpt.handlers import (
     StatefulHandler,
 )
 from ckpt.testing.compare import differences
-from ckpt.testing.handlers import CHECKS, HandlerCase
+from ckpt.testing.conformance.handlers import CHECKS, HandlerCase
 from tests.handlers.things import Averages, Config, Counter, Recording, Reservoir
 
 

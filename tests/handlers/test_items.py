@@ -16,9 +16,14 @@ import pytest
 
 import ckpt
 from ckpt import errors
-from ckpt.handlers import Deferred, ItemEntry, ItemReader, ItemWriter
-from ckpt.handlers.pytree import PyTreeHandler
-from ckpt.layout.item_files import check_file_path
+from ckpt._format.item_file_names import check_file_path
+from ckpt.handlers import (
+    Deferred,
+    ItemEntry,
+    ItemReader,
+    ItemWriter,
+)
+from ckpt.handlers._pytree import PyTreeHandler
 from ckpt.testing.compare import differences
 
 MIB = 1 << 20

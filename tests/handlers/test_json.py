@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt import errors
-from ckpt.handlers.json import json_bytes, json_value
+from ckpt.handlers._json import json_bytes, json_value
 from ckpt.testing.compare import differences
 from tests.handlers.things import Config
 

@@ -11,7 +11,7 @@ import pytest
 
 import ckpt
 from ckpt import errors
-from ckpt.handlers.random_state import _encoded, _restored
+from ckpt.handlers._random_state import _encoded, _restored
 from tests.trees import plain_id
 
 NAMES = ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"]

@@ -15,8 +15,13 @@ import pytest
 
 import ckpt
 from ckpt import errors
-from ckpt.handlers import Deferred, ItemEntry, ItemReader, ItemWriter
-from ckpt.handlers.registry import find_handlers
+from ckpt.handlers import (
+    Deferred,
+    ItemEntry,
+    ItemReader,
+    ItemWriter,
+)
+from ckpt.handlers._registry import find_handlers
 from tests.trees import plain_id
 
 

@@ -16,8 +16,8 @@ import pytest
 
 import ckpt
 from ckpt import errors
-from ckpt.handlers.stateful import StatefulHandler
-from ckpt.manifest import decode, encode
+from ckpt._format.manifest import decode, encode
+from ckpt.handlers._stateful import StatefulHandler
 from tests.handlers.things import Averages, Counter, Recording, Reservoir
 
 

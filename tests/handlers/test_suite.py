@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 
 from ckpt.errors import InvalidArgumentError, TargetMismatchError
-from ckpt.handlers import Deferred, ItemEntry, ItemReader, ItemWriter
-from ckpt.testing import handlers as suite
-from ckpt.testing.handlers import HandlerCase, check_handler
+from ckpt.handlers import (
+    Deferred,
+    ItemEntry,
+    ItemReader,
+    ItemWriter,
+)
+from ckpt.testing.conformance import handlers as suite
+from ckpt.testing.conformance.handlers import HandlerCase, check_handler
 
 
 class Box:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt import errors
-from ckpt.handlers.text import _decoded, _frozen
+from ckpt.handlers._text import _decoded, _frozen
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))

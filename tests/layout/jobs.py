@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.fake_devices import devices_of
-from ckpt.layout.formats import ArrayFormat
-from ckpt.layout.leaves import LeafSpec
-from ckpt.layout.owners import Team
-from ckpt.layout.plan import Chunk, SavePlan, plan_save
+from ckpt._format.array_format import ArrayFormat
+from ckpt._plan.ownership import ProcessGroup
+from ckpt._plan.save_plan import Chunk, SavePlan, plan_save
+from ckpt._tree.leaf_specs import LeafSpec
 
 KIB, MIB = 1 << 10, 1 << 20
 MOST_ELEMENTS = 20_000
 LENGTHS = st.sampled_from([1, 2, 3, 5, 7, 13, 64, 101])
 DTYPES = st.sampled_from(["uint8", "bfloat16", "float32", "complex128"])
-# Small budgets make many chunks and granules of small arrays.
+# Small budgets make many chunks and batches of small arrays.
 BUDGETS = st.sampled_from([4096, 5003, 40_000, MIB, 1 << 30])
 FORMATS = st.sampled_from(
     [
@@ -55,7 +55,7 @@ class Job:
         return [f"leaf{number}" for number in range(len(self.trees[0]))]
 
     def plan(self, process: int, largest: int | None = None) -> SavePlan:
-        team = Team(process, self.count, self.mode)  # type: ignore[arg-type]
+        team = ProcessGroup(process, self.count, self.mode)  # type: ignore[arg-type]
         return plan_save(self.names, self.trees[process], self.budget, team, largest)
 
     def plans(self, largest: int | None = None) -> list[SavePlan]:
@@ -63,7 +63,7 @@ class Job:
 
 
 def chunks_in(plan: SavePlan) -> list[Chunk]:
-    return [chunk for granule in plan.granules for chunk in granule.chunks]
+    return [chunk for batch in plan.batches for chunk in batch.chunks]
 
 
 @st.composite

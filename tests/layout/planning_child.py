@@ -10,11 +10,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from processes import tell
 
+from ckpt._plan.multihost.tree_fingerprint import tree_outline
+from ckpt._plan.ownership import ProcessGroup
+from ckpt._plan.save_plan import plan_save
+from ckpt._tree.leaf_specs import Classifier
 from ckpt.errors import UnsupportedLeafError
-from ckpt.layout.leaves import Classifier
-from ckpt.layout.outlines import tree_outline
-from ckpt.layout.owners import Team
-from ckpt.layout.plan import plan_save
 
 MESH = Mesh(np.array(jax.devices())[::-1].reshape(2, -1), ("x", "y"))
 
@@ -45,9 +45,9 @@ for name, leaf in zip(names, leaves, strict=True):
         refusals.append(str(error))
 classifier = Classifier(spanning=True)
 specs = [classifier.classify(*pair) for pair in zip(leaves, names, strict=True)]
-plan = plan_save(names, specs, 1 << 30, Team(jax.process_index(), jax.process_count()))
+plan = plan_save(names, specs, 1 << 30, ProcessGroup(jax.process_index(), jax.process_count()))
 wrong = []
-for chunk in [chunk for granule in plan.granules for chunk in granule.chunks]:
+for chunk in [chunk for batch in plan.batches for chunk in batch.chunks]:
     for part in chunk.parts:
         if specs[chunk.leaf].kind != "jax":
             continue
@@ -58,7 +58,7 @@ for chunk in [chunk for granule in plan.granules for chunk in granule.chunks]:
         wrong += [] if np.array_equal(found, whole[chunk.region.slices]) else [str(chunk)]
 tell(
     {
-        "chunks": [[c.leaf, c.number] for granule in plan.granules for c in granule.chunks],
+        "chunks": [[c.leaf, c.number] for batch in plan.batches for c in batch.chunks],
         "count": sum(int(np.prod(leaf.grid)) for leaf in plan.leaves),
         "own": plan.own,
         "outline": tree_outline(plan, []).signature.hex(),

@@ -19,12 +19,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.tree_util import GetAttrKey, register_dataclass
 
+from ckpt._format.manifest import Node
+from ckpt._tree.classes import (
+    Classes,
+    UnknownNode,
+    class_name,
+    find_class,
+    known_classes,
+)
+from ckpt._tree.flatten import describe
+from ckpt._tree.leaf_specs import classify
+from ckpt._tree.unflatten import rebuild
 from ckpt.errors import CheckpointError, InvalidArgumentError, UnsupportedLeafError
-from ckpt.layout.classes import Classes, Record, class_name, find_class, known_classes
-from ckpt.layout.leaves import classify
-from ckpt.layout.rebuild import rebuild
-from ckpt.layout.structure import describe
-from ckpt.manifest import Node
 from ckpt.testing.compare import differences
 
 HERE = __name__
@@ -119,7 +125,7 @@ def test_static_data_come_back(static: Any) -> None:
 def test_static_data_that_cannot_be_stored_make_a_record_that_says_so(static: Any) -> None:
     for tree, what in ((Layer(1, 2, sizes=static), "sizes|aux"), (Keyed.of(1, 2, static), "aux")):
         found, unbuilt = again(describe(tree))
-        assert type(found) is Record
+        assert type(found) is UnknownNode
         assert list(found.fields.values()) == [1, 2]
         ((name, reason),) = unbuilt.items()
         assert name == class_name(type(tree))
@@ -129,7 +135,7 @@ def test_static_data_that_cannot_be_stored_make_a_record_that_says_so(static: An
 
 def test_static_data_that_are_very_large_are_not_stored() -> None:
     found, unbuilt = again(describe(Keyed.of(1, 2, "x" * 100_000)))
-    assert type(found) is Record
+    assert type(found) is UnknownNode
     assert unbuilt
 
 
@@ -189,7 +195,7 @@ def test_a_new_static_field_takes_its_default() -> None:
 )
 def test_a_class_with_other_fields_gives_a_record(fields: Any, meta: Any) -> None:
     found, unbuilt, _ = now(fields, meta)
-    assert type(found) is Record
+    assert type(found) is UnknownNode
     assert dict(found.fields) == {"w": 7}
     assert "like=" in unbuilt["a_module:Evolving"]
     # Nothing is lost: the class as it was makes the object again.
@@ -201,7 +207,7 @@ def test_a_member_of_an_enumeration_that_is_gone_makes_a_record() -> None:
     for stored in (["a_module_that_is_gone:Color", "RED"], [f"{HERE}:Color", "GREEN"]):
         enum_value: Any = {"enum": stored}
         found, unbuilt = changed(Keyed.of(1, 2, Color.RED), static={"aux": enum_value})
-        assert type(found) is Record
+        assert type(found) is UnknownNode
         assert "classes=" in unbuilt[f"{HERE}:Keyed"]
 
 
@@ -228,7 +234,7 @@ jax.tree_util.register_pytree_node(
 
 def test_an_object_that_has_its_children_elsewhere_is_a_record() -> None:
     found, unbuilt = again(describe(Turned(1, 2)))
-    assert type(found) is Record
+    assert type(found) is UnknownNode
     assert list(found.fields.values()) == [1, 2]
     assert "other fields" in unbuilt[f"{HERE}:Turned"]
 
@@ -256,7 +262,7 @@ def test_a_class_made_in_a_function_has_to_be_handed_over() -> None:
     kind = local_class()
     structure = describe({"a": kind(5, 0.5)})
     found, unbuilt = again(structure)
-    assert type(found["a"]) is Record
+    assert type(found["a"]) is UnknownNode
     assert "classes=[...]" in unbuilt[class_name(kind)]
     found, unbuilt = again(structure, known_classes([kind]))
     assert (type(found["a"]), found["a"].x, found["a"].scale) == (kind, 5, 0.5)
@@ -278,7 +284,7 @@ def test_a_record_that_is_saved_again_comes_back_as_the_object_where_the_class_i
     kind = local_class()
     tree = [kind(Gone({"a": 1}), 0.5), Layer(1, 2, "n")]
     first, _ = again(describe(tree))
-    assert type(first[0]) is type(first[0]["x"]) is Record
+    assert type(first[0]) is type(first[0]["x"]) is UnknownNode
     # As a train step leaves it, and after a second life in a process that does not know it.
     second, _ = again(describe(jax.tree.map(lambda leaf: leaf + 10, first)))
     found, unbuilt = again(describe(second), known_classes([kind, Gone]))
@@ -312,7 +318,7 @@ NAMES = st.sampled_from(
     [f"{HERE}:{kind}" for kind in ("Layer", "Keyed", "Unregistered", "Color", "Node", "CALLS")]
     + ["builtins:dict", "builtins:list", "builtins:type", "types:NoneType", "collections:deque"]
     + ["collections:OrderedDict", "collections:defaultdict", "subprocess:Popen", "pathlib:Path"]
-    + ["ckpt.testing.strategies:Pair", "ckpt.layout.classes:Record", "builtins:object"]
+    + ["ckpt.testing.strategies:Pair", "ckpt._tree.classes:UnknownNode", "builtins:object"]
 )
 PLAIN_JSON: Any = st.one_of(
     st.none(),
@@ -348,17 +354,17 @@ def test_any_record_of_a_node_is_an_object_with_these_children_or_corruption(
         found, unbuilt = rebuild([node], children)
     except CheckpointError:
         return
-    assert (type(found) is Record) == bool(unbuilt) or name.endswith("classes:Record")
+    assert (type(found) is UnknownNode) == bool(unbuilt) or name.endswith("classes:UnknownNode")
     leaves = jax.tree.leaves(found)
     assert all(one is other for one, other in zip(leaves, children, strict=True))
-    if type(found) is not Record:
+    if type(found) is not UnknownNode:
         assert class_name(type(found)) == name
 
 
 HOSTILE = """
 from test_customs import HERE
 from ckpt.errors import CheckpointError
-from ckpt.layout.rebuild import rebuild
+from ckpt._tree.unflatten import rebuild
 from ckpt.manifest import Node
 kinds = ["builtins:dict", "builtins:list", "builtins:tuple", "types:NoneType"]
 kinds += ["collections:OrderedDict", "collections:defaultdict"]
@@ -407,7 +413,7 @@ def test_a_stored_name_of_an_unregistered_dataclass_makes_a_record() -> None:
         static={"fields": {}},
     )
     found, unbuilt = rebuild([node], [1])
-    assert type(found) is Record
+    assert type(found) is UnknownNode
     assert unbuilt
 
 

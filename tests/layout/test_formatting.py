@@ -15,16 +15,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.engine.plans import PlanCache
+from ckpt._engine.plan_cache import PlanCache
+from ckpt._format.array_format import (
+    ArrayFormat,
+    Blosc,
+    Zstd,
+    cast_refusal,
+)
+from ckpt._format.dtypes import DTYPES
+from ckpt._format.regions import chunk_grid, chunk_region
+from ckpt._format.zarr import choose_chunk
+from ckpt._plan.format_rules import compile_formats, format_leaves
+from ckpt._plan.save_plan import (
+    SavePlan,
+    aligned,
+    encoded_bound,
+    plan_save,
+)
+from ckpt._tree.flatten import describe
+from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import InvalidArgumentError, UnsupportedLeafError
-from ckpt.layout.chunks import choose_chunk
-from ckpt.layout.dtypes import DTYPES
-from ckpt.layout.formats import ArrayFormat, Blosc, Zstd, cast_refusal
-from ckpt.layout.formatting import compile_formats, format_leaves
-from ckpt.layout.leaves import LeafSpec
-from ckpt.layout.plan import SavePlan, aligned, encoded_bound, plan_save
-from ckpt.layout.shards import chunk_grid, chunk_region
-from ckpt.layout.structure import describe
 
 F32 = LeafSpec("numpy", "float32", (64, 64))
 MIB = 1 << 20
@@ -341,19 +351,19 @@ def test_what_encoding_needs_is_counted_and_fits_the_budget(
 ) -> None:
     specs = [spec_of(shape, compression="zstd", chunk_bytes=chunk_bytes) for shape in shapes]
     plan = plan_of(*specs, budget=budget)
-    assert all(granule.block_bytes <= budget for granule in plan.granules)
-    for granule in plan.granules:
-        sizes = [chunk.stored_nbytes for chunk in granule.chunks]
-        assert granule.encoded == (plan.leaves[granule.chunks[0].leaf].compression is not None)
-        if not granule.encoded:
-            assert (granule.lead, granule.block_bytes) == (0, granule.nbytes)
+    assert all(batch.block_bytes <= budget for batch in plan.batches)
+    for batch in plan.batches:
+        sizes = [chunk.stored_nbytes for chunk in batch.chunks]
+        assert batch.encoded == (plan.leaves[batch.chunks[0].leaf].compression is not None)
+        if not batch.encoded:
+            assert (batch.lead, batch.block_bytes) == (0, batch.nbytes)
             continue
-        assert granule.block_bytes >= granule.lead + granule.nbytes + 3 * max(sizes)
+        assert batch.block_bytes >= batch.lead + batch.nbytes + 3 * max(sizes)
         # Encoded as badly as can be, no chunk reaches what is still to be encoded.
         end = 0
-        for chunk, size in zip(granule.chunks, sizes, strict=True):
+        for chunk, size in zip(batch.chunks, sizes, strict=True):
             end = aligned(end, 4096 if encoded_bound(size) > 4096 else 64) + encoded_bound(size)
-            assert end <= granule.lead + chunk.offset + size
+            assert end <= batch.lead + chunk.offset + size
 
 
 def test_a_plan_without_formats_does_not_serve_where_they_apply() -> None:

@@ -18,17 +18,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jobs import MIB, Job, chunks_in, jobs, values_of
 
 from benchmarks.fake_devices import devices_of
-from ckpt.digests import digest
+from ckpt._format.chunk_locations import region_of
+from ckpt._format.digests import digest
+from ckpt._format.manifest import ItemEntry, Node
+from ckpt._format.ocdbt import DatabaseIndex
+from ckpt._plan.chunking import METADATA_KEY
+from ckpt._plan.leaf_entries import check_leaves, record_leaves
+from ckpt._plan.multihost.tree_fingerprint import outline_of, tree_outline
+from ckpt._plan.multihost.write_reports import (
+    ItemReport,
+    disagreement,
+    join,
+    pack,
+    record_item,
+    unpack,
+)
+from ckpt._plan.save_plan import Place, SavePlan, database_entries
+from ckpt._tree.leaf_specs import ARRAY_KINDS, LeafSpec
 from ckpt.errors import CheckpointError, CorruptCheckpointError
-from ckpt.layout.chunking import METADATA_KEY
-from ckpt.layout.joining import ItemRecord, disagreement, join, pack, record_item, unpack
-from ckpt.layout.leaves import ARRAY_KINDS, LeafSpec
-from ckpt.layout.ocdbt import Index
-from ckpt.layout.outlines import outline_of, tree_outline
-from ckpt.layout.places import region_of
-from ckpt.layout.plan import Place, SavePlan, database_entries
-from ckpt.layout.records import check_leaves, record_leaves
-from ckpt.manifest import ItemEntry, Node
 
 NODES = [Node(kind="dict", keys=["a"], children=[0])]
 
@@ -52,27 +59,27 @@ class Written:
             self.digests.append([])
             self.places.append({})
             self.names.append([])
-            for number, granule in enumerate(plan.granules):
-                self._write(process, number, granule)
+            for number, batch in enumerate(plan.batches):
+                self._write(process, number, batch)
         self.records = [self.record(process) for process in range(job.count)]
 
-    def _write(self, process: int, number: int, granule: Any) -> None:
+    def _write(self, process: int, number: int, batch: Any) -> None:
         name = f"d/{process:016x}{number:016x}"
-        data = bytearray(2 * granule.nbytes + 4096)
+        data = bytearray(2 * batch.nbytes + 4096)
         found, places, end = [], [], 0
-        for chunk in granule.chunks:
+        for chunk in batch.chunks:
             raw = self.bytes_of_chunk(chunk)
             found.append(digest(raw))
-            start = end if granule.encoded else chunk.offset
+            start = end if batch.encoded else chunk.offset
             # As if it could be compressed to its bytes and one more.
-            raw = raw + b"!" if granule.encoded else raw
+            raw = raw + b"!" if batch.encoded else raw
             data[start : start + len(raw)] = raw
             end = start + len(raw)
             places.append(Place(start, len(raw)))
         self.files[name] = bytes(data)
         self.names[process].append(name)
         self.digests[process].append(found)
-        if granule.encoded:
+        if batch.encoded:
             self.places[process][number] = places
 
     def bytes_of_chunk(self, chunk: Any) -> bytes:
@@ -85,7 +92,7 @@ class Written:
         arrays = [n for n in plan.own if plan.leaves[n].spec.kind in ARRAY_KINDS]
         return {number: digest(bytes_of(self.values[number])) for number in arrays}
 
-    def record(self, process: int) -> ItemRecord:
+    def record(self, process: int) -> ItemReport:
         plan = self.plans[process]
         return record_item(
             plan,
@@ -98,7 +105,7 @@ class Written:
         )
 
 
-def as_text(record: ItemRecord) -> tuple[Any, ...]:
+def as_text(record: ItemReport) -> tuple[Any, ...]:
     rows, found = record.rows.tolist(), record.digests.tolist()
     return record.files, rows, found, record.tree, record.values
 
@@ -110,20 +117,20 @@ def as_text(record: ItemRecord) -> tuple[Any, ...]:
 def test_joined_records_are_those_of_a_process_that_wrote_everything(job: Job) -> None:
     written = Written(job)
     joined = join(written.plans[0], written.values, written.records)
-    granules, places, digests, files = [], {}, [], []
+    batches, places, digests, files = [], {}, [], []
     for process, plan in enumerate(written.plans):
         for number, found in written.places[process].items():
-            places[len(granules) + number] = found
-        granules += plan.granules
+            places[len(batches) + number] = found
+        batches += plan.batches
         digests += written.digests[process]
         files += written.names[process]
-    alone = replace(written.plans[0], granules=tuple(granules))
+    alone = replace(written.plans[0], batches=tuple(batches))
     expected = record_leaves(alone, written.values, digests, files, places)
     assert joined.records == expected
     entries = list(database_entries(alone, places))
     assert sorted(joined.entries, key=lambda e: e.key) == sorted(entries, key=lambda e: e.key)
     if entries:
-        Index(joined.entries)
+        DatabaseIndex(joined.entries)
 
 
 @given(jobs().filter(lambda job: job.count > 1), st.integers(0, 5))
@@ -322,9 +329,9 @@ def test_a_leaf_that_differs_is_named(
     assert " on process 3. All processes" in message
 
 
-def record_of(tree: Any, values: Any = None) -> ItemRecord:
+def record_of(tree: Any, values: Any = None) -> ItemReport:
     none = np.empty(0)
-    return ItemRecord((), none, none, tree, values or outline_of([], 4))
+    return ItemReport((), none, none, tree, values or outline_of([], 4))
 
 
 def test_a_sharding_that_differs_is_found() -> None:

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
-from ckpt.layout.dtypes import DTYPES, parse_dtype
-from ckpt.layout.leaves import (
+from ckpt._format.dtypes import DTYPES, parse_dtype
+from ckpt._format.manifest import LeafEntry
+from ckpt._tree.leaf_specs import (
     CALLABLE,
     SCALAR_KINDS,
     classify,
@@ -25,9 +25,14 @@ from ckpt.layout.leaves import (
     encode_scalar,
     scalar_array,
 )
-from ckpt.manifest import LeafEntry
+from ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckpt.testing.compare import differences
-from ckpt.testing.strategies import arrays, leaves, numpy_scalars, python_scalars
+from ckpt.testing.strategies import (
+    arrays,
+    leaves,
+    numpy_scalars,
+    python_scalars,
+)
 
 JSON = st.one_of(st.booleans(), st.text(max_size=12), st.none())
 

@@ -14,17 +14,17 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from ckpt._format.dtypes import DTYPES
+from ckpt._format.manifest import ItemEntry, LeafEntry, ShardingEntry
+from ckpt._format.shardings import describe_sharding, rebuild_sharding
+from ckpt._plan.adapt import Adapt, adapted
+from ckpt._plan.leaf_entries import check_leaves, record_leaves
+from ckpt._plan.match import Match, match_as_saved, match_target
+from ckpt._plan.save_plan import plan_save
+from ckpt._plan.targets import ArrayTarget
+from ckpt._tree.flatten import describe
+from ckpt._tree.leaf_specs import ARRAY_KINDS, classify
 from ckpt.errors import CheckpointError, CorruptCheckpointError, TargetMismatchError
-from ckpt.layout.adapt import Adapt, adapted
-from ckpt.layout.dtypes import DTYPES
-from ckpt.layout.leaves import ARRAY_KINDS, classify
-from ckpt.layout.match import Match, match_as_saved, match_target
-from ckpt.layout.plan import plan_save
-from ckpt.layout.records import check_leaves, record_leaves
-from ckpt.layout.shardings import describe_sharding, rebuild_sharding
-from ckpt.layout.structure import describe
-from ckpt.layout.targets import ArrayTarget
-from ckpt.manifest import ItemEntry, LeafEntry, ShardingEntry
 from ckpt.testing.compare import differences
 from ckpt.testing.strategies import Pair, trees
 
@@ -34,7 +34,7 @@ def stored(tree: Any) -> ItemEntry:
     structure = describe(tree)
     specs = [classify(*pair) for pair in zip(structure.leaves, structure.names, strict=True)]
     plan = plan_save(structure.names, specs, 1 << 30)
-    digests = [["0" * 32] * len(granule.chunks) for granule in plan.granules]
+    digests = [["0" * 32] * len(batch.chunks) for batch in plan.batches]
     files = [f"d/{number:032x}" for number in range(len(digests))]
     records = record_leaves(plan, structure.leaves, digests, files)
     item = ItemEntry(

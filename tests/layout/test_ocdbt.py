@@ -14,8 +14,13 @@ import tensorstore as ts
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckpt.layout import ocdbt
-from ckpt.layout.ocdbt import MAX_KEY_BYTES, Database, Entry, Index
+from ckpt._format import ocdbt
+from ckpt._format.ocdbt import (
+    MAX_KEY_BYTES,
+    Database,
+    DatabaseIndex,
+    KeyValue,
+)
 
 UUID = bytes(range(16))
 CREATED_NS = 1_700_000_000_123_456_789
@@ -39,16 +44,16 @@ def limits(entries: int, inline_bytes: int = 1 << 20) -> Iterator[None]:
         yield
 
 
-def laid_out(values: Mapping[bytes, Value]) -> tuple[list[Entry], list[bytes]]:
+def laid_out(values: Mapping[bytes, Value]) -> tuple[list[KeyValue], list[bytes]]:
     """Return the entries of values, and the data files they lie in, with gaps between them."""
     files = [bytearray(b"gap" * n) for n in range(3)]
     entries = []
     for key, value in values.items():
         if value.file is None:
-            entries.append(Entry(key, value.data))
+            entries.append(KeyValue(key, value.data))
             continue
         data = files[value.file]
-        entries.append(Entry(key, None, value.file, len(data), len(value.data)))
+        entries.append(KeyValue(key, None, value.file, len(data), len(value.data)))
         data += value.data + b"gap"
     return entries, [bytes(data) for data in files]
 
@@ -61,7 +66,7 @@ def encoded(values: Mapping[bytes, Value]) -> tuple[Database, dict[str, bytes]]:
     """Return the database of values, and all of its files by path."""
     entries, data = laid_out(values)
     names = [data_file(number) for number in range(len(data))]
-    database = Index(entries).encode(names, TREE_FILE, UUID, CREATED_NS)
+    database = DatabaseIndex(entries).encode(names, TREE_FILE, UUID, CREATED_NS)
     files = dict(zip(names, data, strict=True))
     return database, files | {TREE_FILE: database.tree, "manifest.ocdbt": database.manifest}
 
@@ -194,7 +199,7 @@ def test_many_keys_with_the_limits_as_they_are() -> None:
 
 def test_a_value_far_beyond_four_gigabytes_is_found(tmp_path: Path) -> None:
     offset = (5 << 30) + 1
-    database = Index([Entry(b"far", None, 0, offset, 3)]).encode(
+    database = DatabaseIndex([KeyValue(b"far", None, 0, offset, 3)]).encode(
         [data_file(0)], TREE_FILE, UUID, CREATED_NS
     )
     (tmp_path / "d").mkdir()
@@ -209,14 +214,14 @@ def test_a_value_far_beyond_four_gigabytes_is_found(tmp_path: Path) -> None:
 def test_one_index_serves_any_names_of_files() -> None:
     with limits(2):
         entries, data = laid_out(DEEP)
-        index = Index(reversed(entries))
+        index = DatabaseIndex(reversed(entries))
         for names in (["d/x", "elsewhere/in/here", "y"], ["1", "2", "3"], ["1", "2", "3"]):
             database = index.encode(names, "tree", UUID, CREATED_NS)
             files = dict(zip(names, data, strict=True))
             files |= {"tree": database.tree, "manifest.ocdbt": database.manifest}
             assert content(opened(files)) == datas(DEEP)
         # Neither earlier calls nor the order of the entries make a difference.
-        assert database == Index(entries).encode(names, "tree", UUID, CREATED_NS)
+        assert database == DatabaseIndex(entries).encode(names, "tree", UUID, CREATED_NS)
 
 
 # -- what is refused ------------------------------------------------------------------------------
@@ -227,7 +232,7 @@ def test_keys_may_be_as_long_as_tensorstore_takes_them() -> None:
     values = {longest: Value(b"1"), longest[:-1] + b"\x01": Value(b"2", 0)}
     assert content(opened(encoded(values)[1])) == datas(values)
     with pytest.raises(ValueError, match=f"{MAX_KEY_BYTES + 1} bytes"):
-        Index([Entry(longest + b"\x00", b"1")])
+        DatabaseIndex([KeyValue(longest + b"\x00", b"1")])
 
 
 def test_tensorstore_takes_no_longer_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,9 +246,9 @@ def test_tensorstore_takes_no_longer_key(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_an_index_needs_entries_with_different_keys() -> None:
     with pytest.raises(ValueError, match="without entries"):
-        Index([])
+        DatabaseIndex([])
     with pytest.raises(ValueError, match="one key"):
-        Index([Entry(b"a", b"1"), Entry(b"b", b"2"), Entry(b"a", b"3")])
+        DatabaseIndex([KeyValue(b"a", b"1"), KeyValue(b"b", b"2"), KeyValue(b"a", b"3")])
 
 
 @pytest.mark.parametrize("path", [TREE_FILE, "manifest.ocdbt"])

@@ -17,14 +17,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jobs import KIB, MIB, Job, chunks_in, jobs
 
 from benchmarks.fake_devices import devices_of
+from ckpt._format.zarr import choose_chunk
+from ckpt._plan import save_plan as planning
+from ckpt._plan.data_files import encoded_bound
+from ckpt._plan.local_chunks import has_chunks
+from ckpt._plan.ownership import (
+    Ownership,
+    Partitioner,
+    ProcessGroup,
+    holders_of,
+)
+from ckpt._plan.save_plan import SavePlan, plan_save
+from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import InvalidArgumentError, UnsupportedLeafError
-from ckpt.layout import plan as planning
-from ckpt.layout.chunks import choose_chunk
-from ckpt.layout.granules import encoded_bound
-from ckpt.layout.leaves import LeafSpec
-from ckpt.layout.owners import Deal, Owners, Team, holders_of
-from ckpt.layout.plan import SavePlan, plan_save
-from ckpt.layout.shares import has_chunks
 
 Spec = PartitionSpec
 
@@ -128,10 +133,10 @@ def test_a_plan_depends_on_its_arguments_only(job: Job) -> None:
 @given(jobs(), st.sampled_from([4096, 10_000, 100 * KIB]))
 def test_no_file_is_larger_than_the_store_takes(job: Job, largest: int) -> None:
     for plan in job.plans(largest):
-        for granule in plan.granules:
-            nbytes = granule.nbytes
-            if granule.encoded:
-                sizes = [encoded_bound(chunk.stored_nbytes) for chunk in granule.chunks]
+        for batch in plan.batches:
+            nbytes = batch.nbytes
+            if batch.encoded:
+                sizes = [encoded_bound(chunk.stored_nbytes) for chunk in batch.chunks]
                 nbytes = sum(planning.aligned(size, planning.alignment_of(size)) for size in sizes)
             assert nbytes <= largest
 
@@ -163,8 +168,8 @@ def test_a_team_of_one_is_no_team(job: Job) -> None:
     tree = [spec for spec in job.trees[0] if spec.sharding is None and spec.same_as is None]
     names = [f"leaf{number}" for number in range(len(tree))]
     alone = plan_save(names, tree, job.budget)
-    assert plan_save(names, tree, job.budget, Team(0, 1)) == alone
-    assert plan_save(names, tree, job.budget, Team(0, 1, "local")) == alone
+    assert plan_save(names, tree, job.budget, ProcessGroup(0, 1)) == alone
+    assert plan_save(names, tree, job.budget, ProcessGroup(0, 1, "local")) == alone
     assert (alone.team, alone.own) == (None, ())
 
 
@@ -255,11 +260,11 @@ def test_no_member_of_a_crew_has_more_than_a_chunk_beyond_another(
     taken: list[list[tuple[int, int]]] = []
     sums = []
     for index in range(count + 1):
-        spread = Owners(Team(index, count + 1)).spread(sharding, (4,), "w")
+        spread = Ownership(ProcessGroup(index, count + 1)).spread(sharding, (4,), "w")
         assert spread is not None
         ((crew, _),) = spread.shares
         assert spread.whole is crew
-        deal = Deal()
+        deal = Partitioner()
         for leaf, (chunks, nbytes) in enumerate(jobs):
             deal.add(crew, leaf, chunks, nbytes)
         own = {leaf: part for (leaf, _), part in deal.own().items()}
@@ -276,7 +281,7 @@ def test_the_odd_leaf_is_not_always_written_by_the_first_process() -> None:
     for processes in range(2, 12):
         sharding = NamedSharding(Mesh(devices_of(processes, 1), ("x",)), Spec())
         job = Job(((LeafSpec("jax", "float32", (4,), sharding),),) * processes, MIB)
-        writers |= {p for p, plan in enumerate(job.plans()) if plan.granules}
+        writers |= {p for p, plan in enumerate(job.plans()) if plan.batches}
     assert len(writers) > 2
 
 
@@ -292,9 +297,9 @@ def test_a_process_looks_at_its_own_share_only(process: int) -> None:
     specs = [LeafSpec("jax", "float32", (16_000 * 512, 2), cut)] * 20
     specs = [replace(spec, weak_type=bool(n % 2)) for n, spec in enumerate(specs)]
     names = [f"leaf{number}" for number in range(len(specs))]
-    plan = plan_save(names, specs, 1 << 30, Team(process, 2000))
+    plan = plan_save(names, specs, 1 << 30, ProcessGroup(process, 2000))
     assert len(chunks_in(plan)) == 20 * 8
-    assert len(plan.granules) == 1
+    assert len(plan.batches) == 1
     assert {chunk.number // 8 for chunk in chunks_in(plan)} == {process}
 
 
@@ -302,9 +307,9 @@ def test_more_chunks_than_a_manifest_holds_are_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(planning, "MOST_CHUNKS", 100)
     cut = NamedSharding(Mesh(devices_of(20, 4), ("x",)), Spec("x"))
     leaf = LeafSpec("jax", "float32", (80,), cut)
-    plan_save(["a"], [leaf], MIB, Team(3, 20))
+    plan_save(["a"], [leaf], MIB, ProcessGroup(3, 20))
     with pytest.raises(InvalidArgumentError, match="160 chunks, of which 80 are") as caught:
-        plan_save(["a", "b"], [leaf, replace(leaf, weak_type=True)], MIB, Team(3, 20))
+        plan_save(["a", "b"], [leaf, replace(leaf, weak_type=True)], MIB, ProcessGroup(3, 20))
     assert caught.value.leaf == "a"
 
 
@@ -344,7 +349,7 @@ def test_a_shard_that_cannot_be_cut_is_refused() -> None:
     cut = NamedSharding(Mesh(devices_of(2, 1), ("x",)), Spec("x"))
     leaf = LeafSpec("jax", "float32", (2 * (2**31 - 1),), cut)
     with pytest.raises(InvalidArgumentError, match="4294967294 chunks, of which") as caught:
-        plan_save(["w"], [leaf], 1 << 30, Team(0, 2))
+        plan_save(["w"], [leaf], 1 << 30, ProcessGroup(0, 2))
     assert caught.value.leaf == "w"
 
 
@@ -354,18 +359,18 @@ def test_a_shard_that_cannot_be_cut_is_refused() -> None:
 @pytest.mark.parametrize(("index", "count"), [(-1, 2), (2, 2), (0, 0), (5, 3)])
 def test_a_process_is_one_of_the_team(index: int, count: int) -> None:
     with pytest.raises(InvalidArgumentError, match="index from 0"):
-        Team(index, count)
+        ProcessGroup(index, count)
 
 
 def test_the_mode_of_a_team_is_one_of_two() -> None:
     with pytest.raises(InvalidArgumentError, match="expected 'shared' or 'local'"):
-        Team(0, 2, "elsewhere")  # type: ignore[arg-type]
+        ProcessGroup(0, 2, "elsewhere")  # type: ignore[arg-type]
 
 
 def test_an_array_on_a_process_that_does_not_save_is_refused() -> None:
     everywhere = NamedSharding(Mesh(devices_of(3, 1), ("x",)), Spec())
     with pytest.raises(InvalidArgumentError, match="process 2, and only 2 processes") as caught:
-        plan_save(["w"], [LeafSpec("jax", "float32", (4,), everywhere)], MIB, Team(0, 2))
+        plan_save(["w"], [LeafSpec("jax", "float32", (4,), everywhere)], MIB, ProcessGroup(0, 2))
     assert caught.value.leaf == "w"
 
 
@@ -373,10 +378,10 @@ def test_an_array_on_one_other_process_is_refused() -> None:
     there = NamedSharding(Mesh(devices_of(3, 1)[2:], ("x",)), Spec())
     leaf = LeafSpec("jax", "float32", (4,), there)
     with pytest.raises(UnsupportedLeafError, match="process 2 only") as caught:
-        plan_save(["w"], [leaf], MIB, Team(0, 3))
+        plan_save(["w"], [leaf], MIB, ProcessGroup(0, 3))
     assert caught.value.leaf == "w"
     # Process 2 cannot tell it from one of its own, which the primary writes.
-    assert plan_save(["w"], [leaf], MIB, Team(2, 3)).own == (0,)
+    assert plan_save(["w"], [leaf], MIB, ProcessGroup(2, 3)).own == (0,)
 
 
 @pytest.mark.parametrize("largest", [0, -1, 4095])

@@ -9,10 +9,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ckpt._tree.leaf_names import ROOT
+from ckpt._tree.patterns import (
+    compile_pattern,
+    compile_rule,
+    fill,
+    natural,
+)
+from ckpt._tree.suggestions import near_miss, what_is_there
 from ckpt.errors import InvalidArgumentError
-from ckpt.layout.hints import near_miss, what_is_there
-from ckpt.layout.names import ROOT
-from ckpt.layout.paths import compile_pattern, compile_rule, fill, natural
 
 KEYS = st.text("ab1", min_size=1, max_size=3)
 PATHS = st.lists(KEYS, min_size=1, max_size=5)

@@ -11,11 +11,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ckpt.layout.pieces import Piece, Source, cut, drop_axis, insert_axis, joined, resize
-from ckpt.layout.reads import plan_chunk_reads, regions_of
-from ckpt.layout.shards import Region, chunk_grid, whole
-from ckpt.layout.targets import ArrayRead, ArrayTarget
-from ckpt.manifest import LeafEntry
+from ckpt._format.manifest import LeafEntry
+from ckpt._format.regions import Region, chunk_grid, whole
+from ckpt._plan.chunk_reads import plan_chunk_reads, regions_of
+from ckpt._plan.targets import ArrayRead, ArrayTarget
+from ckpt._plan.virtual_arrays import (
+    ArraySlice,
+    VirtualArray,
+    cut,
+    drop_axis,
+    insert_axis,
+    joined,
+    resize,
+)
 
 Array = np.ndarray[Any, Any]
 DTYPE = np.dtype("int32")
@@ -36,7 +44,7 @@ def stored_array(number: int, shape: tuple[int, ...]) -> Array:
 def read(
     leaves: list[LeafEntry],
     arrays: list[Array],
-    wanted: list[tuple[Source, ArrayTarget]],
+    wanted: list[tuple[VirtualArray, ArrayTarget]],
 ) -> list[list[tuple[Region, Array]]]:
     """Do by numpy what a plan says: every chunk once, its boxes copied to where they belong."""
     reads = [
@@ -73,7 +81,7 @@ def read(
 HOST = ArrayTarget("numpy", DTYPE)
 
 
-def whole_of(source: Source, leaves: list[LeafEntry], arrays: list[Array]) -> Array:
+def whole_of(source: VirtualArray, leaves: list[LeafEntry], arrays: list[Array]) -> Array:
     inside = whole(source.shape)
     for target in (piece.target for piece in source.parts):
         assert 0 in target.shape or target.intersect(inside) == target
@@ -103,8 +111,8 @@ def leaf_lists(
     return leaves, arrays
 
 
-def sources_of(leaves: list[LeafEntry]) -> list[Source]:
-    return [Source.of(leaf, number, leaf.name) for number, leaf in enumerate(leaves)]
+def sources_of(leaves: list[LeafEntry]) -> list[VirtualArray]:
+    return [VirtualArray.of(leaf, number, leaf.name) for number, leaf in enumerate(leaves)]
 
 
 @given(leaf_lists(), st.data())
@@ -164,7 +172,9 @@ def test_a_resize_keeps_the_common_corner_and_zeros_the_rest(
 STEPS = st.sampled_from(["insert", "drop", "cut", "join", "resize"])
 
 
-def step(name: str, source: Source, array: Array, data: st.DataObject) -> tuple[Source, Array]:
+def step(
+    name: str, source: VirtualArray, array: Array, data: st.DataObject
+) -> tuple[VirtualArray, Array]:
     if name == "insert":
         axis = data.draw(st.integers(0, array.ndim))
         return insert_axis(source, axis), np.expand_dims(array, axis)
@@ -255,7 +265,7 @@ def test_a_part_reads_only_the_chunks_that_hold_it(given_leaves: Any, data: st.D
 @example(None)
 def test_boxes_are_carried_there_and_back(data: Any) -> None:
     if data is None:
-        piece = Piece(0, Region((3,), (4,)), Region((5, 0), (1, 4)))
+        piece = ArraySlice(0, Region((3,), (4,)), Region((5, 0), (1, 4)))
         assert piece.to_source(Region((5, 2), (1, 2))) == Region((5,), (2,))
         assert piece.to_target(Region((5,), (2,))) == Region((5, 2), (1, 2))
         return
@@ -267,7 +277,7 @@ def test_boxes_are_carried_there_and_back(data: Any) -> None:
             shape.insert(data.draw(st.integers(0, len(shape))), 1)
         return Region(tuple(data.draw(st.integers(0, 9)) for _ in shape), tuple(shape))
 
-    piece = Piece(0, box(), box())
+    piece = ArraySlice(0, box(), box())
     offset, shape = [], []
     for corner, side in zip(piece.target.offset, piece.target.shape, strict=True):
         start = data.draw(st.integers(0, side - 1))

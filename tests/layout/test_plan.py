@@ -1,4 +1,4 @@
-"""The plan of a save: every byte once, in granules of bounded size, the same for equal specs."""
+"""The plan of a save: every byte once, in batches of bounded size, the same for equal specs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ckpt.errors import UnsupportedLeafError
-from ckpt.layout.chunks import stored_dtype, zarr_metadata_bytes
-from ckpt.layout.dtypes import DTYPES
-from ckpt.layout.leaves import ARRAY_KINDS, LeafSpec
-from ckpt.layout.ocdbt import MAX_KEY_BYTES
-from ckpt.layout.plan import (
+from ckpt._format.dtypes import DTYPES
+from ckpt._format.ocdbt import MAX_KEY_BYTES
+from ckpt._format.regions import chunk_region
+from ckpt._format.zarr import stored_dtype, zarr_metadata_bytes
+from ckpt._plan.save_plan import (
     CHUNK_ALIGNMENT,
     PACKED_BYTES,
     SECTOR,
@@ -28,7 +27,8 @@ from ckpt.layout.plan import (
     database_entries,
     plan_save,
 )
-from ckpt.layout.shards import chunk_region
+from ckpt._tree.leaf_specs import ARRAY_KINDS, LeafSpec
+from ckpt.errors import UnsupportedLeafError
 
 MIB = 1 << 20
 SPECS = [
@@ -61,7 +61,7 @@ def array_specs(draw: st.DrawFn) -> LeafSpec:
 SCALARS = {"int": "int64", "float": "float64", "bool": "bool", "str": None, "bytes": None}
 SCALAR_SPECS = st.sampled_from([LeafSpec(*pair) for pair in SCALARS.items()])
 LEAF_SPECS = st.lists(st.one_of(array_specs(), array_specs(), SCALAR_SPECS), max_size=6)
-# Small budgets make many chunks and granules of small arrays.
+# Small budgets make many chunks and batches of small arrays.
 BUDGETS = st.sampled_from([4 * 64, 1000, 4096, 5003, 40_000, MIB])
 
 
@@ -79,8 +79,8 @@ def test_every_byte_of_every_array_is_written_exactly_once(
     plan = planned(specs, budget)
     counts = [np.zeros(spec.shape, np.int64) for spec in specs]
     total = 0
-    for granule in plan.granules:
-        for chunk in granule.chunks:
+    for batch in plan.batches:
+        for chunk in batch.chunks:
             spec = specs[chunk.leaf]
             assert spec.dtype is not None
             counts[chunk.leaf][chunk.region.slices] += 1
@@ -99,8 +99,8 @@ def test_every_byte_of_every_array_is_written_exactly_once(
 def test_a_chunk_is_where_the_zarr_metadata_says(specs: list[LeafSpec], budget: int) -> None:
     plan = planned(specs, budget)
     places: set[tuple[int, tuple[int, ...]]] = set()
-    for granule in plan.granules:
-        for chunk in granule.chunks:
+    for batch in plan.batches:
+        for chunk in batch.chunks:
             leaf = plan.leaves[chunk.leaf]
             assert chunk.region == chunk_region(chunk.place, leaf.chunk, leaf.spec.shape)
             assert (chunk.leaf, chunk.place) not in places
@@ -115,10 +115,10 @@ def test_a_chunk_is_where_the_zarr_metadata_says(specs: list[LeafSpec], budget: 
 @given(LEAF_SPECS, BUDGETS)
 def test_the_source_of_a_chunk_is_in_the_shard_it_names(specs: list[LeafSpec], budget: int) -> None:
     plan = planned(specs, budget)
-    for granule in plan.granules:
-        for chunk in granule.chunks:
+    for batch in plan.batches:
+        for chunk in batch.chunks:
             spec = specs[chunk.leaf]
-            if granule.packed:
+            if batch.packed:
                 assert chunk.parts == ()
                 continue
             values = np.arange(math.prod(spec.shape), dtype=np.int32).reshape(spec.shape)
@@ -147,57 +147,57 @@ def test_each_leaf_has_its_metadata(specs: list[LeafSpec], budget: int) -> None:
         assert json.loads(leaf.metadata)["data_type"] == stored_dtype(dtype)
 
 
-# -- granules -------------------------------------------------------------------------------------
+# -- batches -------------------------------------------------------------------------------------
 
 
 @given(LEAF_SPECS, BUDGETS)
 @example([LeafSpec("numpy", "uint8", (250,))], 1000)
-def test_granules_are_kept_to_a_quarter_of_the_budget(specs: list[LeafSpec], budget: int) -> None:
-    for granule in planned(specs, budget).granules:
-        assert granule.chunks
-        assert granule.nbytes <= aligned(budget // 4, CHUNK_ALIGNMENT)
+def test_batches_are_kept_to_a_quarter_of_the_budget(specs: list[LeafSpec], budget: int) -> None:
+    for batch in planned(specs, budget).batches:
+        assert batch.chunks
+        assert batch.nbytes <= aligned(budget // 4, CHUNK_ALIGNMENT)
 
 
 @given(LEAF_SPECS, BUDGETS)
-def test_chunks_within_a_granule_do_not_overlap(specs: list[LeafSpec], budget: int) -> None:
-    for granule in planned(specs, budget).granules:
+def test_chunks_within_a_batch_do_not_overlap(specs: list[LeafSpec], budget: int) -> None:
+    for batch in planned(specs, budget).batches:
         end = 0
-        for chunk in sorted(granule.chunks, key=lambda chunk: chunk.offset):
+        for chunk in sorted(batch.chunks, key=lambda chunk: chunk.offset):
             assert chunk.offset >= end
             assert chunk.offset % CHUNK_ALIGNMENT == 0
             end = chunk.offset + chunk.stored_nbytes
-        assert end <= granule.nbytes < end + SECTOR
+        assert end <= batch.nbytes < end + SECTOR
 
 
 @given(LEAF_SPECS, BUDGETS)
-def test_the_biggest_granules_come_first(specs: list[LeafSpec], budget: int) -> None:
-    sizes = [granule.nbytes for granule in planned(specs, budget).granules]
+def test_the_biggest_batches_come_first(specs: list[LeafSpec], budget: int) -> None:
+    sizes = [batch.nbytes for batch in planned(specs, budget).batches]
     assert sizes == sorted(sizes, reverse=True)
 
 
 @given(LEAF_SPECS, BUDGETS)
 def test_a_packed_leaf_is_one_chunk(specs: list[LeafSpec], budget: int) -> None:
     plan = planned(specs, budget)
-    for granule in plan.granules:
-        for chunk in granule.chunks:
+    for batch in plan.batches:
+        for chunk in batch.chunks:
             leaf = plan.leaves[chunk.leaf]
-            assert leaf.packed == granule.packed
+            assert leaf.packed == batch.packed
             assert not leaf.packed or chunk.region.shape == leaf.spec.shape
 
 
-def test_granules_of_large_arrays_fit_several_times_into_the_budget() -> None:
+def test_batches_of_large_arrays_fit_several_times_into_the_budget() -> None:
     specs = [LeafSpec("numpy", "float32", (rows, 1000)) for rows in (100_003, 25_000, 70)]
     plan = planned(specs, 64 * MIB)
-    assert len(plan.granules) >= 30
-    assert max(granule.nbytes for granule in plan.granules) <= 16 * MIB
-    assert sum(c.nbytes for g in plan.granules for c in g.chunks) == plan.nbytes
+    assert len(plan.batches) >= 30
+    assert max(batch.nbytes for batch in plan.batches) <= 16 * MIB
+    assert sum(c.nbytes for g in plan.batches for c in g.chunks) == plan.nbytes
 
 
-def test_small_leaves_share_granules() -> None:
+def test_small_leaves_share_batches() -> None:
     specs = [LeafSpec("numpy", "float32", (1024,))] * 5000
     plan = planned(specs, 1 << 30)
     assert all(leaf.packed for leaf in plan.leaves)
-    assert len(plan.granules) == 1
+    assert len(plan.batches) == 1
 
 
 def test_a_leaf_is_packed_up_to_the_limit() -> None:
@@ -209,7 +209,7 @@ def test_a_leaf_is_packed_up_to_the_limit() -> None:
 def test_a_replicated_array_is_written_by_one_shard() -> None:
     spec = LeafSpec("jax", "float32", (1024, 1024), sharding(PartitionSpec(None, "y")))
     plan = planned([spec], 1 << 30)
-    assert [c.region.shape for g in plan.granules for c in g.chunks] == [(1024, 256)] * 4
+    assert [c.region.shape for g in plan.batches for c in g.chunks] == [(1024, 256)] * 4
 
 
 @pytest.mark.parametrize("rows", [100_003, 2 * 100_003, 1 << 18])
@@ -217,8 +217,8 @@ def test_a_shard_of_any_length_is_written_in_large_chunks_within_the_budget(rows
     spec = LeafSpec("jax", "float32", (8 * rows,), sharding(PartitionSpec(("x", "y"))))
     plan = planned([spec], MIB)
     # Prime lengths have no divisor to cut them by, so these chunks cross the shards.
-    assert sum(len(granule.chunks) for granule in plan.granules) <= 8 * 64
-    assert max(granule.nbytes for granule in plan.granules) <= MIB
+    assert sum(len(batch.chunks) for batch in plan.batches) <= 8 * 64
+    assert max(batch.nbytes for batch in plan.batches) <= MIB
 
 
 # -- equal specs ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ckpt.layout.shards import (
+from ckpt._format.regions import (
     Region,
     addressable_regions,
     chunk_grid,

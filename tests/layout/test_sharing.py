@@ -11,10 +11,16 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from benchmarks.fake_devices import devices_of
-from ckpt.layout.pieces import Piece
-from ckpt.layout.shards import whole
-from ckpt.layout.sharing import Batch, Extent, fill, groupings_of, shares_key
-from ckpt.layout.targets import ArrayRead, ArrayTarget
+from ckpt._format.regions import whole
+from ckpt._plan.multihost.read_groups import (
+    ByteRange,
+    ReadBatch,
+    fill,
+    groupings_of,
+    shares_key,
+)
+from ckpt._plan.targets import ArrayRead, ArrayTarget
+from ckpt._plan.virtual_arrays import ArraySlice
 
 P = PartitionSpec
 SIZE = 40_000
@@ -24,7 +30,7 @@ FILES = {
 }
 
 extents = st.builds(
-    lambda path, start, length: Extent(path, start, min(start + length, SIZE)),
+    lambda path, start, length: ByteRange(path, start, min(start + length, SIZE)),
     st.sampled_from(sorted(FILES)),
     st.integers(0, SIZE - 1),
     st.sampled_from([1, 2, 100, 4096, 9000, 30_000]),
@@ -33,7 +39,7 @@ units = st.lists(st.lists(extents, min_size=1, max_size=4), max_size=8)
 
 
 @given(units, st.sampled_from([1, 5000, 20_000, 1 << 20]))
-def test_batches_hold_all_units_in_order(units: list[list[Extent]], capacity: int) -> None:
+def test_batches_hold_all_units_in_order(units: list[list[ByteRange]], capacity: int) -> None:
     batches = fill(units, capacity)
     assert [number for batch in batches for number in batch.units] == list(range(len(units)))
     for batch in batches:
@@ -43,7 +49,7 @@ def test_batches_hold_all_units_in_order(units: list[list[Extent]], capacity: in
 
 @given(units, st.integers(2, 5), st.sampled_from([5000, 1 << 20]))
 def test_what_members_read_is_what_all_of_them_find(
-    units: list[list[Extent]], members: int, capacity: int
+    units: list[list[ByteRange]], members: int, capacity: int
 ) -> None:
     for batch in fill(units, capacity):
         share = -(-batch.nbytes // members)
@@ -67,7 +73,9 @@ def test_what_members_read_is_what_all_of_them_find(
 
 
 def test_what_nearly_touches_is_read_at_once_and_what_is_not_there_is_not_found() -> None:
-    batch = Batch(range(1), [Extent("a", 9000, 9100), Extent("a", 100, 200), Extent("a", 264, 300)])
+    batch = ReadBatch(
+        range(1), [ByteRange("a", 9000, 9100), ByteRange("a", 100, 200), ByteRange("a", 264, 300)]
+    )
     assert [(part.start, part.nbytes) for part in batch.parts(0, 1000)] == [(100, 200), (9000, 100)]
     for path, start, nbytes in (("a", 0, 10), ("a", 290, 20), ("b", 100, 10), ("a", 5000, 1)):
         with pytest.raises(KeyError):
@@ -75,11 +83,11 @@ def test_what_nearly_touches_is_read_at_once_and_what_is_not_there_is_not_found(
 
 
 def test_only_the_same_reads_have_the_same_key() -> None:
-    one, two = [[Extent("a", 0, 10)]], [[Extent("a", 0, 11)]]
+    one, two = [[ByteRange("a", 0, 10)]], [[ByteRange("a", 0, 11)]]
     assert shares_key(fill(one, 100)) == shares_key(fill(one, 100))
     assert shares_key(fill(one, 100)) != shares_key(fill(two, 100))
     # Other batches would be other rounds.
-    both = [*one, [Extent("a", 9000, 9010)]]
+    both = [*one, [ByteRange("a", 9000, 9010)]]
     assert shares_key(fill(both, 1 << 20)) != shares_key(fill(both, 10))
 
 
@@ -161,7 +169,10 @@ def test_a_leaf_that_arrays_need_in_different_ways_is_not_shared() -> None:
     job = devices(4)
     everywhere = NamedSharding(Mesh(job, ("x",)), P())
     halves = NamedSharding(Mesh(job.reshape(2, 4), ("x", "y")), P("x"))
-    pieces = (Piece(2, whole((8, 8)), whole((8, 8))), Piece(3, whole((8, 8)), whole((8, 8))))
+    pieces = (
+        ArraySlice(2, whole((8, 8)), whole((8, 8))),
+        ArraySlice(3, whole((8, 8)), whole((8, 8))),
+    )
     reads = [
         read_of(0, everywhere),
         read_of(0, halves),

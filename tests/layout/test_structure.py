@@ -14,13 +14,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt._format.manifest import (
+    ItemEntry,
+    Manifest,
+    Node,
+    decode,
+    encode,
+)
+from ckpt._tree.classes import UnknownNode
+from ckpt._tree.flatten import describe, unboxed_names
+from ckpt._tree.unflatten import rebuild
 from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
-from ckpt.layout.classes import Record
-from ckpt.layout.rebuild import rebuild
-from ckpt.layout.structure import describe, unboxed_names
-from ckpt.manifest import ItemEntry, Manifest, Node, decode, encode
 from ckpt.testing.compare import differences
-from ckpt.testing.strategies import Empty, Pair, keys, python_scalars, trees
+from ckpt.testing.strategies import (
+    Empty,
+    Pair,
+    keys,
+    python_scalars,
+    trees,
+)
 
 HERE = __name__
 
@@ -285,7 +297,7 @@ def test_an_unknown_namedtuple_class_becomes_a_record_and_is_reported() -> None:
     found, unknown = rebuild(nodes, [1, 2, 3, 4])
     assert set(unknown) == {f"{HERE}:Gone"}
     assert "classes=[...]" in unknown[f"{HERE}:Gone"]
-    assert found == [Record(f"{HERE}:Gone", {"x": 1, "y": Point(2, 3)}, "namedtuple"), 4]
+    assert found == [UnknownNode(f"{HERE}:Gone", {"x": 1, "y": Point(2, 3)}, "namedtuple"), 4]
     with pytest.raises(TypeError):
         found[0].fields["x"] = 5
 
@@ -313,7 +325,7 @@ def test_a_class_that_is_not_that_namedtuple_is_never_called(
     children = list(range(len(fields)))
     node = Node(kind="namedtuple", keys=[*fields], class_name=class_name, children=children)
     found, unknown = rebuild([node], children)
-    assert type(found) is Record
+    assert type(found) is UnknownNode
     assert dict(found.fields) == dict(zip(fields, children, strict=True))
     assert set(unknown) == {found.class_name}
 
@@ -333,7 +345,7 @@ def test_a_namedtuple_class_with_its_own_constructor_raises_nothing_foreign() ->
         found, _ = rebuild(structure.nodes, structure.leaves)
     except CheckpointError:
         return
-    fields = found.fields if isinstance(found, Record) else found._asdict()
+    fields = found.fields if isinstance(found, UnknownNode) else found._asdict()
     assert dict(fields) == {"parts": "abc", "total": 3}
 
 
@@ -348,14 +360,14 @@ def test_a_custom_node_of_a_class_that_is_gone_is_a_record_that_says_what_it_was
     (node, *others) = describe(Keyed(1, [2])).nodes
     gone = node.model_copy(update={"class_name": "a_module_that_is_gone:Keyed"})
     found, unknown = rebuild([gone, *others], [1, 2])
-    assert type(found) is Record
+    assert type(found) is UnknownNode
     assert found.class_name == "a_module_that_is_gone:Keyed"
     assert dict(found.fields) == {"weight": 1, "bias": [2]}
     assert set(unknown) == {"a_module_that_is_gone:Keyed"}
 
 
 def test_a_record_comes_back_as_the_record_it_was() -> None:
-    record = Record("elsewhere:Gone", {"b": 1, "a": Record("elsewhere:Other", {})})
+    record = UnknownNode("elsewhere:Gone", {"b": 1, "a": UnknownNode("elsewhere:Other", {})})
     structure = describe(record)
     found, _ = rebuild(structure.nodes, structure.leaves)
     assert differences(record, found) == []
@@ -376,7 +388,7 @@ def test_no_module_is_imported_by_a_stored_name(
     node = Node(kind=kind, keys=["x"], class_name=name, children=[0])
     before = set(sys.modules)
     found, _ = rebuild([node], [1])
-    assert found == Record("hostile_module:P", {"x": 1}, kind)
+    assert found == UnknownNode("hostile_module:P", {"x": 1}, kind)
     assert set(sys.modules) == before
 
 
@@ -393,7 +405,7 @@ def test_a_module_whose_loading_was_put_off_is_not_loaded_by_a_stored_name(
     monkeypatch.setitem(sys.modules, "lazy_module", module)
     loader.exec_module(module)
     node = Node(kind="namedtuple", keys=["x"], class_name="lazy_module:P", children=[0])
-    assert rebuild([node], [1])[0] == Record("lazy_module:P", {"x": 1}, "namedtuple")
+    assert rebuild([node], [1])[0] == UnknownNode("lazy_module:P", {"x": 1}, "namedtuple")
 
 
 def test_no_code_of_a_module_runs_by_a_stored_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,7 +415,7 @@ def test_no_code_of_a_module_runs_by_a_stored_name(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setitem(sys.modules, "noisy_module", Noisy("noisy_module"))
     node = Node(kind="namedtuple", keys=["x"], class_name="noisy_module:P.Q", children=[0])
-    assert rebuild([node], [1])[0] == Record("noisy_module:P.Q", {"x": 1}, "namedtuple")
+    assert rebuild([node], [1])[0] == UnknownNode("noisy_module:P.Q", {"x": 1}, "namedtuple")
 
 
 # -- what may be in a file ------------------------------------------------------------------------
@@ -428,7 +440,7 @@ NODES = st.builds(
     children=st.lists(st.integers(-4, 4), max_size=3),
     class_name=st.sampled_from(
         [None, "list", "dict", "os:stat_result", "builtins:dict", "types:NoneType", "", ":"]
-        + [f"{HERE}:{name}" for name in ("Point", "Keyed", "Unkeyed", "Boxed", "Record")]
+        + [f"{HERE}:{name}" for name in ("Point", "Keyed", "Unkeyed", "Boxed", "UnknownNode")]
     ),
     static=st.sampled_from([None, [], {}, {"aux": None}, {"aux": {"tuple": []}}, {"fields": {}}]),
 )

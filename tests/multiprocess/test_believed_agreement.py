@@ -14,8 +14,9 @@ import pytest
 
 import ckpt.sync
 from ckpt import policies
-from ckpt.coordination.single import SingleProcess
-from ckpt.engine.joint import Report, same_items
+from ckpt._engine.save.multihost import WriteReport, same_items
+from ckpt._format.manifest import ItemEntry
+from ckpt.coordination._single import SingleProcess
 from ckpt.errors import (
     CoordinationError,
     CoordinationTimeoutError,
@@ -23,7 +24,6 @@ from ckpt.errors import (
     StepNotFoundError,
     StorageError,
 )
-from ckpt.manifest import ItemEntry
 from tests.believed import FAR, STATE, closed, coordinators, managers, saved, steps, together
 
 
@@ -63,7 +63,7 @@ def test_what_is_not_the_same_everywhere_is_not_saved(
 
 
 def test_items_that_were_saved_by_other_handlers_are_not_the_same() -> None:
-    one, other = (Report({"a": ItemEntry(handler=name)}) for name in ("json", "text"))
+    one, other = (WriteReport({"a": ItemEntry(handler=name)}) for name in ("json", "text"))
     same_items([one, one])
     with pytest.raises(CoordinationError, match=r"process 1 'a' .text."):
         same_items([one, other])

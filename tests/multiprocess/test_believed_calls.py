@@ -19,7 +19,7 @@ from ckpt.errors import (
     StepNotFoundError,
     StorageError,
 )
-from ckpt.storage.local import LocalStorage
+from ckpt.storage._local.storage import LocalStorage
 from tests.believed import FAR, STATE, closed, coordinators, kinds, managers, saved, steps, together
 
 WRONG: dict[str, Any] = {

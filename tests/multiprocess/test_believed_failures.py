@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import ckpt.sync
-from ckpt.coordination.single import SingleProcess
+from ckpt._events import Event
+from ckpt.coordination._single import SingleProcess
 from ckpt.errors import (
     CommitCancelledError,
     CoordinationError,
@@ -23,7 +24,6 @@ from ckpt.errors import (
     StorageError,
     TargetMismatchError,
 )
-from ckpt.events import Event
 from tests.believed import (
     FAR,
     STATE,

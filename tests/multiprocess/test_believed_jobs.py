@@ -10,14 +10,19 @@ import anyio
 import pytest
 
 import ckpt
-from ckpt.engine.joint import Report, _pack, _unpack, same_items
+from ckpt._engine.save.multihost import (
+    WriteReport,
+    _pack,
+    _unpack,
+    same_items,
+)
+from ckpt._format.manifest import FileEntry, ItemEntry
 from ckpt.errors import (
     CoordinationError,
     InvalidArgumentError,
     StepNotFoundError,
     StorageError,
 )
-from ckpt.manifest import FileEntry, ItemEntry
 from tests.believed import STATE, closed, coordinators, managers, saved, steps, together
 
 
@@ -136,12 +141,12 @@ def test_what_ended_leaves_nothing_behind_and_what_failed_no_reports(
 
 def test_what_a_process_tells_of_its_save_is_understood_or_refused() -> None:
     told = _pack(
-        Report({"a": ItemEntry(handler="json")}, {}, {"a/f": FileEntry(size=1, digest="")})
+        WriteReport({"a": ItemEntry(handler="json")}, {}, {"a/f": FileEntry(size=1, digest="")})
     )
     assert _unpack(told).files["a/f"].size == 1
     for wrong in (b"", told[:20], told.replace(b"entries", b"entires"), told.replace(b"1", b"x")):
         with pytest.raises(CoordinationError, match="same version"):
             _unpack(wrong)
-    tree = Report({"a": ItemEntry(handler="json")}, {"a": None})  # type: ignore[dict-item]
+    tree = WriteReport({"a": ItemEntry(handler="json")}, {"a": None})  # type: ignore[dict-item]
     with pytest.raises(CoordinationError, match="a tree"):
         same_items([tree, _unpack(told)])

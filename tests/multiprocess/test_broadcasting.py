@@ -15,7 +15,7 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt.manifest import decode
+from ckpt._format.manifest import decode
 from tests.processes import Result, started
 
 LARGE = (512, 1024)

@@ -16,8 +16,25 @@ from hypothesis import strategies as st
 
 import ckpt
 import ckpt.sync
-from ckpt.digests import digest
-from ckpt.engine.restore import restore_items
+from ckpt._engine.restore.pipeline import restore_items
+from ckpt._format.digests import digest
+from ckpt._format.manifest import (
+    FileEntry,
+    LeafEntry,
+    Manifest,
+    encode,
+)
+from ckpt._plan.adapt import Adapt
+from ckpt._plan.multihost.per_process import (
+    apart,
+    combine,
+    own_path,
+    pick,
+    renamed,
+)
+from ckpt._settings import Staging
+from ckpt._steps.restore_requests import wanted_items
+from ckpt._steps.service import make_engine
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -26,17 +43,11 @@ from ckpt.errors import (
     UnsupportedLeafError,
 )
 from ckpt.handlers import Deferred, ItemEntry
-from ckpt.handlers.base import is_per_process
-from ckpt.handlers.registry import find_handlers
-from ckpt.handlers.tree_file import encode_tree, load_tree
-from ckpt.layout.adapt import Adapt
-from ckpt.layout.per_process import apart, combine, own_path, pick, renamed
-from ckpt.manifest import FileEntry, LeafEntry, Manifest, encode
-from ckpt.requests import wanted_items
-from ckpt.service import make_engine
-from ckpt.settings import Staging
-from ckpt.steps import read_manifest
-from ckpt.storage.resolve import open_entry
+from ckpt.handlers._base import is_per_process
+from ckpt.handlers._registry import find_handlers
+from ckpt.handlers._tree_file import encode_tree, load_tree
+from ckpt.storage._manifests import read_manifest
+from ckpt.storage._resolve import open_entry
 from tests.handlers.things import Averages, Counter, Recording, Reservoir
 from tests.processes import Result, run_processes
 

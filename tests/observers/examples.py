@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from ckpt.events import Event, Outcome
+from ckpt._events import Event, Outcome
 from ckpt.observers import Span, Timeline
 
 US = 1000

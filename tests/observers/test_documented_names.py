@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.observers.names import BYTES, JAX, OPENTELEMETRY, PHASES, PROMETHEUS, Name
+from ckpt.observers._names import (
+    BYTES,
+    JAX,
+    OPENTELEMETRY,
+    PHASES,
+    PROMETHEUS,
+    MetricName,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "observing.md"
 
@@ -37,7 +44,7 @@ def code(text: str) -> str:
     ],
 )
 def test_the_page_has_every_name_with_its_kind_and_meaning(
-    heading: str, names: dict[str, Name], prefix: str
+    heading: str, names: dict[str, MetricName], prefix: str
 ) -> None:
     expected = [
         [

@@ -12,7 +12,7 @@ from jax import monitoring
 import ckpt.sync
 from ckpt.errors import InvalidArgumentError
 from ckpt.observers import JaxMonitoring
-from ckpt.observers.names import JAX
+from ckpt.observers._names import JAX
 from tests.observers.examples import a_whole_save, end, event
 
 Heard = list[tuple[str, str, float]]

@@ -15,8 +15,8 @@ import pytest
 
 import ckpt.policies
 import ckpt.sync
+from ckpt._events import Event, emit
 from ckpt.errors import InvalidArgumentError, StorageError, UnsupportedLeafError
-from ckpt.events import Event, emit
 from ckpt.observers import JsonLines
 from tests.observers.examples import US, a_whole_save, end, event
 

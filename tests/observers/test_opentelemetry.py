@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 import ckpt.sync
 from ckpt.errors import InvalidArgumentError
 from ckpt.observers import OpenTelemetry
-from ckpt.observers.names import OPENTELEMETRY
+from ckpt.observers._names import OPENTELEMETRY
 from tests.observers.examples import US, a_whole_save, end, event
 
 

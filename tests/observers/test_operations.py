@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.events import Event
-from ckpt.observers.intervals import measure
-from ckpt.observers.operations import Operation, Operations
+from ckpt._events import Event
+from ckpt.observers._operations import ObservedOperation, Operations
+from ckpt.observers._tracing.intervals import measure
 from tests.observers.examples import TIMES, US, a_whole_save, end, event
 
 INTERVALS = st.lists(st.tuples(TIMES, st.integers(0, 10_000)), min_size=1, max_size=30)
 
 
-def told(*events: Event) -> list[Operation]:
+def told(*events: Event) -> list[ObservedOperation]:
     operations = Operations()
     return [found for each in events if (found := operations.take(each)) is not None]
 
@@ -101,7 +101,7 @@ def test_the_one_that_was_heard_of_last_is_remembered_longest() -> None:
     assert [phase.name for phase in found.phases] == ["plan", "stage"]
 
 
-def test_any_number_of_granules_takes_little_memory() -> None:
+def test_any_number_of_batches_takes_little_memory() -> None:
     operations = Operations()
     operations.take(event("write", 0, 1))
     tracemalloc.start()

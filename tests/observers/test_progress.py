@@ -20,11 +20,11 @@ import pytest
 from rich.console import Console
 
 import ckpt.sync
+from ckpt._events import Event, emit
 from ckpt.errors import InvalidArgumentError, UnsupportedLeafError
-from ckpt.events import Event, emit
 from ckpt.observers import ProgressBar
 from tests.observers.examples import end, event
-from tests.observers.long_saves import MB, SECOND, a_long_save, granule
+from tests.observers.long_saves import MB, SECOND, a_long_save, batch
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,13 +117,13 @@ def test_the_first_drawing_says_how_far_it_is_in_one_kind_of_unit() -> None:
     board = Board()
     screen = board.tell(
         event("plan", 0, 1, nbytes=100 * MB),
-        granule("write", 0, 0, SECOND // 10, 10 * MB, 1),
-        granule("write", 1, 0, SECOND, 10 * MB, 1),
+        batch("write", 0, 0, SECOND // 10, 10 * MB, 1),
+        batch("write", 1, 0, SECOND, 10 * MB, 1),
     )
     drawn = [line for line in (*screen.seen, screen.text) if line]
     assert drawn
     assert all("20.0/100.0 MB" in line for line in drawn), drawn
-    later = board.tell(*(granule("write", n, 0, n * SECOND, 10 * MB, 1) for n in range(2, 10)))
+    later = board.tell(*(batch("write", n, 0, n * SECOND, 10 * MB, 1) for n in range(2, 10)))
     assert re.search(r"100\.0/100\.0 MB \d+\.\d [kMGTP]B/s", later.text)
 
 
@@ -154,17 +154,17 @@ def test_what_takes_a_moment_is_not_shown() -> None:
 def test_it_is_drawn_ten_times_a_second_and_no_more() -> None:
     board = Board()
     writes = [
-        granule("write", n, 100 * n, 100 * n + 99, MB, 1) for n in range(50_000)
+        batch("write", n, 100 * n, 100 * n + 99, MB, 1) for n in range(50_000)
     ]  # in five seconds
     screen = board.tell(event("plan", 0, 1, nbytes=50_000 * MB), *writes)
     assert 40 <= len(screen.seen) <= 55
 
 
-def test_compressed_granules_count_as_what_was_planned() -> None:
+def test_compressed_batches_count_as_what_was_planned() -> None:
     size, told = 10 * MB, [event("plan", 0, 1, nbytes=100 * MB)]
     for n in range(10):
-        told.append(granule("stage", n, 0, 1, size, 1))
-        told.append(granule("write", n, 0, (n + 1) * SECOND, size // 7, 1))
+        told.append(batch("stage", n, 0, 1, size, 1))
+        told.append(batch("write", n, 0, (n + 1) * SECOND, size // 7, 1))
     assert "100.0/100.0 MB" in Board().tell(*told).text
     # Views and the manifest are not part of the plan.
     view = event("write", 0, 12 * SECOND, nbytes=5 * MB)
@@ -176,10 +176,10 @@ def test_several_items_are_one_save() -> None:
     screen = board.tell(
         event("plan", 0, 1, nbytes=30 * MB),
         event("plan", 1, 2, nbytes=10 * MB),
-        granule("stage", 0, 0, 3, 30 * MB, 1),
-        granule("stage", 0, 0, 3, 10 * MB, 1),
-        granule("write", 0, 0, SECOND, 10 * MB, 1),
-        granule("write", 0, 0, 2 * SECOND, 30 * MB, 1),
+        batch("stage", 0, 0, 3, 30 * MB, 1),
+        batch("stage", 0, 0, 3, 10 * MB, 1),
+        batch("write", 0, 0, SECOND, 10 * MB, 1),
+        batch("write", 0, 0, 2 * SECOND, 30 * MB, 1),
     )
     assert screen.text.startswith("save step 1 ━")
     assert "40.0/40.0 MB" in screen.text
@@ -257,8 +257,8 @@ def test_a_console_is_one_of_rich(console: object) -> None:
 def test_real_operations_are_shown_and_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt.observers.progress._DELAY_NS", 0)
-    monkeypatch.setattr("ckpt.observers.progress._PAUSE_NS", 0)
+    monkeypatch.setattr("ckpt.observers._progress._DELAY_NS", 0)
+    monkeypatch.setattr("ckpt.observers._progress._PAUSE_NS", 0)
     board = Board()
     before = set(threading.enumerate())
     with ckpt.sync.CheckpointManager(tmp_path, observers=[board.observer]) as mgr:

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import ckpt.sync
 from ckpt.errors import InvalidArgumentError
 from ckpt.observers import Prometheus
-from ckpt.observers.names import PROMETHEUS
+from ckpt.observers._names import PROMETHEUS
 from tests.observers.examples import a_whole_save, end, event
 
 

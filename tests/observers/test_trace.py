@@ -20,7 +20,7 @@ import ckpt
 import ckpt.sync
 from ckpt.errors import InvalidArgumentError, StorageError
 from ckpt.observers import Timeline, Trace
-from ckpt.observers.trace import chrome_events
+from ckpt.observers._tracing.trace import chrome_events
 from tests.observers.examples import TIMELINES, US, a_save, a_whole_save, event
 
 MIB = 1 << 20
@@ -28,7 +28,7 @@ PATIENCE_S = 60
 
 
 def state() -> dict[str, Any]:
-    """Large enough for several granules, so for several lanes."""
+    """Large enough for several batches, so for several lanes."""
     return {f"w{i}": jnp.full((3 * MIB,), i, jnp.float32) for i in range(3)} | {"step": 7}
 
 
@@ -238,7 +238,7 @@ class _Interrupted(deque[Any]):
 
 @pytest.mark.parametrize("reading", [False, True])
 def test_nobody_comes_in_between(reading: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.observers.trace.deque", _Interrupted)
+    monkeypatch.setattr("ckpt.observers._tracing.trace.deque", _Interrupted)
     trace = Trace(limit=3)
     for step in range(2):
         trace(event("publish", step, step + 1, step=step))

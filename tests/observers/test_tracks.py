@@ -7,9 +7,9 @@ from itertools import pairwise
 
 from hypothesis import given
 
-from ckpt.events import Event
+from ckpt._events import Event
 from ckpt.observers import Timeline
-from ckpt.observers.tracks import tracks
+from ckpt.observers._tracing.tracks import tracks
 from tests.observers.examples import TIMELINES, US, a_save, a_whole_save, event, span
 
 

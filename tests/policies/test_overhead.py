@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.pace import Pace
-from ckpt.policies import BoundedOverhead, SaveContext, SavedStep, refusal_of
+from ckpt._steps.saves.overhead import OverheadEstimate
+from ckpt.policies import (
+    BoundedOverhead,
+    SaveContext,
+    SavedStep,
+    refusal_of,
+)
 
 
 @dataclass
@@ -34,7 +39,7 @@ class Run:
     lost: float = 0.0
     begun: list[float] = field(default_factory=list)
     committed: list[SavedStep] = field(default_factory=list)
-    pace: Pace = field(default_factory=Pace)
+    pace: OverheadEstimate = field(default_factory=OverheadEstimate)
     saving: SavedStep | None = None
     ends: float = 0.0
 

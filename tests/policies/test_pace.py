@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.pace import Pace
+from ckpt._steps.saves.overhead import OverheadEstimate
 
 
 @dataclass
 class Training:
     """A loop under a clock of its own that asks its pace about every step, or every so many."""
 
-    pace: Pace
+    pace: OverheadEstimate
     seconds_per_step: float
     now: float = 1000.0
     step: int = 0
@@ -64,7 +64,7 @@ def test_what_a_constant_pace_loses_is_found(
     seconds: float, saves: list[tuple[float, float, int, float]], stride: int, early: bool
 ) -> None:
     """Whether the steps without a save come first, or only after the first save."""
-    training = Training(Pace(), seconds, stride=stride)
+    training = Training(OverheadEstimate(), seconds, stride=stride)
     lost, took = [], []
     training.steps(0 if early else 5)
     for blocked, slower, strides, ends in saves:
@@ -78,7 +78,7 @@ def test_what_a_constant_pace_loses_is_found(
 
 
 def test_nothing_is_known_before_it_is_measured() -> None:
-    pace = Pace()
+    pace = OverheadEstimate()
     assert (pace.step_seconds, pace.lost_seconds, pace.save_seconds) == (None, None, None)
     pace.asked(0, 5.0)
     pace.begin_save("a", 5.0)
@@ -88,7 +88,7 @@ def test_nothing_is_known_before_it_is_measured() -> None:
 
 
 def test_if_only_saves_are_seen_the_call_is_what_counts() -> None:
-    training = Training(Pace(), 0.3, stride=1000)
+    training = Training(OverheadEstimate(), 0.3, stride=1000)
     for _ in range(8):
         training.save(0.25, 1, 40.0, ends=0.05)
     assert training.pace.step_seconds is None
@@ -96,7 +96,7 @@ def test_if_only_saves_are_seen_the_call_is_what_counts() -> None:
 
 
 def test_the_last_few_saves_count() -> None:
-    training = Training(Pace(), 1.0)
+    training = Training(OverheadEstimate(), 1.0)
     training.steps(5)
     for stall in (90.0, 1.0, 90.0, 1.0, 1.0):
         training.save(stall, 2, 0.0)
@@ -109,7 +109,7 @@ def test_the_last_few_saves_count() -> None:
 
 
 def test_the_pace_follows_the_training() -> None:
-    training = Training(Pace(), 1.0)
+    training = Training(OverheadEstimate(), 1.0)
     training.steps(200)
     training.seconds_per_step = 3.0
     training.steps(60)
@@ -122,7 +122,7 @@ def test_the_pace_follows_the_training() -> None:
 
 
 def test_steps_beside_a_save_are_no_measure_of_a_step() -> None:
-    training = Training(Pace(), 1.0)
+    training = Training(OverheadEstimate(), 1.0)
     training.steps(2)
     training.save(0.0, 30, 5.0)
     training.steps(2)
@@ -130,7 +130,7 @@ def test_steps_beside_a_save_are_no_measure_of_a_step() -> None:
 
 
 def test_the_time_of_two_saves_at_once_is_lost_once() -> None:
-    training = Training(Pace(), 1.0)
+    training = Training(OverheadEstimate(), 1.0)
     pace = training.pace
     training.steps(5)
     pace.begin_save("a", training.now)
@@ -144,7 +144,7 @@ def test_the_time_of_two_saves_at_once_is_lost_once() -> None:
 
 
 def test_a_save_that_failed_is_no_measure_of_a_save() -> None:
-    training = Training(Pace(), 1.0)
+    training = Training(OverheadEstimate(), 1.0)
     pace = training.pace
     training.steps(5)
     pace.begin_save("a", training.now)
@@ -156,12 +156,12 @@ def test_a_save_that_failed_is_no_measure_of_a_save() -> None:
 
 
 def test_what_is_lost_lies_between_the_call_and_the_whole_save() -> None:
-    faster = Training(Pace(), 1.0)
+    faster = Training(OverheadEstimate(), 1.0)
     faster.steps(5)
     faster.save(0.5, 5, -0.9)
     assert faster.pace.lost_seconds == 0.5
     # A validation beside a save is not the fault of the save.
-    paused = Training(Pace(), 1.0)
+    paused = Training(OverheadEstimate(), 1.0)
     paused.steps(5)
     took = paused.save(0.5, 1, 1000.0, ends=0.002)
     paused.steps(2)
@@ -169,7 +169,7 @@ def test_what_is_lost_lies_between_the_call_and_the_whole_save() -> None:
 
 
 def test_asking_twice_about_a_step_changes_nothing() -> None:
-    once, twice = Training(Pace(), 1.0), Training(Pace(), 1.0)
+    once, twice = Training(OverheadEstimate(), 1.0), Training(OverheadEstimate(), 1.0)
     for training in (once, twice):
         for _ in range(4):
             training.steps(1)
@@ -182,7 +182,7 @@ def test_asking_twice_about_a_step_changes_nothing() -> None:
 
 
 def test_a_run_that_goes_back_starts_anew() -> None:
-    training = Training(Pace(), 1.0)
+    training = Training(OverheadEstimate(), 1.0)
     training.steps(5)
     training.now += 1000
     training.step = 2
@@ -191,7 +191,7 @@ def test_a_run_that_goes_back_starts_anew() -> None:
 
 
 def test_a_save_that_ended_before_a_run_went_back_is_not_beside_its_steps() -> None:
-    training = Training(Pace(), 1.0)
+    training = Training(OverheadEstimate(), 1.0)
     training.step = 10
     training.save(0.5, 1, 0.0)
     training.step = 2
@@ -200,13 +200,13 @@ def test_a_save_that_ended_before_a_run_went_back_is_not_beside_its_steps() -> N
 
 
 def test_ends_of_unknown_saves_are_passed_over() -> None:
-    pace = Pace()
+    pace = OverheadEstimate()
     pace.end_save("never begun", 5.0, 1.0)
     assert pace.save_seconds is None
 
 
 def test_memory_is_bounded() -> None:
-    training = Training(Pace(), 0.5)
+    training = Training(OverheadEstimate(), 0.5)
 
     def size() -> int:
         for _ in range(200):

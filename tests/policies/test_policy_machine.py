@@ -13,8 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from policy_models import METRICS, PRESERVATION, SAVING, is_odd, loss_and_more, wants_tens
 
 from ckpt import policies as p
-from ckpt.pace import Pace
-from ckpt.policies import SaveContext, SavedStep, refusal_of, steps_kept
+from ckpt._steps.saves.overhead import OverheadEstimate
+from ckpt.policies import (
+    SaveContext,
+    SavedStep,
+    refusal_of,
+    steps_kept,
+)
 
 
 class Root:
@@ -27,7 +32,7 @@ class Root:
         self.steps: list[SavedStep] = []
         self.saving: list[SavedStep] = []
         self.begun: list[SavedStep] = []
-        self.pace = Pace()
+        self.pace = OverheadEstimate()
         # Every step that was ever committed, as if none had been deleted.
         self.every: dict[int, SavedStep] = {}
         self.pinned: set[int] = set()
@@ -130,7 +135,7 @@ class PolicyMachine(RuleBasedStateMachine):
         """The program is killed, and goes on: saves under way are gone, and so is what it knew."""
         self.root.saving.clear()
         self.root.begun.clear()
-        self.root.pace = Pace()
+        self.root.pace = OverheadEstimate()
 
     @rule()
     def pin_the_latest(self) -> None:

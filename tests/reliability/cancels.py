@@ -12,8 +12,14 @@ from pathlib import Path
 
 import ckpt
 from ckpt.errors import CommitCancelledError
-from ckpt.testing.faults import SYNCS, WRITES, Effect, Operation, Wait
-from ckpt.testing.files import FaultyFiles
+from ckpt.testing.faults.files import FaultyFiles
+from ckpt.testing.faults.plans import (
+    SYNCS,
+    WRITES,
+    Effect,
+    FileOperation,
+    Wait,
+)
 from tests.reliability.faults import copied, watched
 from tests.reliability.scenarios import (
     HANDLERS,
@@ -34,7 +40,7 @@ __all__ = ["cancelled_calls", "cancelled_commits"]
 
 # Returns whether it was cancelled, how many operations there were when the caller heard, and those
 # that were still under way.
-Heard = tuple[bool, int, list[Operation]]
+Heard = tuple[bool, int, list[FileOperation]]
 Act = Callable[[Path, FaultyFiles, "Trigger"], Heard]
 
 
@@ -51,7 +57,7 @@ class Trigger:
         self._cancel: Callable[[], object] | None = None
         self.fired = False
 
-    def plan(self, operation: Operation) -> Effect | None:
+    def plan(self, operation: FileOperation) -> Effect | None:
         if self._first is not None and operation.number - self._first == self._number:
             self.fired = True
             if self._cancel is not None:
@@ -144,7 +150,7 @@ def _over(directory: Path, scenario: Scenario, act: Act, count: int, seed: int) 
 
 
 def _look(
-    scenario: Scenario, root: Path, cancelled: bool, after: list[Operation], number: int
+    scenario: Scenario, root: Path, cancelled: bool, after: list[FileOperation], number: int
 ) -> list[str]:
     where = f"cancelled at operation {number}"
     losses = []

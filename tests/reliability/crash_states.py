@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from ckpt.errors import CheckpointError
-from ckpt.testing.crash_states import CrashState, crash_states, read_tree
-from ckpt.testing.faults import Operation
-from ckpt.testing.files import FaultyFiles
+from ckpt.testing.faults.files import FaultyFiles
+from ckpt.testing.faults.plans import FileOperation
 from tests.reliability.scenarios import (
     NEXT,
     Scenario,
@@ -26,13 +25,14 @@ from tests.reliability.scenarios import (
     template,
 )
 from tests.reliability.tally import Tally
+from tests.support.crash_states import CrashState, crash_states, read_tree
 
 __all__ = ["POWER_CUTS", "power_cuts", "recorded", "states_of"]
 
 # What they do is made durable in an order; opening a root and a one-shot save have no other.
 POWER_CUTS = ("save", "overwrite", "delete", "preserve", "fresh")
 # Takes operations away, as if the library did not do them.
-Filter = Callable[[Operation], bool]
+Filter = Callable[[FileOperation], bool]
 
 
 def recorded(

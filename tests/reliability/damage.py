@@ -11,16 +11,22 @@ from typing import Any
 
 import ckpt
 import ckpt.sync
+from ckpt._format.dtypes import parse_dtype
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
     InvalidArgumentError,
     NotACheckpointError,
 )
-from ckpt.layout.dtypes import parse_dtype
-from ckpt.testing.damage import Damage, FlipBit, Replace, damaged, sampled_damages
 from tests.reliability.specimens import Specimen, specimens
 from tests.reliability.tally import Tally
+from tests.support.damage import (
+    Damage,
+    FlipBit,
+    Replace,
+    damaged,
+    sampled_damages,
+)
 
 __all__ = ["damage", "flips"]
 

@@ -18,18 +18,18 @@ from typing import Any
 
 import ckpt
 from ckpt.errors import CheckpointError, StorageError
-from ckpt.testing.faults import (
+from ckpt.testing.faults.files import FaultyFiles
+from ckpt.testing.faults.plans import (
     SYNCS,
     Crash,
     Effect,
     Fail,
-    Operation,
+    FileOperation,
     Plan,
     Predicate,
     at,
     refused_by,
 )
-from ckpt.testing.files import FaultyFiles
 from tests.reliability.scenarios import (
     NEXT,
     SCENARIOS,
@@ -285,7 +285,7 @@ def transient_errors(
     def plan_at(number: int) -> Plan:
         numbers = itertools.count(1)
 
-        def plan(operation: Operation) -> Effect | None:
+        def plan(operation: FileOperation) -> Effect | None:
             if not matching(operation) or next(numbers) != number:
                 return None
             fitting = [code for code in ERRORS if refused_by(code)(operation)]
@@ -296,7 +296,7 @@ def transient_errors(
     return over(directory, scenarios, plan_at, count, seed)
 
 
-def is_decisive(operation: Operation) -> bool:
+def is_decisive(operation: FileOperation) -> bool:
     """Tell whether a step comes, goes, or becomes durable by this operation."""
     names = ("mkdir", "rename", "renameat2", *SYNCS)
     return operation.name in names and operation.path.count("/") <= 1
@@ -311,7 +311,7 @@ def persistent_errors(
         code = ERRORS[(number + seed) % len(ERRORS)]
         fitting = refused_by(code)
 
-        def plan(operation: Operation) -> Effect | None:
+        def plan(operation: FileOperation) -> Effect | None:
             return Fail(code) if operation.number >= number and fitting(operation) else None
 
         return plan

@@ -15,11 +15,12 @@ import numpy as np
 import ckpt
 import ckpt.sync
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
-from ckpt.testing.faults import (
+from ckpt.testing.faults.files import FaultyFiles
+from ckpt.testing.faults.plans import (
     WRITES,
     Effect,
     Fail,
-    Operation,
+    FileOperation,
     Plan,
     Short,
     Wait,
@@ -28,7 +29,6 @@ from ckpt.testing.faults import (
     refused_by,
     since,
 )
-from ckpt.testing.files import FaultyFiles
 from tests.reliability.faults import copied, watched
 from tests.reliability.scenarios import SAVE, contents, manager, same, save, scenarios, template
 from tests.reliability.tally import Tally
@@ -38,7 +38,7 @@ __all__ = ["failing_leaves", "failing_reads", "short_writes", "slow_operations"]
 PATIENCE_S = 30
 
 
-def is_write(operation: Operation) -> bool:
+def is_write(operation: FileOperation) -> bool:
     return operation.name in WRITES
 
 
@@ -100,7 +100,7 @@ def _held(root: Path, directory: Path, number: int) -> tuple[list[str], bool]:
     arrived, gate, ended = threading.Event(), threading.Event(), threading.Event()
     losses = []
 
-    def plan(operation: Operation) -> Effect | None:
+    def plan(operation: FileOperation) -> Effect | None:
         if saver is not None and operation.number == before + number:
             arrived.set()
             return Wait(gate, seconds=PATIENCE_S)
@@ -155,20 +155,20 @@ def failing_leaves(directory: Path, count: int, seed: int = 0) -> Tally:
 def _fail_at_once(root: Path, state: dict[str, Any], failing: int) -> Tally:
     barrier = threading.Barrier(failing)
 
-    def is_large(operation: Operation) -> bool:
+    def is_large(operation: FileOperation) -> bool:
         return is_write(operation) and len(operation.data or b"") >= 1 << 20
 
     # All are under way when the first of them fails; what begins later fails as well.
     together = Wait(barrier, Fail(errno.EIO), PATIENCE_S)
     numbers = itertools.count(1)
 
-    def plan(operation: Operation) -> Effect | None:
+    def plan(operation: FileOperation) -> Effect | None:
         if not is_large(operation):
             return None
         return together if next(numbers) <= failing else Fail(errno.ENOSPC)
 
     losses = []
-    # One leaf a granule, and room for as many as there are lanes.
+    # One leaf a batch, and room for as many as there are lanes.
     staging = ckpt.Staging(budget_bytes=8 << 20)
     with manager(root, staging=staging) as mgr:
         save(mgr, 0, 0).result()

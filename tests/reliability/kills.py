@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ckpt.sync
-from ckpt.testing.kills import at_call, run_watched
 from tests.children.states import state_of
 from tests.forking import Forked, program
 from tests.reliability.tally import Tally
+from tests.support.kills import at_call, run_watched
 from tests.trees import assert_same
 
 __all__ = [

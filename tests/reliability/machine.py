@@ -32,8 +32,8 @@ from ckpt.errors import (
 )
 from ckpt.policies import SaveContext, SavedStep
 from ckpt.testing.compare import differences
-from ckpt.testing.faults import Crash, at
-from ckpt.testing.files import FaultyFiles
+from ckpt.testing.faults.files import FaultyFiles
+from ckpt.testing.faults.plans import Crash, at
 from tests.children.odd import Odd, OddHandler
 from tests.reliability.kills import attempts
 from tests.reliability.tally import Tally

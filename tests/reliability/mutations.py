@@ -22,9 +22,9 @@ import numpy as np
 
 import ckpt
 import ckpt.sync
-from ckpt.digests import digest
+from ckpt._format.digests import digest
+from ckpt._format.dtypes import DTYPES
 from ckpt.errors import CheckpointError
-from ckpt.layout.dtypes import DTYPES
 from tests.reliability.specimens import Specimen, specimens
 from tests.reliability.tally import Tally
 

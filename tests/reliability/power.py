@@ -9,10 +9,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.testing.kills import Call, watching
-from ckpt.testing.power import Disk, power_supply
 from tests.reliability.kills import KILLED, OLD_ACKS, acknowledged, prepared, saver, verdict
 from tests.reliability.tally import Tally
+from tests.support.kills import Call, watching
+from tests.support.power import Disk, power_supply
 
 __all__ = ["cuts", "cuts_of_the_forgetful"]
 

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 
 import ckpt.sync
-from ckpt.testing.kills import Call, watching
 from tests.forking import Forked, program
 from tests.reliability.kills import ATTEMPT, attempts
 from tests.reliability.tally import Tally
+from tests.support.kills import Call, watching
 
 __all__ = ["different_steps", "same_steps", "sweeps"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import anyio
 
 import ckpt.sync
+from ckpt._format.manifest import ItemEntry
 from ckpt.errors import StepNotFoundError
-from ckpt.handlers.base import ItemReader
-from ckpt.handlers.pytree import PyTreeHandler
-from ckpt.manifest import ItemEntry
+from ckpt.handlers._base import ItemReader
+from ckpt.handlers._pytree import PyTreeHandler
 from ckpt.testing.compare import differences
 from tests.children.states import state_of
 from tests.reliability.races import PATIENCE_S, command, started

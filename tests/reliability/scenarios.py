@@ -17,13 +17,13 @@ import numpy as np
 
 import ckpt
 import ckpt.sync
-from ckpt.digests import digest
-from ckpt.handlers.json import JsonHandler
-from ckpt.manifest import FILE_NAME, decode
+from ckpt._format.digests import digest
+from ckpt._format.manifest import FILE_NAME, decode
+from ckpt.handlers._json import JsonHandler
 from ckpt.policies import LatestN
 from ckpt.testing.compare import differences
-from ckpt.testing.faults import Operation, Plan
-from ckpt.testing.files import FaultyFiles
+from ckpt.testing.faults.files import FaultyFiles
+from ckpt.testing.faults.plans import FileOperation, Plan
 
 __all__ = [
     "HANDLERS",
@@ -260,7 +260,9 @@ def same(found: Any, number: int, *, large: bool = True) -> None:
     assert lines == [], f"number {number} is another: {lines}"
 
 
-def record(scenario: Scenario, root: Path, plan: Plan | None = None) -> tuple[list[Operation], int]:
+def record(
+    scenario: Scenario, root: Path, plan: Plan | None = None
+) -> tuple[list[FileOperation], int]:
     """Do it; return the operations, and when it was acknowledged."""
     with FaultyFiles(root.parent, plan, sync=False) as files:
         times: list[int] = []

@@ -22,12 +22,12 @@ import pytest
 
 import ckpt
 import ckpt.sync
+from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError, StorageError
-from ckpt.settings import Timeouts
-from ckpt.storage import blocks
-from ckpt.storage.blocks import read_block as read_below
-from ckpt.storage.blocks import write_block
-from ckpt.storage.local import LocalStorage
+from ckpt.storage._local import data_files as blocks
+from ckpt.storage._local.data_files import read_block as read_below
+from ckpt.storage._local.data_files import write_block
+from ckpt.storage._local.storage import LocalStorage
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [
@@ -495,7 +495,7 @@ def large_files(step: Path) -> list[Path]:
 
 
 def test_a_saved_state_is_not_in_the_page_cache(uncached: Path) -> None:
-    """All of the way: blocks of the arena are aligned, and granules end on a sector."""
+    """All of the way: blocks of the arena are aligned, and batches end on a sector."""
     state = {f"p{n}": np.full(MIB + 17 * n, n, np.float32) for n in range(5)}
     staging = ckpt.Staging(budget_bytes=32 * MIB)
     ckpt.sync.save(uncached / "step", state, staging=staging)

@@ -21,9 +21,9 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt.settings import Timeouts
-from ckpt.storage.local import LocalStorage
-from ckpt.storage.sweeping import sweep_root
+from ckpt._settings import Timeouts
+from ckpt.storage._local.storage import LocalStorage
+from ckpt.storage._local.sweep import sweep_root
 from tests.children.odd import Odd, OddHandler
 
 T = TypeVar("T")
@@ -32,8 +32,8 @@ STATE = {"w": np.arange(100_000.0)}
 WRITER = """
 import os, signal, sys, anyio
 from pathlib import Path
-from ckpt.settings import Timeouts
-from ckpt.storage.local import LocalStorage
+from ckpt import Timeouts
+from ckpt.storage._local.storage import LocalStorage
 
 async def main():
     storage = LocalStorage(Path(sys.argv[1]), Timeouts(lease=float(sys.argv[2])))

@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 import anyio
 import pytest
 
+from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
-from ckpt.settings import Timeouts
-from ckpt.storage import posix
-from ckpt.storage.local import LocalStorage
-from ckpt.storage.sweeping import sweep_root
-from ckpt.testing.crash_states import crash_states, read_tree
-from ckpt.testing.faults import Crash, Fail, at
-from ckpt.testing.files import FaultyFiles
+from ckpt.storage._local import posix
+from ckpt.storage._local.storage import LocalStorage
+from ckpt.storage._local.sweep import sweep_root
+from ckpt.testing.faults.files import FaultyFiles
+from ckpt.testing.faults.plans import Crash, Fail, at
+from tests.support.crash_states import crash_states, read_tree
 
 T = TypeVar("T")
 

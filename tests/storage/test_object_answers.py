@@ -17,10 +17,10 @@ import tensorstore as ts
 
 import ckpt.sync
 from ckpt.errors import StorageError
-from ckpt.storage.configs import S3, Memory
-from ckpt.storage.connecting import connect
-from ckpt.storage.keys import MISSING, Keys, Swap
-from ckpt.storage.refusals import RequestFailed
+from ckpt.storage._object.client import MISSING, ObjectClient, Swap
+from ckpt.storage._object.config import S3, Memory
+from ckpt.storage._object.connection import connect
+from ckpt.storage._object.errors import RequestFailed
 from tests.storage.failing_store import FailingStore
 from tests.stores.wire import Head, Loopback, read_head, read_pieces, send
 
@@ -73,10 +73,10 @@ def s3(port: int, **options: Any) -> S3:
     return S3("s3://bucket/run", endpoint=f"http://127.0.0.1:{port}", **options)
 
 
-def keys_of(config: S3 | Memory, store: Any = None) -> Keys:
+def keys_of(config: S3 | Memory, store: Any = None) -> ObjectClient:
     connection = connect(config)
     open_store = connection.open if store is None else lambda: (store, store)
-    return Keys(config.url, connection.endpoint, open_store, config.request_timeout, 4)
+    return ObjectClient(config.url, connection.endpoint, open_store, config.request_timeout, 4)
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,21 @@ from typing import Any
 import anyio
 import pytest
 
+from ckpt._format.manifest import FILE_NAME
+from ckpt._settings import Timeouts
 from ckpt.errors import CheckpointError, StepExistsError, StorageError
-from ckpt.manifest import FILE_NAME
-from ckpt.settings import Timeouts
-from ckpt.storage import object_attempts
-from ckpt.storage.base import Storage
-from ckpt.storage.configs import Memory
-from ckpt.storage.connecting import connect
-from ckpt.storage.object_names import GONE, gone
-from ckpt.storage.objects import ObjectStorage
-from ckpt.testing.store_cases import assert_whole, publish, read_all, write
+from ckpt.storage._base import Storage
+from ckpt.storage._object import attempts as object_attempts
+from ckpt.storage._object.config import Memory
+from ckpt.storage._object.connection import connect
+from ckpt.storage._object.names import GONE, gone
+from ckpt.storage._object.storage import ObjectStorage
+from ckpt.testing.conformance.store_cases import (
+    assert_whole,
+    publish,
+    read_all,
+    write,
+)
 from tests.storage.failing_store import KINDS, FailingStore, RefusingStore
 
 LEASE_S = 0.05
@@ -199,7 +204,7 @@ def test_a_failure_at_any_request_leaves_a_whole_step_or_none(
     scene: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Those who are waited for are dead.
-    monkeypatch.setattr("ckpt.storage.object_removal._PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("ckpt.storage._object.removal._PAUSE_SECONDS", 0.001)
 
     async def main() -> None:
         count = await run_one(scene, None, "")

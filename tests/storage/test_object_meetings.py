@@ -8,13 +8,13 @@ from typing import Any
 import anyio
 import pytest
 
+from ckpt._settings import Timeouts
 from ckpt.errors import CheckpointError, StorageError
-from ckpt.settings import Timeouts
-from ckpt.storage.base import Attempt, Storage
-from ckpt.storage.configs import Memory
-from ckpt.storage.connecting import connect
-from ckpt.storage.objects import ObjectStorage
-from ckpt.testing.store_cases import assert_whole, publish, write
+from ckpt.storage._base import Attempt, Storage
+from ckpt.storage._object.config import Memory
+from ckpt.storage._object.connection import connect
+from ckpt.storage._object.storage import ObjectStorage
+from ckpt.testing.conformance.store_cases import assert_whole, publish, write
 from tests.storage.failing_store import FailingStore, MeetingStore
 from tests.storage.test_object_faults import LEASE_S, PATIENCE_S, Place, check_left, quiet
 
@@ -146,7 +146,7 @@ def test_two_who_meet_at_any_request_leave_one_whole_step(
     first: str, second: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The other one cannot go on in the meantime.
-    monkeypatch.setattr("ckpt.storage.object_removal._PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("ckpt.storage._object.removal._PAUSE_SECONDS", 0.001)
     if first == second == "finish":
         pytest.skip("an attempt has one writer")
 

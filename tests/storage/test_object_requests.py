@@ -13,12 +13,12 @@ import pytest
 
 import ckpt
 import ckpt.sync
+from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError, StorageError
-from ckpt.settings import Timeouts
-from ckpt.storage.configs import S3, Memory
-from ckpt.storage.connecting import Connection, connect
-from ckpt.storage.objects import ObjectStorage
-from ckpt.testing.store_cases import assert_whole, publish, write
+from ckpt.storage._object.config import S3, Memory
+from ckpt.storage._object.connection import Connection, connect
+from ckpt.storage._object.storage import ObjectStorage
+from ckpt.testing.conformance.store_cases import assert_whole, publish, write
 from tests.storage.failing_store import FailingStore
 
 
@@ -174,7 +174,7 @@ def test_a_file_that_no_request_can_carry_is_refused(monkeypatch: pytest.MonkeyP
     async def main() -> None:
         storage, store = counted(memory())
         attempt = await storage.begin("1")
-        monkeypatch.setattr("ckpt.storage.objects._LARGEST_FILE_BYTES", 1000)
+        monkeypatch.setattr("ckpt.storage._object.storage._LARGEST_FILE_BYTES", 1000)
         store.taken()
         with pytest.raises(StorageError, match="at most 1000 at once"):
             await storage.write_block(attempt, "d/x", memoryview(bytes(1001)))

@@ -14,15 +14,15 @@ import anyio
 import pytest
 import tensorstore as ts
 
+from ckpt._settings import Timeouts
 from ckpt.errors import StorageError
-from ckpt.settings import Timeouts
-from ckpt.storage.configs import S3, Memory
-from ckpt.storage.connecting import connect
-from ckpt.storage.keys import MISSING, Keys
-from ckpt.storage.object_names import GONE
-from ckpt.storage.objects import ObjectStorage
-from ckpt.storage.refusals import RequestFailed
-from ckpt.testing.store_cases import assert_whole, publish, write
+from ckpt.storage._object.client import MISSING, ObjectClient
+from ckpt.storage._object.config import S3, Memory
+from ckpt.storage._object.connection import connect
+from ckpt.storage._object.errors import RequestFailed
+from ckpt.storage._object.names import GONE
+from ckpt.storage._object.storage import ObjectStorage
+from ckpt.testing.conformance.store_cases import assert_whole, publish, write
 
 MANIFEST = "5/ckpt.json"
 REQUEST_S = 1.0
@@ -152,7 +152,7 @@ def test_an_endpoint_that_was_never_there_is_told_at_once_and_for_sure(
         # Nobody listens on the first of all ports.
         config = S3("s3://bucket/run", endpoint="http://127.0.0.1:1", credentials="anonymous")
         open_store = connect(config).open
-        keys = Keys(config.url, "", open_store, seconds, 4, retries)
+        keys = ObjectClient(config.url, "", open_store, seconds, 4, retries)
         with anyio.fail_after(PATIENCE_S), pytest.raises(RequestFailed) as caught:
             await keys.swap("x", b"data", MISSING)
         assert "does not answer" in str(caught.value)

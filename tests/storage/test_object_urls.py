@@ -18,10 +18,15 @@ import ckpt.storage
 import ckpt.sync
 from ckpt.errors import InvalidArgumentError, NotACheckpointError, StorageError
 from ckpt.policies import Deletion
-from ckpt.storage.configs import GCS, S3, Memory, parent_of
-from ckpt.storage.connecting import connect
-from ckpt.storage.objects import ObjectStorage
-from ckpt.storage.resolve import open_entry, open_root
+from ckpt.storage._object.config import (
+    GCS,
+    S3,
+    Memory,
+    parent_of,
+)
+from ckpt.storage._object.connection import connect
+from ckpt.storage._object.storage import ObjectStorage
+from ckpt.storage._resolve import open_entry, open_root
 
 STATE = {"a": np.arange(10)}
 CANARY = "cAnArY-s3cr3t-0123456789"
@@ -248,8 +253,8 @@ def test_a_root_that_is_not_to_be_made_has_to_be_there() -> None:
 
 PLUGIN = """
 import ckpt.errors
-from ckpt.storage.configs import Memory
-from ckpt.storage.objects import ObjectStorage
+from ckpt.storage._object.config import Memory
+from ckpt.storage._object.storage import ObjectStorage
 
 def shelf(url, timeouts, create):
     assert url.startswith("shelf://")

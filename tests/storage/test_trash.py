@@ -12,12 +12,12 @@ from typing import TypeVar
 import anyio
 import pytest
 
+from ckpt._settings import Timeouts
 from ckpt.errors import StorageError
-from ckpt.settings import Timeouts
-from ckpt.storage import posix
-from ckpt.storage.local import LocalStorage
-from ckpt.testing.faults import Effect, Fail, Operation
-from ckpt.testing.files import FaultyFiles
+from ckpt.storage._local import posix
+from ckpt.storage._local.storage import LocalStorage
+from ckpt.testing.faults.files import FaultyFiles
+from ckpt.testing.faults.plans import Effect, Fail, FileOperation
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ def test_a_file_in_the_place_of_the_folder_is_named_and_the_step_stays(tmp_path:
 def test_without_a_rename_that_refuses_to_replace_no_file_is_lost(
     tmp_path: Path, code: int, links: bool
 ) -> None:
-    def plan(operation: Operation) -> Effect | None:
+    def plan(operation: FileOperation) -> Effect | None:
         if operation.name == "link" and not links:
             return Fail(errno.EPERM)
         return Fail(code) if operation.name == "renameat2" else None
@@ -129,7 +129,7 @@ def test_without_a_rename_that_refuses_to_replace_no_file_is_lost(
 def test_a_file_that_cannot_be_moved_leaves_nothing_behind(tmp_path: Path) -> None:
     failing = {"renameat2": errno.ENOSYS, "link": errno.EPERM, "rename": errno.EACCES}
 
-    def plan(operation: Operation) -> Effect | None:
+    def plan(operation: FileOperation) -> Effect | None:
         code = failing.get(operation.name)
         return None if code is None else Fail(code)
 

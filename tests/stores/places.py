@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import ckpt.storage
-from ckpt.storage.base import Attempt
-from ckpt.storage.resolve import open_root
-from ckpt.testing.stores import StoreCase
+from ckpt.storage._base import Attempt
+from ckpt.storage._resolve import open_root
+from ckpt.testing.conformance.stores import StoreCase
 from tests.stores import servers
 from tests.stores.fault_proxy import FaultProxy
 from tests.stores.gcs_fake import GcsFake

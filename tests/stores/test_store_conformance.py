@@ -7,8 +7,8 @@ from typing import Any
 import anyio
 import pytest
 
-from ckpt.testing import store_entries, store_writers
-from ckpt.testing.stores import CHECKS
+from ckpt.testing.conformance import store_entries, store_writers
+from ckpt.testing.conformance.stores import CHECKS
 from tests.stores.places import Place, case_of
 
 

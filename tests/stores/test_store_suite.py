@@ -10,14 +10,14 @@ from typing import Any
 import anyio
 import pytest
 
+from ckpt._settings import Timeouts
 from ckpt.errors import CheckpointError
-from ckpt.settings import Timeouts
-from ckpt.storage.base import Attempt
-from ckpt.storage.local import LocalStorage
-from ckpt.testing import store_entries as entries
-from ckpt.testing import store_writers as writers
-from ckpt.testing import stores
-from ckpt.testing.stores import StoreCase, check_store
+from ckpt.storage._base import Attempt
+from ckpt.storage._local.storage import LocalStorage
+from ckpt.testing.conformance import store_entries as entries
+from ckpt.testing.conformance import store_writers as writers
+from ckpt.testing.conformance import stores
+from ckpt.testing.conformance.stores import StoreCase, check_store
 from tests.stores.places import Place, case_of
 
 

@@ -9,11 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.storage import posix
-from ckpt.testing.crash_states import CrashState, crash_states, read_tree, write_tree
-from ckpt.testing.disk_model import Tree
-from ckpt.testing.faults import Fail, Operation, at
-from ckpt.testing.files import FaultyFiles
+from ckpt.storage._local import posix
+from ckpt.testing.faults.files import FaultyFiles
+from ckpt.testing.faults.plans import Fail, FileOperation, at
+from tests.support.crash_states import (
+    CrashState,
+    crash_states,
+    read_tree,
+    write_tree,
+)
+from tests.support.disk_model import Tree
 
 Act = Callable[[Path], object]
 
@@ -92,11 +97,11 @@ def test_a_sync_says_nothing_of_what_came_after_it_began(tmp_path: Path) -> None
     assert {"a": b"old"} in at_the_end(states(tmp_path / "1", act, {"a": b"old"}))
     # Also where it ends afterwards.
     operations = [
-        Operation("fsync", "a", began=1, ended=4),
-        Operation("pwrite", "a", offset=0, data=b"new", began=2, ended=3),
+        FileOperation("fsync", "a", began=1, ended=4),
+        FileOperation("pwrite", "a", offset=0, data=b"new", began=2, ended=3),
     ]
     assert {"a": b"old"} in [state.tree for state in crash_states({"a": b"old"}, operations)]
-    operations.append(Operation("fsync", "a", began=5, ended=6))
+    operations.append(FileOperation("fsync", "a", began=5, ended=6))
     last = [state.tree for state in crash_states({"a": b"old"}, operations) if state.may_follow(7)]
     assert last == [{"a": b"new"}]
 
@@ -215,7 +220,7 @@ def test_what_the_model_does_not_know_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not know link"):
         states(tmp_path / "x", lambda top: os.link(top / "a", top / "b"), {"a": b""})
     with pytest.raises(ValueError, match="is `before` the whole tree"):
-        crash_states({}, [Operation("unlink", "x/a", began=1, ended=2)])
+        crash_states({}, [FileOperation("unlink", "x/a", began=1, ended=2)])
 
 
 def test_a_tree_comes_back_as_it_was_written(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ckpt.sync
-from ckpt.testing.damage import (
+from tests.support.damage import (
     Append,
     Cut,
     Damage,

@@ -16,24 +16,24 @@ from typing import Any
 
 import pytest
 
-from ckpt.storage import posix
-from ckpt.testing import interception
-from ckpt.testing.faults import (
+from ckpt.storage._local import posix
+from ckpt.testing.faults.files import FaultyFiles
+from ckpt.testing.faults.plans import (
     SYNCS,
     Crash,
     Effect,
     Fail,
-    Operation,
+    FileOperation,
     Short,
     Wait,
     at,
     every,
     first_of,
+    interception,
     named,
     refused_by,
     since,
 )
-from ckpt.testing.files import FaultyFiles
 
 
 def everything(top: Path) -> None:
@@ -236,7 +236,7 @@ def test_nothing_is_changed_after_a_crash(tmp_path: Path) -> None:
 
 
 def test_an_error_lasts_or_passes(tmp_path: Path) -> None:
-    def failures(plan: Callable[[Operation], Effect | None]) -> list[int]:
+    def failures(plan: Callable[[FileOperation], Effect | None]) -> list[int]:
         failed = []
         filenames = {str(tmp_path)}
         with FaultyFiles(tmp_path, plan):
@@ -321,7 +321,7 @@ def test_a_file_is_read_and_written_as_ever(tmp_path: Path) -> None:
 def test_an_operation_waits_at_a_gate_and_others_go_on(tmp_path: Path) -> None:
     gate, arrived = threading.Event(), threading.Event()
 
-    def plan(operation: Operation) -> Effect | None:
+    def plan(operation: FileOperation) -> Effect | None:
         if operation.path == "slow":
             arrived.set()
             return Wait(gate, Fail(errno.EIO))
@@ -380,15 +380,19 @@ def test_without_sync_the_disk_is_left_in_peace_and_the_plan_is_not(tmp_path: Pa
 
 
 def test_errors_meet_what_they_meet_on_real_systems() -> None:
-    create = Operation("open", "x", flags=os.O_CREAT | os.O_WRONLY)
-    look = Operation("open", "x", flags=os.O_RDONLY)
+    create = FileOperation("open", "x", flags=os.O_CREAT | os.O_WRONLY)
+    look = FileOperation("open", "x", flags=os.O_RDONLY)
     table = {
-        errno.ENOSPC: [create, Operation("pwrite", "x"), Operation("fsync", "x")],
-        errno.EROFS: [create, Operation("pwrite", "x"), Operation("unlink", "x")],
+        errno.ENOSPC: [create, FileOperation("pwrite", "x"), FileOperation("fsync", "x")],
+        errno.EROFS: [create, FileOperation("pwrite", "x"), FileOperation("unlink", "x")],
         errno.EMFILE: [create, look],
-        errno.EACCES: [create, look, Operation("unlink", "x")],
+        errno.EACCES: [create, look, FileOperation("unlink", "x")],
     }
-    every_one = [create, look, *(Operation(n, "x") for n in ("pwrite", "fsync", "unlink", "read"))]
+    every_one = [
+        create,
+        look,
+        *(FileOperation(n, "x") for n in ("pwrite", "fsync", "unlink", "read")),
+    ]
     for code, wanted in table.items():
         found = [(each.name, each.flags) for each in every_one if refused_by(code)(each)]
         assert sorted(found) == sorted((each.name, each.flags) for each in wanted)

@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.testing.kills import Call, at_call, can_watch, run_watched, watching
+from tests.support.kills import (
+    Call,
+    at_call,
+    can_watch,
+    run_watched,
+    watching,
+)
 
 pytestmark = pytest.mark.skipif(not can_watch(), reason="system calls cannot be watched here")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.testing.power import can_cut_power, power_supply, small_memory_disk
+from tests.support.power import can_cut_power, power_supply, small_memory_disk
 
 needs_power = pytest.mark.skipif(
     not can_cut_power(), reason="needs root, loop devices and mkfs.ext4"

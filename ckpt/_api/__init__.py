@@ -1,0 +1,1 @@
+"""The faces of the library: what users call. No logic of their own."""

@@ -1,0 +1,270 @@
+"""`save`, `load`, `metadata` and `verify`: one checkpoint at one path, no manager."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import anyio
+
+from ckpt._commit import Commit, CommitHooks, StepInfo, step_info
+from ckpt._engine.restore.pipeline import restore_items
+from ckpt._engine.save.multihost import MultihostSave
+from ckpt._engine.verify.pipeline import verify_entry
+from ckpt._engine.verify.report import VerifyReport
+from ckpt._plan.adapt import Adapt
+from ckpt._plan.format_rules import Formats
+from ckpt._runtime.loop import EngineLoop
+from ckpt._settings import Staging, Timeouts
+from ckpt._steps.factory import checked_type, job_of, make_peers
+from ckpt._steps.late_statistics import statistics_of
+from ckpt._steps.restore_requests import result_of, wanted_items
+from ckpt._steps.saves.overwrite import make_way, save_entry
+from ckpt._steps.saves.requests import make_request
+from ckpt._steps.service import make_engine
+from ckpt._steps.step_metadata import StepMetadata, describe_step
+from ckpt.coordination._base import Coordinator
+from ckpt.errors import InvalidArgumentError
+from ckpt.handlers._registry import HandlersLike
+from ckpt.storage._manifests import read_manifest, while_read
+from ckpt.storage._resolve import PathLike, open_entry
+
+__all__ = [
+    "Call",
+    "load",
+    "load_call",
+    "metadata",
+    "metadata_call",
+    "save",
+    "save_call",
+    "verify",
+    "verify_call",
+]
+
+logger = logging.getLogger("ckpt")
+
+T = TypeVar("T")
+# A call ready to run on an engine's loop; the asyncio and the plain functions share it.
+Call = Callable[[], Awaitable[T]]
+
+
+async def save(
+    path: PathLike,
+    state: Any = None,
+    *,
+    items: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    metadata: Any = None,
+    overwrite: bool = False,
+    handlers: HandlersLike = (),
+    staging: Staging | None = None,
+    formats: Formats | None = None,
+    timeouts: Timeouts | None = None,
+    coordinator: Coordinator | None = None,
+) -> StepInfo:
+    """Save one checkpoint at `path`; durable on return.
+
+    In a job of several processes all of them call it.
+
+    Args:
+        path: A directory that does not exist yet; or a URL, or a store of `ckpt.storage`.
+        state: As in `CheckpointManager.save`.
+        items: As in `CheckpointManager.save`.
+        metrics: Numbers to keep with it.
+        metadata: JSON values to keep with it.
+        overwrite: Replace an existing checkpoint; the old one stays until the new is published.
+        handlers: As for `CheckpointManager`.
+        staging: Memory budget and mode; the default copies numpy arrays only, since nothing can be
+            donated before the call returns.
+        formats: As for `CheckpointManager`.
+        timeouts: As for `CheckpointManager`.
+        coordinator: As for `CheckpointManager`.
+
+    Raises:
+        CheckpointError: As `CheckpointManager.save` and its commit.
+
+    Cancellation: everything of the attempt is removed before the cancellation goes on.
+    """
+    call = save_call(
+        path,
+        state,
+        items,
+        metrics,
+        metadata,
+        overwrite,
+        handlers,
+        staging,
+        formats,
+        timeouts,
+        coordinator,
+    )
+    return await _run(call)
+
+
+async def load(
+    path: PathLike,
+    like: Any = None,
+    *,
+    items: Mapping[str, Any] | Iterable[str] | None = None,
+    adapt: Adapt | Mapping[str, Adapt] | None = None,
+    handlers: HandlersLike = (),
+    coordinator: Coordinator | None = None,
+) -> Any:
+    """Load a one-shot checkpoint, or one step of a manager's root (`runs/a/100`).
+
+    In a job of several processes (`coordinator`, as for `CheckpointManager`) each one loads what is
+    for its own devices, and waits for none of the others.
+
+    Arguments, result and errors are those of `CheckpointManager.restore`.
+
+    Raises:
+        NotACheckpointError: There is no committed checkpoint at `path`.
+    """
+    return await _run(load_call(path, like, items, adapt, handlers, coordinator))
+
+
+async def metadata(path: PathLike) -> StepMetadata:
+    """Return structure, shapes, dtypes and shardings of a checkpoint; reads no array bytes.
+
+    Raises:
+        NotACheckpointError: There is no committed checkpoint at `path`.
+    """
+    return await _run(metadata_call(path))
+
+
+async def verify(path: PathLike, *, deep: bool = True) -> VerifyReport:
+    """Compare a one-shot checkpoint, or one step of a manager's root, with its manifest.
+
+    Arguments and report are those of `CheckpointManager.verify`.
+
+    Raises:
+        NotACheckpointError: There is no committed checkpoint at `path`.
+        StepDeletedError: It was deleted or replaced meanwhile.
+        UnsupportedFormatError: It is of a later format.
+    """
+    return await _run(verify_call(path, deep))
+
+
+async def _run(call: Call[T]) -> T:
+    loop = EngineLoop()
+    try:
+        return await loop.run(call)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(loop.close)
+
+
+def save_call(
+    path: PathLike,
+    state: Any,
+    items: Mapping[str, Any] | None,
+    metrics: Mapping[str, Any] | None,
+    metadata: Any,
+    overwrite: bool,
+    handlers: HandlersLike,
+    staging: Staging | None,
+    formats: Formats | None,
+    timeouts: Timeouts | None,
+    coordinator: Coordinator | None,
+) -> Call[StepInfo]:
+    """Return the call behind `save`, arguments checked."""
+    storage, entry = open_entry(path)
+    request = make_request(entry, None, state, items, metrics, metadata, overwrite=overwrite)
+    staging = checked_type("staging", staging, Staging) or Staging(mode="view")
+    timeouts = checked_type("timeouts", timeouts, Timeouts) or Timeouts()
+    engine = make_engine(staging, handlers, (), formats)
+    peers = make_peers(coordinator, timeouts, f"{storage.location}/{entry}", engine)
+
+    async def call() -> StepInfo:
+        began = time.perf_counter()
+        if peers.own_disks:
+            raise InvalidArgumentError(
+                "a checkpoint of processes with disks of their own needs a manager, which knows "
+                "what all of them have: use CheckpointManager(coordinator=...)"
+            )
+        kind = f"save-{entry}"
+        turn = peers.turn(kind)
+        operation = await peers.operation(kind, turn, f"the save of {entry}")
+        joint = MultihostSave(operation, peers.team, peers.budget_bytes)
+        # Nobody holds this commit: the call itself returns or raises its outcome.
+        hooks = CommitHooks(Commit(None, lambda: None))
+        try:
+            async with joint.watched():
+                if joint.publishes:
+                    async with joint.busy():
+                        await storage.prepare()
+                        await storage.sweep()
+                        await make_way(storage, request)
+                manifest = await save_entry(engine, storage, request, hooks, joint)
+        except BaseException as error:
+            told = await joint.settle(error)
+            if told is error:
+                raise
+            raise told from error
+        finally:
+            await peers.ended(operation)
+        info = step_info(manifest, f"{storage.location}/{entry}", hooks.watch.taken)
+        logger.info("saved %s: %d bytes in %.2f s", entry, info.nbytes, time.perf_counter() - began)
+        return info
+
+    return call
+
+
+def load_call(
+    path: PathLike,
+    like: Any,
+    items: Mapping[str, Any] | Iterable[str] | None,
+    adapt: Adapt | Mapping[str, Adapt] | None,
+    handlers: HandlersLike,
+    coordinator: Coordinator | None,
+) -> Call[Any]:
+    """Return the call behind `load`, arguments checked."""
+    storage, entry = open_entry(path, follow=True)
+    job = job_of(coordinator)
+    engine = make_engine(Staging(), handlers, ())
+
+    async def call() -> Any:
+        began = time.perf_counter()
+        manifest = await read_manifest(storage, entry)
+        async with while_read(storage, entry, manifest):
+            loaded = await restore_items(
+                manifest,
+                storage,
+                entry,
+                wanted_items(manifest, like, items, adapt),
+                engine.handlers,
+                engine.arena,
+                engine.buffers,
+                engine.observers,
+                job.process_index,
+                job.process_count,
+            )
+        logger.info("loaded %s in %.2f s", entry, time.perf_counter() - began)
+        return result_of(manifest, loaded, named=items is not None)
+
+    return call
+
+
+def metadata_call(path: PathLike) -> Call[StepMetadata]:
+    """Return the call behind `metadata`, arguments checked."""
+    storage, entry = open_entry(path, follow=True)
+
+    async def call() -> StepMetadata:
+        manifest = await read_manifest(storage, entry)
+        where = f"{storage.location}/{entry}"
+        statistics = await statistics_of(storage, entry, manifest)
+        return await anyio.to_thread.run_sync(describe_step, manifest, where, statistics)
+
+    return call
+
+
+def verify_call(path: PathLike, deep: bool) -> Call[VerifyReport]:
+    """Return the call behind `verify`, arguments checked."""
+    storage, entry = open_entry(path, follow=True)
+
+    async def call() -> VerifyReport:
+        return await verify_entry(storage, entry, None, deep, ())
+
+    return call

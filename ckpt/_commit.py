@@ -1,0 +1,297 @@
+"""`Commit`: the one handle of a save that goes on in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from ckpt._format.manifest import (
+    Manifest,
+)
+from ckpt._runtime.futures import settled, settled_here
+from ckpt._statistics import SaveStatistics, Stopwatch, of_manifest
+from ckpt.errors import CommitTimeoutError
+
+__all__ = ["Commit", "CommitHooks", "Progress", "Stage", "StepInfo", "step_info"]
+
+logger = logging.getLogger("ckpt")
+
+Stage = Literal["waiting", "staging", "writing", "publishing", "done", "failed", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """What is known of a committed step without reading its arrays.
+
+    Attributes:
+        step: The step, or None for a one-shot checkpoint.
+        path: Where it lies.
+        nbytes: Logical bytes of its arrays.
+        items: Names of its items.
+        metrics: Metrics given to `save`, or None.
+        metadata: User metadata given to `save`, or None.
+        created: When the save began (UTC).
+        committed: When the step was committed (UTC).
+        statistics: Where the time of the save went, or None where the step does not tell.
+    """
+
+    step: int | None
+    path: str
+    nbytes: int
+    items: tuple[str, ...]
+    metrics: dict[str, float] | None
+    metadata: Any
+    created: datetime
+    committed: datetime
+    statistics: SaveStatistics | None = field(default=None, compare=False)
+
+    @staticmethod
+    def time_of(unix_ns: int) -> datetime:
+        """Return the UTC time of a manifest's time stamp."""
+        return datetime.fromtimestamp(unix_ns / 1e9, UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a save has come, in bytes of array data.
+
+    Attributes:
+        staged: Bytes that are safe from whatever the caller does.
+        written: Bytes that are durable, though not yet published.
+        total: Bytes of the whole save; 0 until it is planned.
+    """
+
+    staged: int = 0
+    written: int = 0
+    total: int = 0
+
+    @property
+    def fraction(self) -> float:
+        """Written share, 0.0 to 1.0."""
+        return self.written / self.total if self.total else 0.0
+
+
+class Commit:
+    """A save under way, or ended.
+
+    Await it for the `StepInfo` of the durable step, or for the error of this save: from any task of
+    any event loop, from any thread through `result()`, any number of times. An error that somebody
+    fetched here is not reported a second time when the manager closes. A `Commit` of a save that
+    was turned down by a policy is falsy and says why in `skipped`.
+
+    Cancelling a task that awaits a commit leaves the commit as it is; `cancel()` cancels it.
+    """
+
+    def __init__(
+        self,
+        step: int | None,
+        cancel: Callable[[], None],
+        check_caller: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Made by a manager.
+
+        Args:
+            step: The step, or None for a one-shot checkpoint.
+            cancel: Asks the engine to stop this save.
+            check_caller: Raises where waiting for the engine would be for ever.
+        """
+        self.step = step
+        self._cancel = cancel
+        self._check_caller = check_caller
+        self._future: Future[StepInfo | None] = Future()
+        self._guard = threading.Lock()
+        self._stage: Stage = "waiting"
+        self._progress = Progress()
+        self._skipped: str | None = None
+        self._seen = False
+        # Calls that wait for the outcome now, and will see it.
+        self._waiting = 0
+
+    @property
+    def stage(self) -> Stage:
+        """What the save is doing at the moment."""
+        return self._stage
+
+    @property
+    def progress(self) -> Progress:
+        """How far it has come."""
+        return self._progress
+
+    @property
+    def skipped(self) -> str | None:
+        """Why a policy turned the save down, or None."""
+        return self._skipped
+
+    def done(self) -> bool:
+        """Tell whether the save has ended: durable, failed, cancelled or skipped."""
+        return self._future.done()
+
+    def cancel(self) -> bool:
+        """Ask for the save to be stopped; return False if it has ended already.
+
+        Input and output that has begun is waited for, then everything of the attempt is removed
+        and awaiting the commit raises `CommitCancelledError`. A save that is being published when
+        the request arrives may still commit.
+        """
+        if self.done():
+            return False
+        self._cancel()
+        return True
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error of this save, or None; waits up to `timeout` seconds in this thread.
+
+        Raises:
+            CommitTimeoutError: The save had not ended in time.
+        """
+        self._wait(timeout)
+        return self._future.exception()
+
+    def result(self, timeout: float | None = None) -> StepInfo | None:
+        """Return the `StepInfo` of the durable step (None if skipped), waiting in this thread.
+
+        Args:
+            timeout: Seconds to wait at most; None waits for as long as it takes.
+
+        Raises:
+            CommitTimeoutError: The save had not ended in time; it goes on.
+            CheckpointError: What went wrong with this save.
+        """
+        self._wait(timeout)
+        return self._future.result()
+
+    def add_done_callback(self, callback: Callable[[Commit], object]) -> None:
+        """Call `callback(commit)` once the save has ended, at once if it has.
+
+        It is called on the library's own thread and must return quickly; an exception it raises is
+        logged.
+        """
+
+        def call(_: Future[StepInfo | None]) -> None:
+            try:
+                callback(self)
+            except Exception:
+                logger.exception("a done callback of %r failed", self)
+
+        self._future.add_done_callback(call)
+
+    def __await__(self) -> Generator[Any, Any, StepInfo | None]:
+        if not self.done():
+            self._check_caller()
+        with self._awaited():
+            yield from settled(self._future).__await__()
+            self._seen = True
+        return self._future.result()
+
+    def __bool__(self) -> bool:
+        return self._skipped is None
+
+    def __repr__(self) -> str:
+        share = f", {self._progress.fraction:.0%} written" if self._progress.total else ""
+        return f"<Commit step={self.step} {self._stage}{share}>"
+
+    def _wait(self, timeout: float | None) -> None:
+        if not self.done():
+            self._check_caller()
+        with self._awaited():
+            if not settled_here(self._future, timeout):
+                raise CommitTimeoutError(
+                    f"the commit was still {self._stage} after {timeout} s; it goes on. Wait "
+                    "longer, or cancel() it",
+                    step=self.step,
+                )
+            self._seen = True
+
+    @contextlib.contextmanager
+    def _awaited(self) -> Iterator[None]:
+        """Count the caller among those who will see the outcome."""
+        with self._guard:
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._waiting -= 1
+
+
+class CommitHooks:
+    """The engine's side of a `Commit`: moves it along and ends it. Used on the engine's thread."""
+
+    def __init__(self, commit: Commit) -> None:
+        """Drive `commit`, which was called just now."""
+        self._commit = commit
+        self.watch = Stopwatch()
+
+    def stage(self, stage: Stage) -> None:
+        """Say what the save is doing now."""
+        self._commit._stage = stage
+
+    def advance(self, *, staged: int = 0, written: int = 0, total: int = 0) -> None:
+        """Add to the progress."""
+        now = self._commit._progress
+        self._commit._progress = Progress(
+            now.staged + staged, now.written + written, now.total + total
+        )
+
+    def finish(self, info: StepInfo) -> None:
+        """End the save well."""
+        self._commit._stage = "done"
+        self._commit._future.set_result(info)
+
+    def skip(self, reason: str) -> None:
+        """End the save as turned down by a policy."""
+        self._commit._skipped = reason
+        self._commit._stage = "skipped"
+        self._commit._future.set_result(None)
+
+    def fail(self, error: BaseException, *, seen: bool) -> None:
+        """End the save with `error`; `seen` if its owner gets it some other way."""
+        self._commit._stage = "failed"
+        self._commit._seen = seen
+        self._commit._future.set_exception(error)
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether somebody has fetched the outcome."""
+        return self._commit._seen
+
+    def unseen_error(self) -> BaseException | None:
+        """Return the error nobody has fetched yet and mark it as fetched; None if there is none.
+
+        An error that somebody waits for at the moment is theirs.
+        """
+        commit = self._commit
+        if not commit.done() or commit._seen or commit._waiting:
+            return None
+        if commit._future.exception() is None:
+            return None
+        commit._seen = True
+        return commit._future.exception()
+
+
+def step_info(manifest: Manifest, path: str, statistics: SaveStatistics | None = None) -> StepInfo:
+    """Return the summary of a committed step that lies at `path`.
+
+    Args:
+        manifest: Its manifest.
+        path: Where it lies.
+        statistics: Where the time of the save went; None for what the manifest tells.
+    """
+    metrics = manifest.metrics
+    return StepInfo(
+        step=manifest.step,
+        path=path,
+        nbytes=sum(item.nbytes for item in manifest.items.values()),
+        items=tuple(manifest.items),
+        metrics=None if metrics is None else {k: float(v) for k, v in metrics.items()},
+        metadata=manifest.metadata,
+        created=StepInfo.time_of(manifest.created_ns),
+        committed=StepInfo.time_of(manifest.committed_ns),
+        statistics=statistics or of_manifest(manifest.statistics),
+    )

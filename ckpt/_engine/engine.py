@@ -1,0 +1,62 @@
+"""What lasts from save to save: staging memory, plans, handlers and observers."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ckpt._engine.memory.arena import Arena
+from ckpt._engine.memory.buffers import Buffers
+from ckpt._engine.plan_cache import PlanCache
+from ckpt._events import Observer
+from ckpt._settings import Staging
+from ckpt.handlers._registry import Handlers
+
+__all__ = [
+    "Engine",
+]
+
+
+@functools.cache
+def _known_versions() -> tuple[tuple[str, str], ...]:
+    """Return the versions of the libraries that shape the format; they cost milliseconds."""
+    versions = {"python": platform.python_version()}
+    for name in ("ckpt-jax", "jax", "numpy", "tensorstore"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "unknown"
+    return tuple(versions.items())
+
+
+def _versions() -> dict[str, str]:
+    return dict(_known_versions())
+
+
+@dataclass(slots=True)
+class Engine:
+    """What lasts from save to save.
+
+    Attributes:
+        staging: How arrays are staged.
+        handlers: The handlers, and how one is chosen.
+        observers: Take the timed phases.
+        arena: The staging memory.
+        buffers: Makes the memory of restored arrays.
+        plans: Plans of earlier saves.
+        now_ns: Tells the time, in Unix nanoseconds.
+        versions: Versions of the libraries that write.
+    """
+
+    staging: Staging
+    handlers: Handlers
+    observers: tuple[Observer, ...]
+    arena: Arena
+    buffers: Buffers
+    plans: PlanCache = field(default_factory=PlanCache)
+    now_ns: Callable[[], int] = time.time_ns
+    versions: dict[str, str] = field(default_factory=_versions)

@@ -1,0 +1,113 @@
+"""Host memory of restored arrays, used again when they are gone.
+
+On CPU devices a restored array is the buffer it was read into, so the buffer cannot come from the
+arena. But who restores again and again, as evaluators do, drops one state before the next: its
+memory is kept, and reading into warm memory is 5 to 15 times as fast as into memory that was never
+touched. What lies idle here and what saves have touched of the arena stay within the one budget.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ckpt._engine.memory.arena import Arena
+from ckpt.errors import CheckpointError
+
+__all__ = ["Buffers"]
+
+Array = np.ndarray[Any, Any]
+
+# jax takes over a host buffer without a copy if it is aligned to a cache line, and files can be
+# read straight into one that is aligned to the sectors of disks; a mapping is.
+_PAGE = mmap.PAGESIZE
+
+
+class Buffers:
+    """Makes buffers, and keeps those whose arrays are gone for the next ones of their size.
+
+    Arrays may be dropped in any thread.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        """Keep idle memory within what `arena` has not touched of its capacity."""
+        self._arena = arena
+        arena.on_growth = self.trim
+        # Reentrant: the collector can drop an array while this very thread is in here.
+        self._guard = threading.RLock()
+        self._idle: dict[int, list[mmap.mmap]] = {}
+        self.idle_bytes = 0
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        """Return an array with undefined content, aligned so that jax can take it over.
+
+        Raises:
+            CheckpointError: There is no memory for it.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        length = max(-(-nbytes // _PAGE) * _PAGE, _PAGE)
+        with self._guard:
+            region = self._take(length)
+        if region is None:
+            region = _map(length, shape)
+        # Every view of this array refers to it, so its end is the end of all of them.
+        memory = np.frombuffer(region, np.uint8)
+        weakref.finalize(memory, _give_back, weakref.ref(self), region).atexit = False
+        return memory[:nbytes].view(dtype).reshape(shape)
+
+    def trim(self) -> None:
+        """Free idle memory that is over the limit."""
+        self._make_room(0)
+
+    def take_back(self, region: mmap.mmap) -> None:
+        """Keep `region`, whose arrays are gone; what was kept before gives way to it."""
+        length = len(region)
+        with self._guard:
+            if self._make_room(length):
+                self._idle.setdefault(length, []).append(region)
+                self.idle_bytes += length
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Free idle memory until `nbytes` more fit, oldest sizes first; return whether they do."""
+        with self._guard:
+            limit = self._arena.capacity - self._arena.high_water - nbytes
+            while self._idle and self.idle_bytes > max(limit, 0):
+                length = next(iter(self._idle))
+                self._take(length)
+            return limit >= 0
+
+    def _take(self, length: int) -> mmap.mmap | None:
+        """Return an idle region of that size, or None."""
+        same = self._idle.get(length)
+        if not same:
+            return None
+        region = same.pop()
+        self.idle_bytes -= length
+        if not same:
+            del self._idle[length]
+        return region
+
+
+def _give_back(buffers: weakref.ref[Buffers], region: mmap.mmap) -> None:
+    alive = buffers()
+    if alive is not None:
+        alive.take_back(region)
+
+
+def _map(length: int, shape: Sequence[int]) -> mmap.mmap:
+    try:
+        region = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise CheckpointError(
+            f"there is no memory for an array of shape {list(shape)[:8]} and {length} bytes. Skip "
+            "it with ... in like=, or shard it over more devices"
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    return region

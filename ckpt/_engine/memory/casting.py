@@ -1,0 +1,37 @@
+"""Values of one dtype to another, on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ckpt._format.dtypes import DTYPES
+
+__all__ = ["cast", "cast_into", "is_narrowed"]
+
+Array = np.ndarray[Any, Any]
+
+
+def cast(array: Array, dtype: str) -> Array:
+    """Return `array` as `dtype`, to the nearest value, of two to the even one.
+
+    From float64 to dtypes narrower than float16 ml_dtypes goes by way of float32, so that a value
+    next to the middle of two may be rounded to the other one.
+    """
+    if array.dtype == DTYPES[dtype]:
+        return array
+    # What is too large becomes infinite, or NaN where there is no infinity, as with `astype`.
+    with np.errstate(all="ignore"):
+        return array.astype(DTYPES[dtype])
+
+
+def cast_into(target: Array, source: Array) -> None:
+    """Copy `source` into `target`, of another dtype, as `cast` does; without a copy between."""
+    with np.errstate(all="ignore"):
+        np.copyto(target, source, casting="unsafe")
+
+
+def is_narrowed(source: str, target: str) -> bool:
+    """Tell whether elements of `target` take fewer bytes."""
+    return DTYPES[target].itemsize < DTYPES[source].itemsize

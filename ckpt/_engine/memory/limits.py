@@ -1,0 +1,56 @@
+"""Whether the arrays that are wanted fit into the memory of this machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+
+from ckpt._format.dtypes import parse_dtype
+from ckpt._format.manifest import LeafEntry
+from ckpt._plan.chunk_reads import regions_of
+from ckpt._plan.targets import ArrayRead, ArrayTarget
+from ckpt._settings import host_memory_bytes
+from ckpt.errors import InvalidArgumentError
+
+__all__ = ["check_memory"]
+
+
+def check_memory(reads: Sequence[ArrayRead], leaves: Sequence[LeafEntry]) -> None:
+    """Refuse what cannot be held, before any memory is taken.
+
+    The sizes come from a file, and the system gives out memory that is not there, only to kill the
+    process when it is used.
+
+    Raises:
+        InvalidArgumentError: The arrays take more host memory than there is.
+    """
+    available = host_memory_bytes()
+    if sum(math.prod(read.shape) * parse_dtype(read.stored).itemsize for read in reads) <= (
+        available
+    ):
+        return
+    # On devices with memory of their own a host buffer is a passing thing, and of a sharded array
+    # only what this process has of it counts.
+    sizes = [(_local_bytes(read), read) for read in reads if _stays_on_host(read.target)]
+    needed = sum(size for size, _ in sizes)
+    if needed > available:
+        size, read = max(sizes, key=lambda each: each[0])
+        raise InvalidArgumentError(
+            f"the arrays take {needed} bytes of host memory, and this machine has {available}; the "
+            f"largest takes {size}. Restore a part of them (like= with ... for the others), or "
+            "restore in more processes",
+            leaf=read.path or (None if read.leaf is None else leaves[read.leaf].name),
+        )
+
+
+def _stays_on_host(target: ArrayTarget) -> bool:
+    if target.kind in ("jax", "key") and target.sharding is None:
+        return jax.default_backend() == "cpu"
+    devices = getattr(target.sharding, "addressable_devices", ())
+    return all(device.platform == "cpu" for device in devices)
+
+
+def _local_bytes(read: ArrayRead) -> int:
+    return sum(region.size for region in regions_of(read)) * parse_dtype(read.stored).itemsize

@@ -1,0 +1,370 @@
+"""Device memory to host memory the library owns, one batch at a time.
+
+Everything here runs in worker threads. Host copies are taken shard by shard, never of an array that
+lies on several devices, whose host copy jax would keep alive on the array.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ckpt._engine.memory.casting import cast, cast_into, is_narrowed
+from ckpt._format.digests import digest
+from ckpt._format.dtypes import DTYPES
+from ckpt._plan.save_plan import ChunkPart, LeafPlan, WriteBatch
+from ckpt._settings import StagingMode
+from ckpt._tree.leaf_specs import ARRAY_KINDS, LeafSpec, scalar_array
+from ckpt.errors import CheckpointError
+
+__all__ = [
+    "Source",
+    "batch_digests",
+    "copies_on_host",
+    "copy_batch",
+    "host_bytes",
+    "snapshot",
+    "sources_of",
+    "to_page_locked",
+    "wait_until_computed",
+]
+
+Array = np.ndarray[Any, Any]
+# What a chunk is copied from: a leaf, or what a snapshot holds in its place.
+Source = Any
+
+logger = logging.getLogger("ckpt")
+
+_PINNED = "pinned_host"
+_HOST_KINDS = (_PINNED, "unpinned_host")
+_PADDING = np.zeros(4096, np.uint8)
+# Narrower than a byte: jax has several elements in one, and unpacks them for the host.
+_UNPACKED = frozenset({"float4_e2m1fn", "int2", "int4", "uint2", "uint4"})
+
+
+def wait_until_computed(leaves: Sequence[Any]) -> None:
+    """Wait until every jax array among `leaves` has its values.
+
+    Raises:
+        CheckpointError: The computation of one of them failed.
+    """
+    try:
+        for leaf in leaves:
+            if isinstance(leaf, jax.Array):
+                leaf.block_until_ready()
+    except Exception as error:
+        raise CheckpointError(f"computing the state to save failed: {error}") from error
+
+
+def snapshot(
+    batches: Iterable[WriteBatch], leaves: Sequence[Any], mode: StagingMode
+) -> dict[int, list[Source]]:
+    """Hold what batches can be copied from later, whatever the caller does to its arrays.
+
+    Args:
+        batches: The batches of an item.
+        leaves: Its leaves.
+        mode: `view` holds views of the buffers of CPU arrays; `device` copies arrays within device
+            memory.
+
+    Returns:
+        By the number of the batch its sources, as `sources_of` gives them. Batches that must be
+        copied to the host before the caller goes on are left out: all of them in the mode `copy`,
+        and those of packed leaves and of numpy arrays.
+    """
+    held: dict[tuple[int, int], Source] = {}
+    found: dict[int, list[Source]] = {}
+    for number, batch in enumerate(batches):
+        can_wait = all(_can_wait(leaves[chunk.leaf], mode) for chunk in batch.chunks)
+        if batch.packed or not can_wait:
+            continue
+        sources = []
+        for chunk in batch.chunks:
+            for part in chunk.parts:
+                place = (chunk.leaf, part.shard)
+                if place not in held:
+                    held[place] = _hold(_shard(leaves[chunk.leaf], part), mode)
+                sources.append(held[place])
+        if not any(source is None for source in sources):
+            found[number] = sources
+    return found
+
+
+def sources_of(batch: WriteBatch, leaves: Sequence[Any]) -> list[Source]:
+    """Return what a batch is copied from: a leaf for every part, or every packed leaf once."""
+    return [leaves[chunk.leaf] for chunk in batch.chunks for _ in range(max(len(chunk.parts), 1))]
+
+
+def _hold(shard: jax.Array, mode: StagingMode) -> Source | None:
+    """Return a view or a copy of a shard that outlives the caller's array, or None if it cannot."""
+    if mode == "view":
+        wait_until_computed([shard])
+        return np.asarray(_unkept(shard))
+    try:
+        return jnp.copy(shard)
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise CheckpointError(f"copying the state to save failed: {error}") from error
+        # No room for a second copy on the device; the host takes it, as in the mode `copy`.
+        logger.debug("the device has no room for a copy of %s%s", shard.dtype, shard.shape)
+        return None
+
+
+def _can_wait(leaf: Any, mode: StagingMode) -> bool:
+    if not isinstance(leaf, jax.Array):
+        return False
+    return mode == "device" or (mode == "view" and _on_cpu(leaf))
+
+
+def copies_on_host(batch: WriteBatch, plans: Sequence[LeafPlan]) -> int:
+    """Return how often the bytes are in host memory while they are copied into a block.
+
+    Arrays of accelerators pass through page-locked memory on their way.
+    """
+    shardings = {id(s): s for s in (plans[chunk.leaf].spec.sharding for chunk in batch.chunks)}
+    on_host = all(sharding is None or _is_host(sharding) for sharding in shardings.values())
+    # Of packed leaves that are cast there is a copy of each; of others it is cast piece by piece.
+    cast = batch.packed and any(plans[chunk.leaf].spec.cast_from for chunk in batch.chunks)
+    return 1 + (not on_host) + cast
+
+
+def copy_batch(
+    batch: WriteBatch, plans: Sequence[LeafPlan], sources: Sequence[Source], memory: Array
+) -> None:
+    """Copy the chunks of `batch` into `memory`, each at its offset and zeros between them.
+
+    Args:
+        batch: What to copy.
+        plans: The plans of all leaves of the item.
+        sources: What it is copied from; see `sources_of` and `snapshot`.
+        memory: `[batch.nbytes] uint8`, owned by the library.
+    """
+    if batch.packed:
+        pieces = _with_padding(batch, _packed_bytes(batch, plans, sources))
+        np.concatenate(list(pieces), out=memory)
+        return
+    end = 0
+    parts = _on_host(batch, plans, sources)
+    for chunk in batch.chunks:
+        memory[end : chunk.offset] = 0
+        end = chunk.offset + chunk.stored_nbytes
+        plan = plans[chunk.leaf]
+        target = memory[chunk.offset : end].view(DTYPES[plan.spec.dtype or ""]).reshape(plan.chunk)
+        if chunk.nbytes < chunk.stored_nbytes:
+            target.view(np.uint8)[...] = 0
+        inside = target[tuple(slice(n) for n in chunk.region.shape)]
+        for part in chunk.parts:
+            _copy_bits(inside[part.target.slices], next(parts))
+    memory[end:] = 0
+
+
+def batch_digests(batch: WriteBatch, plans: Sequence[LeafPlan], memory: Array) -> list[str]:
+    """Return the digest of the logical bytes of every chunk of a batch in `memory`."""
+    raw = memory.data
+    found = []
+    for chunk in batch.chunks:
+        end = chunk.offset + chunk.stored_nbytes
+        if chunk.nbytes == chunk.stored_nbytes:
+            found.append(digest(raw[chunk.offset : end]))
+        else:
+            stored = memory[chunk.offset : end].view(DTYPES[plans[chunk.leaf].spec.dtype or ""])
+            inside = stored.reshape(plans[chunk.leaf].chunk)[
+                tuple(slice(n) for n in chunk.region.shape)
+            ]
+            found.append(digest(np.ascontiguousarray(inside).reshape(-1).view(np.uint8).data))
+    return found
+
+
+def host_bytes(leaf: Any) -> Array:
+    """Return the bytes of an array that this process has of its own, in C order; `[n] uint8`."""
+    if isinstance(leaf, jax.Array):
+        leaf = _gathered(leaf.shape, _begin_gather(leaf))
+    return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+
+
+def _on_host(
+    batch: WriteBatch, plans: Sequence[LeafPlan], sources: Sequence[Source]
+) -> Iterator[Array]:
+    """Yield every part as a host array; the transfers of all are under way at once."""
+    parts = [(plans[chunk.leaf].spec, part) for chunk in batch.chunks for part in chunk.parts]
+    started = [
+        _begin_transfer(_shard(source, part), part, spec)
+        for source, (spec, part) in zip(sources, parts, strict=True)
+    ]
+    started.reverse()
+    while started:
+        # Dropped one by one: page-locked memory is given back as soon as it has been copied.
+        yield np.asarray(started.pop())
+
+
+def _begin_transfer(shard: Any, part: ChunkPart, spec: LeafSpec) -> Any:
+    """Return a part of `shard` on its way to the host, or there already."""
+    if not isinstance(shard, jax.Array) or _on_cpu(shard):
+        return np.asarray(_unkept(shard))[part.source.slices]
+    if shard.sharding.memory_kind in _HOST_KINDS:
+        # On the host already; a slice of it would be computed on the device.
+        return np.asarray(_apart(shard))[part.source.slices]
+    if shard.shape != part.source.shape:
+        # Sliced on the device: what a part takes on the host is the part, not its shard.
+        shard = jax.lax.dynamic_slice(shard, part.source.offset, part.source.shape)
+    if spec.cast_from is not None and is_narrowed(spec.cast_from, spec.dtype or ""):
+        # Fewer bytes to move; what is widened is so on the host.
+        shard = jax.lax.convert_element_type(shard, DTYPES[spec.dtype or ""])
+    return to_page_locked(shard)
+
+
+def to_page_locked(array: jax.Array) -> jax.Array:
+    """Return `array` on its way to page-locked host memory, where its device has such.
+
+    Devices copy there by themselves and at the full speed of the bus; to other memory they go
+    through a small buffer.
+    """
+    (device,) = array.devices()
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if _PINNED not in kinds:
+        array = _apart(array)
+        array.copy_to_host_async()
+        return array
+    place = jax.sharding.SingleDeviceSharding(device, memory_kind=_PINNED)
+    moved: jax.Array = jax.device_put(array, place)
+    return moved
+
+
+def _shard(source: Source, part: ChunkPart) -> Any:
+    """Return the shard of an array that holds a part; what is no jax array is taken whole."""
+    if isinstance(source, jax.Array) and not _is_single(source):
+        return source.addressable_shards[part.shard].data
+    return source
+
+
+def _is_single(array: jax.Array) -> bool:
+    return len(array.devices()) == 1
+
+
+def _packed_bytes(
+    batch: WriteBatch, plans: Sequence[LeafPlan], leaves: Sequence[Any]
+) -> Iterator[Array]:
+    """Yield the bytes of every packed leaf, gathered from its shards; `[nbytes] uint8` each."""
+    specs = [plans[chunk.leaf].spec for chunk in batch.chunks]
+    # Looked at once for each sharding: thousands of leaves share a few.
+    shardings = {id(spec.sharding): spec.sharding for spec in specs if spec.sharding is not None}
+    viewable = {n for n, s in shardings.items() if _is_host(s) and len(s.device_set) == 1}
+    # The transfers of all others are under way before the first is waited for.
+    shards = {
+        number: _begin_gather(leaf)
+        for number, (spec, leaf) in enumerate(zip(specs, leaves, strict=True))
+        if spec.sharding is not None and id(spec.sharding) not in viewable
+    }
+    for number, (spec, leaf) in enumerate(zip(specs, leaves, strict=True)):
+        if number in shards:
+            array = _gathered(spec.shape, shards.pop(number))
+        elif spec.kind in ARRAY_KINDS:
+            # Of an array on one CPU device this is a view, which jax does not keep.
+            held = spec.cast_from or spec.dtype
+            array = np.ascontiguousarray(_unkept(leaf) if held in _UNPACKED else leaf)
+        else:
+            scalar = scalar_array(spec.kind, leaf)
+            assert scalar is not None
+            array = scalar
+        if spec.cast_from is not None:
+            array = cast(array, spec.dtype or "")
+        # Any byte but 0 is true in memory; stored is what TensorStore stores, 0 or 1.
+        flat = array.reshape(-1).view(np.uint8)
+        yield (flat != 0).view(np.uint8) if spec.dtype == "bool" else flat
+
+
+def _begin_gather(leaf: jax.Array) -> list[tuple[tuple[slice, ...], jax.Array]]:
+    """Start moving every distinct shard to the host; return them with their places."""
+    shards = _distinct_shards(leaf)
+    if _on_cpu(leaf):
+        return [(index, _unkept(shard)) for index, shard in shards]
+    shards = [(index, _apart(shard)) for index, shard in shards]
+    for _, shard in shards:
+        shard.copy_to_host_async()
+    return shards
+
+
+def _distinct_shards(leaf: jax.Array) -> list[tuple[tuple[slice, ...], jax.Array]]:
+    if leaf.is_fully_addressable:
+        return [
+            (shard.index, shard.data) for shard in leaf.addressable_shards if not shard.replica_id
+        ]
+    # The first replicas may be on devices of another process.
+    found = {
+        tuple((part.start, part.stop) for part in shard.index): (shard.index, shard.data)
+        for shard in reversed(leaf.addressable_shards)
+    }
+    return list(found.values())
+
+
+def _gathered(
+    shape: tuple[int, ...], shards: Sequence[tuple[tuple[slice, ...], jax.Array]]
+) -> Array:
+    """Return the whole array in C order."""
+    if len(shards) == 1 and shards[0][1].shape == shape:
+        return np.ascontiguousarray(shards[0][1])
+    whole = np.empty(shape, shards[0][1].dtype)
+    for index, shard in shards:
+        whole[index] = np.asarray(shard)
+    return whole
+
+
+def _unkept(array: Any) -> Any:
+    """Return an array in host memory that numpy can look at without a trace on the caller's one.
+
+    Of most dtypes numpy sees the buffer itself; what had to be unpacked jax would keep.
+    """
+    if isinstance(array, jax.Array) and array.dtype.name in _UNPACKED:
+        return _apart(array)
+    return array
+
+
+def _apart(array: jax.Array) -> jax.Array:
+    """Return another array object over the same buffer.
+
+    jax keeps the host copy of an accelerator's array on the object that was asked for it, and the
+    only shard of an array is that array itself: the caller's would hold the copy while it lives.
+    """
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
+
+
+def _with_padding(batch: WriteBatch, arrays: Iterator[Array]) -> Iterator[Array]:
+    """Yield `arrays` and the zeros between and after them."""
+    end = 0
+    for chunk, array in zip(batch.chunks, arrays, strict=True):
+        if chunk.offset > end:
+            yield _PADDING[: chunk.offset - end]
+        yield array
+        end = chunk.offset + chunk.nbytes
+    if batch.nbytes > end:
+        yield _PADDING[: batch.nbytes - end]
+
+
+def _on_cpu(array: jax.Array) -> bool:
+    return _is_host(array.sharding)
+
+
+def _is_host(sharding: jax.sharding.Sharding) -> bool:
+    """Tell whether the devices of a sharding compute in host memory."""
+    device: jax.Device = next(iter(sharding.device_set))
+    return str(device.platform) == "cpu"
+
+
+def _copy_bits(target: Array, source: Array) -> None:
+    """Copy without looking at the values: numpy copies foreign dtypes slowly, under the GIL.
+
+    Values of another dtype are cast.
+    """
+    if target.dtype != source.dtype:
+        cast_into(target, source)
+        return
+    if target.dtype == np.bool_:
+        np.not_equal(source.view(np.uint8), 0, out=target)
+        return
+    bits = f"u{target.dtype.itemsize}" if target.dtype.itemsize <= 8 else target.dtype
+    np.copyto(target.view(bits), source.view(bits))

@@ -1,0 +1,1 @@
+"""The restore flow: plan, read, check, place on devices."""

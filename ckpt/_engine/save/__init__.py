@@ -1,0 +1,1 @@
+"""The save flow: plan, stage, write, publish."""

@@ -1,0 +1,117 @@
+"""Deleting one item of a committed step: the step is published anew without it."""
+
+from __future__ import annotations
+
+import anyio
+
+from ckpt._engine.save.pipeline import keep_lease
+from ckpt._engine.save.step_manifest import features
+from ckpt._format.digests import digest
+from ckpt._format.manifest import (
+    FILE_NAME,
+    OWN_DISKS,
+    FileEntry,
+    Manifest,
+    encode,
+)
+from ckpt._plan.orbax_view import step_view
+from ckpt.errors import InvalidArgumentError, located
+from ckpt.storage._base import Attempt, Storage
+from ckpt.storage._manifests import while_read
+
+__all__ = ["delete_item"]
+
+
+async def delete_item(storage: Storage, entry: str, manifest: Manifest, item: str) -> Manifest:
+    """Take one item out of a committed entry.
+
+    Everything else is put into a new attempt without being copied, where the store can do that, and
+    the attempt takes the place of the old step in one atomic act: at every instant one of the two
+    is there, whole. Then the old one is removed. Metrics, metadata and times stay what they were.
+
+    Args:
+        storage: The root.
+        entry: The entry's name.
+        manifest: What is there now.
+        item: Name of the item.
+
+    Returns:
+        The manifest of what is there afterwards.
+
+    Raises:
+        InvalidArgumentError: The step has no such item, or no other one; names those it has.
+        StepDeletedError: It was deleted or replaced meanwhile.
+        CorruptCheckpointError: A file of another item is missing, or is no regular one.
+        StorageError: The store refused.
+
+    Cancellation: what has begun is waited for, and the step is as it was, unless publishing had
+    begun: then the item is gone.
+    """
+    items = {name: each for name, each in manifest.items.items() if name != item}
+    if item not in manifest.items:
+        raise InvalidArgumentError(
+            f"item={item!r:.120}: the step has no such item, only {', '.join(items)}",
+            step=manifest.step,
+        )
+    if not items:
+        raise InvalidArgumentError(
+            f"item={item!r:.120} is the only item of the step; delete the step instead",
+            step=manifest.step,
+        )
+    attempt: Attempt | None = await storage.begin(entry)
+    assert attempt is not None
+    try:
+        with located(step=manifest.step):
+            async with anyio.create_task_group() as tasks:
+                keeper = anyio.CancelScope()
+                tasks.start_soon(keep_lease, storage, attempt, keeper)
+                kept = manifest.model_copy(
+                    update={
+                        "items": items,
+                        "attempt": attempt.id,
+                        "folder": attempt.folder,
+                        "requires": features(
+                            items, attempt.folder, own_disks=OWN_DISKS in manifest.requires
+                        ),
+                    }
+                )
+                async with while_read(storage, entry, manifest):
+                    kept = await _write_rest(storage, attempt, manifest, kept, item)
+                # From here on nothing may come between the store and our knowing what it did.
+                with anyio.CancelScope(shield=True):
+                    await storage.publish(attempt, overwrite=True, replacing=manifest.attempt)
+                    attempt = None
+                keeper.cancel()
+    finally:
+        if attempt is not None:
+            with anyio.CancelScope(shield=True):
+                await storage.discard(attempt)
+    return kept
+
+
+async def _write_rest(
+    storage: Storage, attempt: Attempt, old: Manifest, new: Manifest, item: str
+) -> Manifest:
+    """Fill an attempt with all but one item; return its manifest, which is written last."""
+    entry = attempt.entry
+    written: dict[str, bytes] = {}
+    if OWN_DISKS not in old.requires:
+        written = step_view(
+            entry, new.items, old.metrics, old.metadata, old.created_ns, old.committed_ns, old.files
+        )
+    linked = {
+        path: known
+        for path, known in old.files.items()
+        if path not in written and not path.startswith(f"{item}/")
+    }
+    with located():
+        async with anyio.create_task_group() as tasks:
+            for path in linked:
+                tasks.start_soon(storage.link, attempt, path, old.folder)
+            for path, data in written.items():
+                tasks.start_soon(storage.write, attempt, path, data)
+    made = {path: FileEntry(size=len(data), digest=digest(data)) for path, data in written.items()}
+    new = new.model_copy(update={"files": linked | made})
+    encoded = await anyio.to_thread.run_sync(encode, new)
+    await storage.write(attempt, FILE_NAME, encoded)
+    return new

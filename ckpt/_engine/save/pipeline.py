@@ -1,0 +1,271 @@
+"""The save flow: plan, stage, write, record, publish. Reads top to bottom."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import anyio
+
+from ckpt._commit import CommitHooks
+from ckpt._engine.engine import Engine
+from ckpt._engine.plan_cache import PlanCache
+from ckpt._engine.save.calls import SaveCalls
+from ckpt._engine.save.item_parts import ItemParts
+from ckpt._engine.save.item_writer import EngineItemWriter
+from ckpt._engine.save.multihost import MultihostSave
+from ckpt._engine.save.publication import end_apart, end_together
+from ckpt._engine.save.request import SaveRequest
+from ckpt._engine.save.session import SaveCall, SaveSession
+from ckpt._events import EventRecorder
+from ckpt._format.manifest import ItemEntry, Manifest
+from ckpt.errors import StorageError, located
+from ckpt.handlers._base import Handler, errors_of, is_per_process
+from ckpt.handlers._registry import Handlers
+from ckpt.storage._base import Attempt, Storage
+
+__all__ = ["keep_lease", "save_step"]
+
+logger = logging.getLogger("ckpt")
+
+# Stands for one that is still to come, so that the items keep the order in which they were given.
+_NO_ENTRY = ItemEntry(handler="")
+# Some may fail or come late before a lease runs out.
+_RENEWALS = 6
+
+
+async def save_step(
+    engine: Engine,
+    storage: Storage,
+    request: SaveRequest,
+    hooks: CommitHooks,
+    calls: SaveCalls,
+    joint: MultihostSave,
+    *,
+    may_write: Callable[[], Awaitable[object]],
+) -> Manifest:
+    """Save one step and publish it; on any failure or cancellation leave nothing behind.
+
+    Args:
+        engine: The engine.
+        storage: Where to.
+        request: Under which name, and what beside the items.
+        hooks: The commit to move along.
+        calls: The items; published when they have ended.
+        joint: The processes of the job that save the same step at the same time; its `watched`
+            is for the caller.
+        may_write: Awaited before anything but the empty attempt is written.
+
+    Returns:
+        The manifest of the published step; where another process has published it, without its
+        leaves and files.
+
+    Raises:
+        CheckpointError: What went wrong, here or in another process; further failures are among its
+            notes.
+        CoordinationTimeoutError: Another process gave no sign of life; names it.
+
+    Cancellation: input and output under way is waited for, the attempt is removed, and nothing of
+    it is visible, unless publishing had begun: then the step is whole.
+    """
+    created_ns = engine.now_ns()
+    recorder = EventRecorder("save", request.step, engine.observers)
+    try:
+        with located(step=request.step):
+            async with anyio.create_task_group() as tasks:
+                session = SaveSession(
+                    storage,
+                    engine.staging,
+                    engine.arena,
+                    hooks,
+                    recorder,
+                    # Saves in parts may go on beside others, and have a structure of their own.
+                    PlanCache(engine.plans.rules) if calls.in_parts else engine.plans,
+                    tasks,
+                    created_ns,
+                    joint,
+                    parts={} if calls.in_parts else None,
+                )
+                keeper = anyio.CancelScope()
+                tasks.start_soon(_begin, session, request, may_write, keeper)
+                manifest = await _run(session, engine, request, calls)
+                keeper.cancel()
+        return manifest
+    except BaseException as error:
+        # Before anything is removed: what that makes the others meet is not what went wrong.
+        told = await joint.settle(error)
+        if told is error:
+            raise
+        raise told from error
+    finally:
+        # The task group has ended, and with it every use of the staged memory.
+        session.free_all()
+        if session.attempt is not None:
+            with anyio.CancelScope(shield=True):
+                await storage.discard(session.attempt, joined=not joint.is_alone)
+
+
+async def _begin(
+    session: SaveSession,
+    request: SaveRequest,
+    may_write: Callable[[], Awaitable[object]],
+    keeper: anyio.CancelScope,
+) -> None:
+    """Open the attempt while the tree is planned, and the way to it when it is our turn."""
+    storage, joint = session.storage, session.joint
+    if joint.publishes:
+        async with joint.busy():
+            await storage.prepare()
+            session.attempt = await storage.begin(request.entry)
+        session.tasks.start_soon(keep_lease, storage, session.attempt, keeper)
+    if joint.leads:
+        assert session.attempt is not None
+        session.save = session.attempt.id
+        await joint.begin(session.save, session.created_ns)
+    else:
+        session.save, session.created_ns = await joint.begun()
+    if not joint.publishes:
+        session.attempt = await storage.join(request.entry, session.save)
+    await may_write()
+    session.attempt_ready.set()
+
+
+async def keep_lease(storage: Storage, attempt: Attempt, keeper: anyio.CancelScope) -> None:
+    """Renew the lease of an attempt until `keeper` is cancelled."""
+    with keeper:
+        while True:
+            await anyio.sleep(storage.lease_seconds / _RENEWALS)
+            # Whether the attempt is still ours is decided when it is published.
+            try:
+                await storage.renew(attempt)
+            except StorageError as error:
+                logger.warning("the lease of an attempt was not renewed: %s", error)
+
+
+async def _run(
+    session: SaveSession,
+    engine: Engine,
+    request: SaveRequest,
+    calls: SaveCalls,
+) -> Manifest:
+    hooks = session.hooks
+    pending: dict[_Pending, None] = {}
+    entries: dict[str, ItemEntry] = {}
+    try:
+        async with anyio.create_task_group() as commits:
+            while (call := await calls.next()) is not None:
+                request = replace(request, unnamed=call.unnamed)
+                entries |= dict.fromkeys(call.items, _NO_ENTRY)
+                for each in await _stage_call(session, engine, call, pending):
+                    commits.start_soon(_commit_item, session, each, entries, pending)
+        if session.parts is not None:
+            await _join_parts(session, engine, entries)
+    finally:
+        for each in pending:
+            each.close()
+    # Past this point a cancelled save may still be published; before it, never.
+    await anyio.lowlevel.checkpoint()
+    hooks.stage("publishing")
+    hooks.watch.note(written=hooks.watch.elapsed)
+    end = end_apart if session.joint.own_disks else end_together
+    return await end(session, engine, request, entries)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pending:
+    """An item that is staged: who saves it, and the commit that the handler gave for it."""
+
+    name: str
+    handler: Handler
+    writer: EngineItemWriter
+    commit: Awaitable[ItemEntry]
+
+    def close(self) -> None:
+        """Say that the commit is over, or will not be awaited."""
+        close = getattr(self.commit, "close", None)
+        if callable(close):
+            close()
+
+
+async def _stage_call(
+    session: SaveSession, engine: Engine, call: SaveCall, pending: dict[_Pending, None]
+) -> list[_Pending]:
+    """Take a snapshot of all items of a call; return them once the caller may go on."""
+    hooks = session.hooks
+    hooks.stage("staging")
+    before = set(pending)
+    with session.recorder.phase("blocked"):
+        async with anyio.create_task_group() as stagers:
+            for name in list(call.items):
+                # The task alone keeps the caller's object, and only while it stages.
+                item = partial(_stage_item, session, engine.handlers, call, name)
+                stagers.start_soon(item, call.items.pop(name), pending)
+        if engine.plans.rules is not None and session.parts is None:
+            engine.plans.rules.check_used(session.formatted)
+        hooks.stage("writing")
+        session.end_staging(call)
+    now = time.perf_counter()
+    hooks.watch.note(blocked=(hooks.watch.taken.blocked or 0.0) + now - call.began)
+    call.on_safe()
+    call.returned.set()
+    return [each for each in pending if each not in before]
+
+
+async def _stage_item(
+    session: SaveSession,
+    handlers: Handlers,
+    call: SaveCall,
+    name: str,
+    item: Any,
+    pending: dict[_Pending, None],
+) -> None:
+    handler = handlers.for_item(name, item)
+    parts = None
+    if session.parts is not None:
+        parts = session.parts.get(name)
+        if parts is not None:
+            parts.check_next(name, handler.name)
+        parts = session.parts[name] = parts or ItemParts(handler.name)
+    own = is_per_process(handler)
+    writer = EngineItemWriter(session, call, name, parts, per_process=own)
+    with errors_of(handler, name, "save it"):
+        commit = await handler.stage(item, writer)
+        if not hasattr(commit, "__await__"):
+            raise TypeError(f"stage returned {commit!r:.80}, which cannot be awaited")
+        pending[_Pending(name, handler, writer, commit)] = None
+
+
+async def _commit_item(
+    session: SaveSession,
+    item: _Pending,
+    entries: dict[str, ItemEntry],
+    pending: dict[_Pending, None],
+) -> None:
+    with errors_of(item.handler, item.name, "save it"):
+        entry = await item.commit
+        if not isinstance(entry, ItemEntry):
+            raise TypeError(f"the commit gave {entry!r:.80}, which is no ItemEntry")
+    if session.parts is None:
+        entries[item.name] = entry
+    else:
+        session.parts[item.name].entries[item.writer.part] = entry
+    item.close()
+    # Parts that are done must not add up.
+    del pending[item]
+
+
+async def _join_parts(session: SaveSession, engine: Engine, entries: dict[str, ItemEntry]) -> None:
+    """Write what lies over all parts of each item, and make the entries of the items."""
+    if engine.plans.rules is not None:
+        engine.plans.rules.check_used(session.formatted)
+    async with anyio.create_task_group() as writers:
+        for name, parts in (session.parts or {}).items():
+            with located(item=name):
+                entry, files = await anyio.to_thread.run_sync(parts.whole, session.created_ns)
+            entries[name] = entry
+            for path, data in files.items():
+                writers.start_soon(session.write, f"{name}/{path}", data)

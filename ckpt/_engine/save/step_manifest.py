@@ -1,0 +1,151 @@
+"""The end of a save: what all processes have written comes together in the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import anyio
+
+from ckpt._engine.engine import Engine
+from ckpt._engine.save.multihost import WriteReport, same_items
+from ckpt._engine.save.request import SaveRequest
+from ckpt._engine.save.session import SaveSession
+from ckpt._engine.save.sharded_items import joined_trees
+from ckpt._format.digests import digest
+from ckpt._format.manifest import (
+    COMPRESSION,
+    FILE_NAME,
+    FOLDER,
+    FORMAT_VERSION,
+    MAX_BYTES,
+    OWN_DISKS,
+    FileEntry,
+    ItemEntry,
+    Manifest,
+    encode,
+)
+from ckpt._plan.multihost.per_process import apart, combine
+from ckpt._plan.orbax_view import step_view, text_view
+from ckpt.errors import InvalidArgumentError, located
+from ckpt.handlers._base import is_per_process
+from ckpt.handlers._registry import Handlers
+
+__all__ = ["features", "joined", "own_entries", "own_report", "record"]
+
+
+def own_report(
+    session: SaveSession, engine: Engine, entries: Mapping[str, ItemEntry]
+) -> WriteReport:
+    """Return what the primary has to know of what this process has written."""
+    own_disks = session.joint.own_disks
+    told = {}
+    for name, entry in entries.items():
+        own = is_per_process(engine.handlers.named(entry.handler, name))
+        # Of what all have in common the primary has its own.
+        told[name] = entry if own and not own_disks else ItemEntry(handler=entry.handler)
+    records = {name: tree.record for name, tree in session.trees.items() if tree.record}
+    return WriteReport(told, records, {} if own_disks else session.files)
+
+
+async def joined(
+    session: SaveSession,
+    handlers: Handlers,
+    entries: Mapping[str, ItemEntry],
+    reports: Sequence[WriteReport],
+) -> dict[str, ItemEntry]:
+    """Return the entries of the items over what all processes have written; write their indexes."""
+    if session.joint.is_alone:
+        return dict(entries)
+    same_items(reports)
+    found, files = await anyio.to_thread.run_sync(
+        joined_trees, entries, session.trees, reports, session.created_ns
+    )
+    for name, entry in entries.items():
+        if is_per_process(handlers.named(entry.handler, name)):
+            with located(item=name):
+                found[name] = combine([report.entries[name] for report in reports])
+    for report in reports[1:]:
+        session.files.update(report.files)
+    async with anyio.create_task_group() as writers:
+        for path, data in files.items():
+            writers.start_soon(session.write, path, data)
+    return found
+
+
+def own_entries(
+    session: SaveSession, handlers: Handlers, entries: Mapping[str, ItemEntry]
+) -> dict[str, ItemEntry]:
+    """Return the entries of a process that has a disk of its own."""
+    team = session.joint.team
+    return {
+        name: apart(entry, team.index, team.count)
+        if is_per_process(handlers.named(entry.handler, name))
+        else entry
+        for name, entry in entries.items()
+    }
+
+
+async def record(
+    session: SaveSession,
+    engine: Engine,
+    request: SaveRequest,
+    entries: Mapping[str, ItemEntry],
+) -> Manifest:
+    """Write what is left of the Orbax view, then the manifest; all of it is durable on return."""
+    if not entries:
+        # Nobody could read such a step.
+        raise InvalidArgumentError("there is no item to save: a step has at least one")
+    attempt = await session.opened()
+    committed_ns = engine.now_ns()
+    files: dict[str, bytes] = {}
+    # Orbax would find nothing but zeros where the chunks are on other disks.
+    if not session.joint.own_disks:
+        files = step_view(
+            request.entry,
+            entries,
+            request.metrics,
+            request.metadata,
+            session.created_ns,
+            committed_ns,
+            session.files,
+        )
+        for name, entry in entries.items():
+            texts = await anyio.to_thread.run_sync(text_view, entry)
+            files.update({f"{name}/{path}": data for path, data in texts.items()})
+    async with anyio.create_task_group() as writers:
+        for path, data in files.items():
+            known = session.files[path] = FileEntry(size=len(data), digest=digest(data))
+            writers.start_soon(session.write, path, data, known)
+        manifest = Manifest(
+            format="ckpt",
+            version=FORMAT_VERSION,
+            requires=features(entries, attempt.folder, own_disks=session.joint.own_disks),
+            step=request.step,
+            attempt=attempt.id,
+            folder=attempt.folder,
+            unnamed=request.unnamed,
+            items=dict(entries),
+            metrics=None if request.metrics is None else dict(request.metrics),
+            metadata=request.metadata,
+            created_ns=session.created_ns,
+            committed_ns=committed_ns,
+            writer=engine.versions,
+            process_count=session.joint.team.count,
+            save=session.save if session.joint.own_disks else "",
+            statistics=session.hooks.watch.early(),
+            files=session.files,
+        )
+        encoded = await anyio.to_thread.run_sync(encode, manifest)
+    if len(encoded) > MAX_BYTES:
+        raise InvalidArgumentError(
+            f"the manifest of this step would have {len(encoded)} bytes, and readers take at most "
+            f"{MAX_BYTES}. Save fewer leaves, less metadata, or arrays in fewer shards"
+        )
+    await session.storage.write(attempt, FILE_NAME, encoded)
+    return manifest
+
+
+def features(items: Mapping[str, ItemEntry], folder: str, *, own_disks: bool = False) -> list[str]:
+    """Return the features that a reader has to know."""
+    compressed = any(leaf.codec is not None for item in items.values() for leaf in item.leaves)
+    return [COMPRESSION] * compressed + [FOLDER] * bool(folder) + [OWN_DISKS] * own_disks

@@ -1,0 +1,1 @@
+"""The verify flow: compare a step with its manifest, byte by byte."""

@@ -1,0 +1,98 @@
+"""Whether a manifest contradicts itself in anything that a restore relies on. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckpt._engine.verify.report import Problem
+from ckpt._format.chunk_locations import misplaced_leaves
+from ckpt._format.manifest import (
+    FILE_NAME,
+    OWN_DISKS,
+    ItemEntry,
+    Manifest,
+    Node,
+)
+from ckpt._plan.leaf_entries import check_leaves
+from ckpt._tree.flatten import unboxed_names
+from ckpt._tree.unflatten import rebuild
+from ckpt.errors import CorruptCheckpointError
+
+__all__ = ["Contradictions", "contradictions"]
+
+_DATABASE = "manifest.ocdbt"
+# Of a file below a step; the limit of systems for a whole path.
+_LONGEST_PATH = 4096
+_CUSTOM = frozenset({"custom", "namedtuple"})
+
+
+@dataclass(frozen=True, slots=True)
+class Contradictions:
+    """What of a manifest cannot be true.
+
+    Attributes:
+        problems: All of it, as problems of the manifest.
+        leaves: By item the leaves whose places cannot be believed; an item whose leaves cannot be
+            at all is left out.
+        unsafe: Paths among the listed files that must not be followed.
+    """
+
+    problems: tuple[Problem, ...]
+    leaves: Mapping[str, frozenset[int]]
+    unsafe: frozenset[str]
+
+
+def contradictions(manifest: Manifest) -> Contradictions:
+    """Return what of a manifest cannot be true; no code of a class in it runs."""
+    problems: list[Problem] = []
+    leaves: dict[str, frozenset[int]] = {}
+    unsafe = frozenset(path for path in manifest.files if not _is_below(path))
+    problems.extend(
+        Problem(FILE_NAME, None, None, f"it lists {path!r:.200}, which is no file of a step")
+        for path in sorted(unsafe)
+    )
+    for name, item in manifest.items.items():
+        try:
+            check_leaves(item)
+            wrong = misplaced_leaves(name, item, manifest.files)
+            names = unboxed_names(item.nodes, [leaf.name for leaf in item.leaves])
+        except CorruptCheckpointError as error:
+            problems.append(Problem(FILE_NAME, name, error.leaf, error.message))
+            continue
+        leaves[name] = frozenset(wrong)
+        problems.extend(
+            Problem(FILE_NAME, name, names[number], message) for number, message in wrong.items()
+        )
+        problems.extend(_problems_of_item(name, item, manifest))
+    return Contradictions(tuple(problems), leaves, unsafe)
+
+
+def _problems_of_item(name: str, item: ItemEntry, manifest: Manifest) -> list[Problem]:
+    found: list[Problem] = []
+    try:
+        if item.nodes or item.leaves:
+            rebuild([_bare(node) for node in item.nodes], range(len(item.leaves)))
+    except CorruptCheckpointError as error:
+        found.append(Problem(FILE_NAME, name, error.leaf, error.message))
+    if (
+        any(leaf.digests for leaf in item.leaves)
+        and OWN_DISKS not in manifest.requires
+        and f"{name}/{_DATABASE}" not in manifest.files
+    ):
+        message = f"it does not list {name}/{_DATABASE}, the database of the item's arrays"
+        found.append(Problem(FILE_NAME, name, None, message))
+    return found
+
+
+def _bare(node: Node) -> Node:
+    """Return a node that is taken for one of a class that nobody has."""
+    return node.model_copy(update={"class_name": "?"}) if node.kind in _CUSTOM else node
+
+
+def _is_below(path: str) -> bool:
+    """Tell whether a path can be one of a file below the step, other than the manifest."""
+    if len(path) > _LONGEST_PATH:
+        return False
+    names = path.split("/")
+    return path != FILE_NAME and "\0" not in path and not {"", ".", ".."} & set(names)

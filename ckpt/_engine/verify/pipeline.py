@@ -1,0 +1,305 @@
+"""The verify flow: compare a committed step, file by file and byte by byte, with its manifest.
+
+Nothing is written, and nothing raises because of damage: it is what was asked for. See
+docs/verifying.md for what is found and what is not.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Set
+from dataclasses import dataclass, field
+
+import anyio
+
+from ckpt._engine.verify.consistency import contradictions
+from ckpt._engine.verify.damage import DamagedFile, problems_of_item
+from ckpt._engine.verify.report import Problem, VerifyReport
+from ckpt._engine.verify.scanner import Scanner
+from ckpt._events import EventRecorder, Observer
+from ckpt._format.chunk_locations import ChunkLocation, places_in
+from ckpt._format.manifest import (
+    FILE_NAME,
+    FileEntry,
+    LeafEntry,
+    Manifest,
+)
+from ckpt.errors import CorruptCheckpointError, StorageError, located
+from ckpt.storage._base import UNKNOWN_SIZE, Storage
+from ckpt.storage._manifests import lies_in, read_manifest, refuse_deleted
+
+__all__ = ["verify_entry"]
+
+logger = logging.getLogger("ckpt")
+
+
+async def verify_entry(
+    storage: Storage,
+    entry: str,
+    step: int | None,
+    deep: bool,
+    observers: tuple[Observer, ...],
+) -> VerifyReport:
+    """Return what is wrong with an entry.
+
+    Args:
+        storage: Where it lies.
+        entry: Its name.
+        step: The step it should be; None for a one-shot checkpoint or any step.
+        deep: Read every byte; otherwise compare names, kinds and sizes.
+        observers: Take the timed phases.
+
+    Raises:
+        StepNotFoundError: `step` was given and there is no such step.
+        StepDeletedError: It was deleted or replaced meanwhile.
+        NotACheckpointError: There is no checkpoint at that entry.
+        UnsupportedFormatError: It is of a later format.
+
+    Cancellation: a read that has begun is waited for; memory is given back.
+    """
+    began = time.perf_counter()
+    work = _Findings(f"{storage.location}/{entry}", step)
+    with located(step=step):
+        manifest = await _manifest(storage, entry, work)
+        if manifest is not None:
+            work.step = manifest.step
+            await _compare_unless_deleted(storage, entry, manifest, deep, observers, work)
+    seconds = time.perf_counter() - began
+    logger.info(
+        "verified %s (%s): %d problems; %d files, %d bytes read in %.2f s",
+        work.path,
+        "every byte" if deep else "names and sizes",
+        len(work.problems),
+        work.files,
+        work.nbytes,
+        seconds,
+    )
+    return VerifyReport(
+        path=work.path,
+        step=work.step,
+        deep=deep,
+        problems=tuple(work.problems),
+        files=work.files,
+        nbytes=work.nbytes,
+        seconds=seconds,
+        unlisted=tuple(work.unlisted),
+    )
+
+
+@dataclass(slots=True)
+class _Findings:
+    """What the report will say."""
+
+    path: str
+    step: int | None
+    problems: list[Problem] = field(default_factory=list)
+    files: int = 1
+    nbytes: int = 0
+    unlisted: list[str] = field(default_factory=list)
+    unsized: set[str] = field(default_factory=set)
+
+
+async def _manifest(storage: Storage, entry: str, work: _Findings) -> Manifest | None:
+    """Return the manifest; None, and a problem noted, where it is there and cannot be used."""
+    try:
+        return await read_manifest(storage, entry, step=work.step)
+    except (CorruptCheckpointError, StorageError) as error:
+        work.problems.append(Problem(FILE_NAME, None, None, error.message))
+        return None
+
+
+async def _compare_unless_deleted(
+    storage: Storage,
+    entry: str,
+    manifest: Manifest,
+    deep: bool,
+    observers: tuple[Observer, ...],
+    work: _Findings,
+) -> None:
+    place = lies_in(entry, manifest)
+    scanner = Scanner(storage, place, EventRecorder("verify", manifest.step, observers))
+    try:
+        await _compare(storage, place, manifest, scanner if deep else None, work)
+    finally:
+        scanner.close()
+        work.nbytes = scanner.nbytes
+    if any(problem.file != FILE_NAME for problem in work.problems):
+        await refuse_deleted(storage, entry, manifest)
+
+
+async def _compare(
+    storage: Storage, place: str, manifest: Manifest, scanner: Scanner | None, work: _Findings
+) -> None:
+    """Compare the files that lie in the directory `place` of the root with a manifest."""
+    wrong = await anyio.to_thread.run_sync(contradictions, manifest)
+    work.problems.extend(wrong.problems)
+    work.files += len(manifest.files)
+    found = await _found(storage, place, manifest, work)
+    if found is not None:
+        work.unlisted = sorted(found.keys() - manifest.files.keys() - {FILE_NAME})
+    damages = await anyio.to_thread.run_sync(_damages_seen, manifest, found, wrong.unsafe)
+    if scanner is not None:
+        chunks = await anyio.to_thread.run_sync(_chunks_by_file, manifest, wrong.leaves)
+        left_out = wrong.unsafe | damages.keys()
+
+        async def goes_on(path: str, nbytes: int) -> bool:
+            return path in work.unsized and await _goes_on(storage, place, path, nbytes)
+
+        damages |= await _damages_read(manifest, left_out, chunks, scanner, goes_on)
+    by_item: dict[str | None, list[DamagedFile]] = {}
+    # In the manifest's order, whatever was found first.
+    for path in manifest.files:
+        if path in damages:
+            by_item.setdefault(_item_of(manifest, path), []).append(damages[path])
+    for name, own in by_item.items():
+        if name is None:
+            work.problems.extend(
+                Problem(each.path, None, None, f"{each.reason}; only Orbax reads it")
+                for each in own
+            )
+        else:
+            work.problems.extend(
+                await problems_of_item(
+                    name,
+                    manifest.items[name],
+                    own,
+                    wrong.leaves.get(name),
+                    _bytes_below(f"{name}/", manifest, found),
+                    _is_regular_below(f"{name}/", found),
+                    scanner,
+                    storage,
+                    place,
+                )
+            )
+
+
+async def _found(
+    storage: Storage, place: str, manifest: Manifest, work: _Findings
+) -> dict[str, int | None] | None:
+    """Return what is there; None, and a problem noted, if the store does not tell.
+
+    Sizes that the store does not tell are taken to be right: who reads every byte will see.
+    """
+    try:
+        files = await storage.files(place)
+        listed = manifest.files
+        work.unsized = {path for path, size in files.items() if size == UNKNOWN_SIZE}
+        return {
+            path: size if size != UNKNOWN_SIZE else listed[path].size if path in listed else 0
+            for path, size in files.items()
+        }
+    except StorageError as error:
+        work.problems.append(Problem(".", None, None, error.message))
+        return None
+
+
+def _damages_seen(
+    manifest: Manifest, found: Mapping[str, int | None] | None, unsafe: frozenset[str]
+) -> dict[str, DamagedFile]:
+    """Return the files that are not as listed, as far as can be told without reading."""
+    if found is None:
+        return {}
+    directories = {path[:end] for path in found for end in _slashes(path)}
+    damages: dict[str, DamagedFile] = {}
+    for path, known in manifest.files.items():
+        if path in unsafe:
+            continue
+        size = found.get(path)
+        if path not in found:
+            if path in directories:
+                damages[path] = DamagedFile(path, "is a directory instead of a file", 0, False)
+            elif any(path[:end] in found for end in _slashes(path)):
+                reason = "is missing: a directory on the way is a link, or something else"
+                damages[path] = DamagedFile(path, reason, 0, False)
+            else:
+                damages[path] = DamagedFile(path, "is missing", 0, True)
+        elif size is None:
+            reason = "is no regular file, but a symbolic link or something else"
+            damages[path] = DamagedFile(path, reason, 0, False)
+        elif size != known.size:
+            reason = f"has {size} bytes instead of {known.size}"
+            damages[path] = DamagedFile(path, reason, size, True)
+    return damages
+
+
+def _slashes(path: str) -> list[int]:
+    return [place for place, character in enumerate(path) if character == "/"]
+
+
+def _chunks_by_file(
+    manifest: Manifest, wrong: Mapping[str, Set[int]]
+) -> dict[str, tuple[list[ChunkLocation], list[LeafEntry]]]:
+    """Return for every data file the chunks that can be compared as they lie there."""
+    found: dict[str, tuple[list[ChunkLocation], list[LeafEntry]]] = {}
+    for name, contradictory in wrong.items():
+        item = manifest.items[name]
+        for place in places_in(item, range(len(item.data_files))):
+            if place.leaf not in contradictory and item.leaves[place.leaf].codec is None:
+                path = f"{name}/{item.data_files[place.file]}"
+                found.setdefault(path, ([], item.leaves))[0].append(place)
+    return found
+
+
+async def _damages_read(
+    manifest: Manifest,
+    left_out: Set[str],
+    chunks: Mapping[str, tuple[list[ChunkLocation], list[LeafEntry]]],
+    scanner: Scanner,
+    goes_on: Callable[[str, int], Awaitable[bool]],
+) -> dict[str, DamagedFile]:
+    """Return the files whose bytes are not as listed, or cannot be read; reads each once."""
+    damages: dict[str, DamagedFile] = {}
+
+    async def read(listed: tuple[str, FileEntry], lane: int) -> None:
+        path, known = listed
+        places, leaves = chunks.get(path, ([], []))
+        try:
+            digest, right = await scanner.scan_file(path, known.size, places, leaves, lane)
+            longer = await goes_on(path, known.size)
+        except (StorageError, CorruptCheckpointError) as error:
+            # Single chunks of it may still be readable.
+            damages[path] = DamagedFile(path, f"cannot be read: {error.message}", known.size, False)
+        else:
+            if digest != known.digest:
+                damages[path] = DamagedFile(path, "was changed", known.size, True)
+            elif longer:
+                reason = f"has more than {known.size} bytes"
+                damages[path] = DamagedFile(path, reason, known.size, True)
+            elif not right:
+                # Damaged before it was written, or the manifest is not of this step.
+                reason = "is as listed, but not what the arrays were"
+                damages[path] = DamagedFile(path, reason, known.size, True)
+
+    files = [listed for listed in manifest.files.items() if listed[0] not in left_out]
+    # The largest first, so that no lane is left alone with one in the end.
+    files.sort(key=lambda listed: listed[1].size, reverse=True)
+    await scanner.in_lanes(files, read)
+    return damages
+
+
+async def _goes_on(storage: Storage, place: str, path: str, nbytes: int) -> bool:
+    """Tell whether a file has more bytes than that, by asking for the next one."""
+    try:
+        await storage.read_block(place, path, nbytes, memoryview(bytearray(1)))
+    except CorruptCheckpointError:
+        return False
+    return True
+
+
+def _bytes_below(prefix: str, manifest: Manifest, found: Mapping[str, int | None] | None) -> int:
+    listed = {path: known.size for path, known in manifest.files.items()}
+    sizes = listed if found is None else found
+    return sum(size or 0 for path, size in sizes.items() if path.startswith(prefix))
+
+
+def _is_regular_below(prefix: str, found: Mapping[str, int | None] | None) -> bool:
+    """Tell whether everything below an item, listed or not, is a directory or a regular file."""
+    if found is None:
+        return False
+    return all(size is not None for path, size in found.items() if f"{path}/".startswith(prefix))
+
+
+def _item_of(manifest: Manifest, path: str) -> str | None:
+    name, slash, _ = path.partition("/")
+    return name if slash and name in manifest.items else None

@@ -1,0 +1,99 @@
+"""What `verify()` returns: what was checked of a step, and what is wrong with it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ckpt._tree.table import size_text
+
+__all__ = ["Problem", "VerifyReport"]
+
+_SHOWN_UNLISTED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a step.
+
+    Attributes:
+        file: The file, relative to the step; `ckpt.json` where the manifest itself is wrong, `.`
+            where the step's directory cannot be read.
+        item: The item it belongs to; None where it is a file of the step as a whole.
+        leaf: Leaf path of the array that is hit, as `metadata().leaves` has it; None where no
+            array is.
+        message: What is wrong, and what that means.
+    """
+
+    file: str
+    item: str | None
+    leaf: str | None
+    message: str
+
+    def __str__(self) -> str:
+        item = "" if self.item is None else f" item {_plain(self.item)!r:.200},"
+        leaf = "" if self.leaf is None else f" leaf {self.leaf!r:.1000},"
+        where = f"{item}{leaf}".rstrip(",")
+        return f"{_plain(self.file):.1000}:{where}{':' if where else ''} {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was checked of a step, and what is wrong with it. It is true if nothing is.
+
+    Its text is a summary, and one line for every problem.
+
+    Attributes:
+        path: Where the step lies.
+        step: Its number; None of a one-shot checkpoint, and of one whose manifest cannot tell.
+        deep: Whether every byte was read; otherwise names, kinds and sizes were compared.
+        problems: What is wrong: by file, and within a file by leaf.
+        files: How many files were compared with the manifest, itself included.
+        nbytes: How many bytes were read and compared with digests.
+        seconds: How long it took.
+        unlisted: Files below the step that the manifest does not know; no problem in itself.
+    """
+
+    path: str
+    step: int | None
+    deep: bool
+    problems: tuple[Problem, ...]
+    files: int
+    nbytes: int
+    seconds: float
+    unlisted: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        read = f"{size_text(self.nbytes)} read" if self.deep else "names and sizes only"
+        what = f"{_count(self.files, 'file')}, {read}, {self.seconds:.2f} s"
+        if self.ok:
+            yield f"{_plain(self.path)} is whole ({what})"
+        else:
+            hit = len({problem.file for problem in self.problems})
+            wrong = f"{_count(len(self.problems), 'problem')} in {_count(hit, 'file')}"
+            yield f"{_plain(self.path)} is damaged: {wrong} ({what})"
+            yield from (f"  {problem}" for problem in self.problems)
+        if self.unlisted:
+            shown = ", ".join(f"{_plain(name):.200}" for name in self.unlisted[:_SHOWN_UNLISTED])
+            more = ", ..." if len(self.unlisted) > _SHOWN_UNLISTED else ""
+            yield f"  not of this step: {_count(len(self.unlisted), 'file')}: {shown}{more}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _plain(text: str) -> str:
+    """Return a text from a file or a directory as one line that says what it is."""
+    return text if text.isprintable() else repr(text)

@@ -1,0 +1,237 @@
+"""Reading a step from end to end to compare digests, in memory that does not grow with it.
+
+Every lane has one piece of memory, which is filled and digested again and again: a file of any
+size, and a chunk of any size, takes no more than that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import anyio
+import numpy as np
+
+from ckpt._engine.codecs import decode_chunk
+from ckpt._engine.save.session import LANES
+from ckpt._events import EventRecorder
+from ckpt._format.chunk_locations import (
+    ChunkLocation,
+    ChunkSlice,
+    FileSegment,
+    parts_of,
+    region_of,
+    segments,
+)
+from ckpt._format.digests import Digester, new_digest
+from ckpt._format.dtypes import parse_dtype
+from ckpt._format.manifest import LeafEntry
+from ckpt.errors import CorruptCheckpointError
+from ckpt.storage._base import Storage
+
+__all__ = ["MOST_WHOLE_BYTES", "Scanner"]
+
+T = TypeVar("T")
+
+# Each is read by opening the file again: measured on two cores, pieces of 1 MiB take twice the
+# processor time. Larger ones gain nothing, and touch more memory that is given back.
+_PIECE_BYTES = 4 << 20
+# Pieces are made of whole segments; small ones fill them better.
+_SEGMENT_BYTES = 1 << 20
+# Up to here a digest takes less time than a change of threads is worth.
+_INLINE_BYTES = 1 << 18
+# What has to be whole in memory, to be decoded or to be read through a database, may have as much;
+# chunks of the library have a tenth of it.
+MOST_WHOLE_BYTES = 256 << 20
+
+
+def _nbytes_of(leaf: LeafEntry) -> int:
+    """Return the bytes of one whole chunk of a leaf, decoded."""
+    return math.prod(leaf.chunks) * parse_dtype(leaf.dtype).itemsize
+
+
+class Scanner:
+    """Reads files and chunks of one entry; it is closed, and then its memory is gone."""
+
+    def __init__(self, storage: Storage, entry: str, recorder: EventRecorder) -> None:
+        """Read from `entry`; every piece is told to `recorder`."""
+        self.nbytes = 0
+        self._storage = storage
+        self._entry = entry
+        self._recorder = recorder
+        self._regions: dict[int, mmap.mmap] = {}
+        # Decoding takes a chunk three times; once is enough.
+        self._decoding = anyio.Lock()
+
+    def close(self) -> None:
+        """Give the memory back; nothing may be under way."""
+        while self._regions:
+            _, region = self._regions.popitem()
+            # An error on its way may still refer to it; then it goes with the error.
+            with contextlib.suppress(BufferError):
+                region.close()
+
+    async def in_lanes(self, jobs: Iterable[T], work: Callable[[T, int], Awaitable[None]]) -> None:
+        """Await `work(job, lane)` for every job, as many at once as there are lanes."""
+        left = iter(jobs)
+
+        async def lane_of_work(lane: int) -> None:
+            for job in left:
+                await work(job, lane)
+
+        async with anyio.create_task_group() as tasks:
+            for lane in range(LANES):
+                tasks.start_soon(lane_of_work, lane)
+
+    async def scan_file(
+        self,
+        path: str,
+        nbytes: int,
+        places: Sequence[ChunkLocation],
+        leaves: Sequence[LeafEntry],
+        lane: int,
+    ) -> tuple[str, bool]:
+        """Read the first `nbytes` bytes of a file once.
+
+        Args:
+            path: The file.
+            nbytes: Its size.
+            places: Chunks in it whose digests are compared, too; see `layout.places.segments`.
+            leaves: The leaves of the item.
+            lane: The lane.
+
+        Returns:
+            The digest of the file, and whether all of the chunks have the digests of their leaves.
+
+        Raises:
+            CorruptCheckpointError: It is not there, is shorter, or is no regular file.
+            StorageError: The store refused.
+        """
+        scan = _FileScan(leaves)
+        for run in _runs(segments(places, leaves, nbytes, _SEGMENT_BYTES)):
+            length = run[-1].start + run[-1].nbytes - run[0].start
+            piece = await self._read(path, run[0].start, length, lane)
+            self.nbytes += length
+            await self._digested(length, lane, partial(scan.take, piece, run))
+        if not nbytes:
+            await self._read(path, 0, 0, lane)
+        return scan.ended()
+
+    async def chunk_digest(
+        self, path: str, place: ChunkLocation, leaf: LeafEntry, lane: int
+    ) -> str:
+        """Return the digest of the part of a chunk that lies inside the array.
+
+        Raises:
+            CorruptCheckpointError: The bytes are not there, or cannot be decoded.
+            StorageError: The store refused.
+        """
+        dtype = parse_dtype(leaf.dtype)
+        digester = new_digest()
+        if leaf.codec is not None:
+            async with self._decoding:
+                chunk = await self._decoded(path, place, leaf)
+                whole = ChunkSlice(0, tuple(leaf.chunks), region_of(leaf, place.number).shape)
+                take = partial(_take_corner, digester, chunk.data, whole, dtype)
+                await self._digested(chunk.nbytes, lane, take)
+            return digester.hexdigest()
+        for part in parts_of(leaf, place.number, _PIECE_BYTES):
+            length = math.prod(part.shape) * dtype.itemsize
+            piece = await self._read(path, place.start + part.offset, length, lane)
+            await self._digested(length, lane, partial(_take_corner, digester, piece, part, dtype))
+        return digester.hexdigest()
+
+    async def _decoded(
+        self, path: str, place: ChunkLocation, leaf: LeafEntry
+    ) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        nbytes = _nbytes_of(leaf)
+        if nbytes > MOST_WHOLE_BYTES:
+            raise CorruptCheckpointError(f"{nbytes} bytes are too many to be decoded for a check")
+        encoded = bytearray(place.end - place.start)
+        await self._storage.read_block(self._entry, path, place.start, memoryview(encoded))
+        chunk = np.empty(nbytes, np.uint8)
+        await anyio.to_thread.run_sync(partial(decode_chunk, leaf, bytes(encoded), chunk))
+        return chunk
+
+    async def _read(self, path: str, start: int, nbytes: int, lane: int) -> memoryview:
+        if lane not in self._regions:
+            self._regions[lane] = mmap.mmap(
+                -1, _PIECE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
+        piece = memoryview(self._regions[lane])[:nbytes]
+        with self._recorder.phase("read", nbytes, lane):
+            await self._storage.read_block(self._entry, path, start, piece)
+        return piece
+
+    async def _digested(self, nbytes: int, lane: int, take: Callable[[], None]) -> None:
+        """Let `take` digest so many bytes, in a thread where that takes long."""
+        if nbytes <= _INLINE_BYTES:
+            take()
+            return
+        with self._recorder.phase("digest", nbytes, lane):
+            await anyio.to_thread.run_sync(take)
+
+
+class _FileScan:
+    """The digest of a file, and those of chunks in it, taken piece by piece."""
+
+    def __init__(self, leaves: Sequence[LeafEntry]) -> None:
+        self._leaves = leaves
+        self._file = new_digest()
+        self._place: ChunkLocation | None = None
+        self._chunk = new_digest()
+        self._right = True
+
+    def take(self, piece: memoryview, run: Sequence[FileSegment]) -> None:
+        """Go on with the bytes of consecutive segments."""
+        for segment in run:
+            start = segment.start - run[0].start
+            # Both digests of a segment, one after the other: it is in the processor's cache.
+            mine = piece[start : start + segment.nbytes]
+            self._file.update(mine)
+            if segment.place is None or segment.part is None:
+                continue
+            if segment.place is not self._place:
+                self._end_chunk()
+                self._place = segment.place
+                self._chunk = new_digest()
+            dtype = parse_dtype(self._leaves[segment.place.leaf].dtype)
+            _take_corner(self._chunk, mine, segment.part, dtype)
+
+    def ended(self) -> tuple[str, bool]:
+        """Return the digest of the file, and whether every chunk was right."""
+        self._end_chunk()
+        return self._file.hexdigest(), self._right
+
+    def _end_chunk(self) -> None:
+        if self._place is not None:
+            saved = self._leaves[self._place.leaf].digests[self._place.number]
+            self._right = self._right and self._chunk.hexdigest() == saved
+
+
+def _runs(found: Iterable[FileSegment]) -> Iterator[list[FileSegment]]:
+    """Yield consecutive segments that fit into one piece."""
+    run: list[FileSegment] = []
+    for segment in found:
+        if run and segment.start + segment.nbytes - run[0].start > _PIECE_BYTES:
+            yield run
+            run = []
+        run.append(segment)
+    if run:
+        yield run
+
+
+def _take_corner(
+    digester: Digester, piece: memoryview, part: ChunkSlice, dtype: np.dtype[Any]
+) -> None:
+    """Go on with the corner of a piece that is not padding."""
+    if part.inside == part.shape:
+        digester.update(piece)
+        return
+    whole = np.frombuffer(piece, dtype).reshape(part.shape)
+    corner = whole[tuple(slice(0, length) for length in part.inside)]
+    digester.update(np.ascontiguousarray(corner).reshape(-1).view(np.uint8).data)

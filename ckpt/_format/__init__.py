@@ -1,0 +1,1 @@
+"""The on-disk format: manifest, zarr, OCDBT, digests, dtypes and regions. Pure, no I/O."""

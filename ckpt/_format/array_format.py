@@ -1,0 +1,226 @@
+"""How arrays are stored, where the caller has a say: dtype, chunks and compression.
+
+The zarr v3 codecs are those of the specification (`blosc`) and of its registry of extensions
+(`zstd`): https://zarr-specs.readthedocs.io/en/latest/v3/codecs/index.html
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from ckpt._format.dtypes import UNROUNDED, storable_dtype
+from ckpt.errors import InvalidArgumentError
+
+__all__ = [
+    "CODECS",
+    "MIN_CHUNK_BYTES",
+    "ArrayFormat",
+    "Blosc",
+    "BloscName",
+    "BloscShuffle",
+    "Compression",
+    "Zstd",
+    "cast_refusal",
+]
+
+BloscName = Literal["blosclz", "lz4", "lz4hc", "snappy", "zlib", "zstd"]
+BloscShuffle = Literal["noshuffle", "shuffle", "bitshuffle"]
+# Names of codecs in manifests; a closed list.
+CODECS = frozenset({"zstd", "blosc"})
+# A chunk costs a key in the index and a few tens of bytes in the manifest.
+MIN_CHUNK_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Zstd:
+    """Zstandard.
+
+    Attributes:
+        level: 1 (fast) to 22 (small).
+    """
+
+    level: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the level."""
+        _check_range("Zstd", "level", self.level, 1, 22)
+
+    @property
+    def name(self) -> str:
+        """Name of the codec in manifests."""
+        return "zstd"
+
+    def codec(self, itemsize: int) -> dict[str, Any]:
+        """Return the zarr v3 codec for elements of `itemsize` bytes."""
+        return {"name": self.name, "configuration": {"level": self.level, "checksum": False}}
+
+
+@dataclass(frozen=True, slots=True)
+class Blosc:
+    """Blosc: bytes of the same rank side by side, then a fast compressor. Suits floats.
+
+    Attributes:
+        cname: The compressor within.
+        clevel: 0 (none) to 9 (small).
+        shuffle: What is put side by side: bytes (`shuffle`), bits (`bitshuffle`) or nothing.
+    """
+
+    cname: BloscName = "lz4"
+    clevel: int = 5
+    shuffle: BloscShuffle = "shuffle"
+
+    def __post_init__(self) -> None:
+        """Check what was given."""
+        _check_choice("Blosc", "cname", self.cname, get_args(BloscName))
+        _check_choice("Blosc", "shuffle", self.shuffle, get_args(BloscShuffle))
+        _check_range("Blosc", "clevel", self.clevel, 0, 9)
+
+    @property
+    def name(self) -> str:
+        """Name of the codec in manifests."""
+        return "blosc"
+
+    def codec(self, itemsize: int) -> dict[str, Any]:
+        """Return the zarr v3 codec for elements of `itemsize` bytes."""
+        return {
+            "name": self.name,
+            "configuration": {
+                "cname": self.cname,
+                "clevel": self.clevel,
+                "shuffle": self.shuffle,
+                "typesize": itemsize,
+                "blocksize": 0,
+            },
+        }
+
+
+Compression = Zstd | Blosc
+_BY_NAME: dict[str, type[Zstd | Blosc]] = {"zstd": Zstd, "blosc": Blosc}
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayFormat:
+    """How an array is stored; what is None is as without a format.
+
+    Attributes:
+        dtype: The dtype it is cast to, within its kind: floating or complex to any of the same
+            kind, integers to one that holds all their values. A restore finds an array of this
+            dtype.
+        chunk_bytes: Upper bound of one stored chunk, before compression. (A quarter of the staging
+            budget is another.)
+        split_axes: The axes along which chunks are cut first, evenly where their lengths allow;
+            negative ones count from the last. None means with `chunk_bytes` the sharded axes, and
+            without it the leading ones.
+        compression: `"zstd"`, `"blosc"`, or one with its settings, such as `Zstd(level=3)`. Arrays
+            of up to 256 KiB stay uncompressed.
+
+    Raises:
+        InvalidArgumentError: An attribute cannot be meant as given.
+    """
+
+    dtype: Any = None
+    chunk_bytes: int | None = None
+    split_axes: tuple[int, ...] | None = None
+    compression: Compression | Literal["zstd", "blosc"] | None = None
+
+    def __post_init__(self) -> None:
+        """Check what was given, and bring it to one form."""
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", _dtype_name(self.dtype))
+        size = self.chunk_bytes
+        if size is not None and (type(size) is not int or size < MIN_CHUNK_BYTES):
+            raise InvalidArgumentError(
+                f"ArrayFormat(chunk_bytes={size!r:.60}): expected a whole number of bytes, at "
+                f"least {MIN_CHUNK_BYTES}, or None"
+            )
+        if self.split_axes is not None:
+            object.__setattr__(self, "split_axes", _axes(self.split_axes))
+        if self.compression is not None:
+            object.__setattr__(self, "compression", _compression(self.compression))
+
+    @property
+    def codec(self) -> Compression | None:
+        """The compression with its settings."""
+        found = self.compression
+        assert not isinstance(found, str)
+        return found
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it changes nothing."""
+        chosen = (self.dtype, self.chunk_bytes, self.split_axes, self.compression)
+        return chosen == (None, None, None, None)
+
+
+def cast_refusal(source: str, target: str) -> str | None:
+    """Return why arrays of dtype `source` are not cast to `target` in a save, or None."""
+    kinds = _kind(source), _kind(target)
+    if kinds[0] != kinds[1] or kinds[0] == "other":
+        return f"{source} is not cast to {target}, which is of another kind"
+    if kinds[0] == "integer" and not _holds_all(source, target):
+        return f"{source} is not cast to {target}, which does not hold all of its values"
+    return None
+
+
+def _kind(dtype: str) -> str:
+    if dtype in UNROUNDED:
+        return "other"
+    for kind, start in (("floating", ("float", "bfloat")), ("complex", ("complex",))):
+        if dtype.startswith(start):
+            return kind
+    return "integer" if dtype.startswith(("int", "uint")) else "other"
+
+
+def _holds_all(source: str, target: str) -> bool:
+    bits = [int(name.lstrip("uint")) for name in (source, target)]
+    if source.startswith("uint"):
+        return bits[1] >= bits[0] + (not target.startswith("uint"))
+    return not target.startswith("uint") and bits[1] >= bits[0]
+
+
+def _dtype_name(dtype: Any) -> str:
+    found = storable_dtype(dtype)
+    if found is None:
+        raise InvalidArgumentError(
+            f"ArrayFormat(dtype={dtype!r:.60}): expected a dtype that can be stored, such as "
+            "'bfloat16'"
+        )
+    return found.name
+
+
+def _axes(axes: Any) -> tuple[int, ...]:
+    if not (
+        isinstance(axes, tuple | list)
+        and axes
+        and all(type(axis) is int for axis in axes)
+        and len(set(axes)) == len(axes)
+    ):
+        raise InvalidArgumentError(
+            f"ArrayFormat(split_axes={axes!r:.60}): expected different axes, such as (0, 1)"
+        )
+    return tuple(axes)
+
+
+def _compression(value: Any) -> Compression:
+    if isinstance(value, str) and value in _BY_NAME:
+        return _BY_NAME[value]()
+    if isinstance(value, Zstd | Blosc):
+        return value
+    raise InvalidArgumentError(
+        f"ArrayFormat(compression={value!r:.60}): expected 'zstd', 'blosc', Zstd(...) or Blosc(...)"
+    )
+
+
+def _check_range(owner: str, name: str, value: Any, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise InvalidArgumentError(
+            f"{owner}({name}={value!r:.60}): expected a whole number from {low} to {high}"
+        )
+
+
+def _check_choice(owner: str, name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidArgumentError(
+            f"{owner}({name}={value!r:.60}): expected one of {', '.join(choices)}"
+        )

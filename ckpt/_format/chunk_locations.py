@@ -1,0 +1,224 @@
+"""Where the chunks of an item lie: checked, found by file, and cut into pieces that fit. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt._format.dtypes import parse_dtype
+from ckpt._format.manifest import FileEntry, ItemEntry, LeafEntry
+from ckpt._format.regions import Region, chunk_region
+
+__all__ = [
+    "ChunkLocation",
+    "ChunkSlice",
+    "FileSegment",
+    "misplaced_leaves",
+    "parts_inside",
+    "parts_of",
+    "places_in",
+    "region_of",
+    "segments",
+]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLocation:
+    """Where one chunk lies.
+
+    Attributes:
+        file: Number of its data file.
+        start: Its first byte there.
+        end: The byte after its last one.
+        leaf: Number of its leaf; of several that share it the first.
+        number: Number of the chunk in C order of the leaf's chunk grid.
+    """
+
+    file: int
+    start: int
+    end: int
+    leaf: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSlice:
+    """Bytes of a chunk, as a small array of which a corner is wanted.
+
+    Attributes:
+        offset: The first byte, from the beginning of the chunk.
+        shape: Shape of what lies there.
+        inside: Shape of the corner of it that belongs to the array; the rest is padding.
+    """
+
+    offset: int
+    shape: Shape
+    inside: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class FileSegment:
+    """Bytes of a data file: a part of a chunk, or what lies between.
+
+    Attributes:
+        start: The first byte.
+        nbytes: How many.
+        place: The chunk, or None.
+        part: The part of it, or None.
+    """
+
+    start: int
+    nbytes: int
+    place: ChunkLocation | None = None
+    part: ChunkSlice | None = None
+
+
+def places_in(item: ItemEntry, files: Collection[int]) -> list[ChunkLocation]:
+    """Return the places of all chunks in data files with these numbers, in their order there.
+
+    Every chunk is named once, with the first of the leaves that share it. The leaves must have
+    passed `check_leaves`.
+    """
+    found = [
+        place
+        for number, leaf in enumerate(item.leaves)
+        if leaf.offsets and leaf.same_as is None
+        for place in _places_of(number, leaf)
+        if place.file in files
+    ]
+    found.sort(key=lambda place: (place.file, place.start))
+    return found
+
+
+def _places_of(number: int, leaf: LeafEntry) -> Iterator[ChunkLocation]:
+    whole = math.prod(leaf.chunks) * parse_dtype(leaf.dtype).itemsize
+    for chunk, start in enumerate(leaf.offsets):
+        if not leaf.digests[chunk]:
+            # It is on the disk of another process.
+            continue
+        length = leaf.lengths[chunk] if leaf.codec is not None else whole
+        file = leaf.files[chunk] if leaf.files else 0
+        yield ChunkLocation(file, start, start + length, number, chunk)
+
+
+def misplaced_leaves(name: str, item: ItemEntry, files: Mapping[str, FileEntry]) -> dict[int, str]:
+    """Return what is wrong with the places of leaves, by number of the leaf.
+
+    Chunks lie within files that the manifest lists, and do not overlap. So whoever reads the chunks
+    of all leaves but these reads no byte twice, whatever the manifest says.
+
+    Args:
+        name: Name of the item.
+        item: The item, whose leaves have passed `check_leaves`.
+        files: The files that the manifest lists.
+    """
+    wrong: dict[int, str] = {}
+    last: ChunkLocation | None = None
+    for place in places_in(item, range(len(item.data_files))):
+        reason = _contradiction(name, item, place, last, files)
+        if reason is not None:
+            wrong.setdefault(place.leaf, reason)
+        if place.leaf not in wrong:
+            last = place
+    return wrong
+
+
+def _contradiction(
+    name: str,
+    item: ItemEntry,
+    place: ChunkLocation,
+    last: ChunkLocation | None,
+    files: Mapping[str, FileEntry],
+) -> str | None:
+    path = f"{name}/{item.data_files[place.file]}"
+    known = files.get(path)
+    if known is None:
+        return f"its chunks are in {path}, which is not among the listed files"
+    where = f"chunk {place.number}, bytes {place.start} to {place.end} of {path},"
+    if place.end > known.size:
+        return f"{where} would lie beyond the end: the file has {known.size} bytes"
+    if last is not None and last.file == place.file and place.start < last.end:
+        return f"{where} would lie within a chunk of {item.leaves[last.leaf].name!r:.200}"
+    return None
+
+
+def region_of(leaf: LeafEntry, number: int) -> Region:
+    """Return the part of the array that chunk `number` of a leaf holds."""
+    place = []
+    for length, chunk in zip(reversed(leaf.shape), reversed(leaf.chunks), strict=True):
+        number, index = divmod(number, -(-length // chunk))
+        place.append(index)
+    return chunk_region(place[::-1], leaf.chunks, leaf.shape)
+
+
+def segments(
+    places: Sequence[ChunkLocation], leaves: Sequence[LeafEntry], nbytes: int, limit: int
+) -> Iterator[FileSegment]:
+    """Yield all bytes of a data file, each once and in order, as segments of at most `limit` bytes.
+
+    Args:
+        places: Chunks there, in order and without overlaps; none of them encoded.
+        leaves: The leaves of the item.
+        nbytes: Size of the file.
+        limit: Most bytes of one segment.
+    """
+    end = 0
+    for place in places:
+        leaf = leaves[place.leaf]
+        itemsize = parse_dtype(leaf.dtype).itemsize
+        for part in parts_of(leaf, place.number, limit):
+            start = place.start + part.offset
+            yield from _between(end, start, limit)
+            end = start + math.prod(part.shape) * itemsize
+            yield FileSegment(start, end - start, place, part)
+    yield from _between(end, nbytes, limit)
+
+
+def _between(start: int, end: int, limit: int) -> Iterator[FileSegment]:
+    for first in range(start, end, limit):
+        yield FileSegment(first, min(limit, end - first))
+
+
+def parts_of(leaf: LeafEntry, number: int, limit: int) -> Iterator[ChunkSlice]:
+    """Yield the bytes of chunk `number` of a leaf that hold elements of the array, in C order."""
+    inside = region_of(leaf, number).shape
+    shape = tuple(leaf.chunks)
+    if Region((0,) * len(inside), inside).is_contiguous_in(shape):
+        # One run of memory, whose parts need not end where rows do.
+        shape = inside = (math.prod(inside),)
+    return parts_inside(shape, inside, parse_dtype(leaf.dtype).itemsize, limit)
+
+
+def parts_inside(
+    shape: Sequence[int], inside: Sequence[int], itemsize: int, limit: int
+) -> Iterator[ChunkSlice]:
+    """Yield the bytes of a chunk that hold elements of the array, in C order.
+
+    Args:
+        shape: Shape of the chunk.
+        inside: Shape of its corner that belongs to the array.
+        itemsize: Bytes of an element.
+        limit: Most bytes of one part; at least `itemsize`.
+    """
+    yield from _parts(tuple(shape), tuple(inside), itemsize, limit, 0)
+
+
+def _parts(
+    shape: Shape, inside: Shape, itemsize: int, limit: int, offset: int
+) -> Iterator[ChunkSlice]:
+    nbytes = math.prod(shape) * itemsize
+    if nbytes <= limit:
+        yield ChunkSlice(offset, shape, inside)
+        return
+    row = nbytes // shape[0]
+    if row > limit:
+        for index in range(inside[0]):
+            yield from _parts(shape[1:], inside[1:], itemsize, limit, offset + index * row)
+        return
+    step = limit // row
+    for start in range(0, inside[0], step):
+        count = min(step, inside[0] - start)
+        yield ChunkSlice(offset + start * row, (count, *shape[1:]), (count, *inside[1:]))

@@ -1,0 +1,271 @@
+"""OCDBT databases over data files that are written by somebody else.
+
+TensorStore's OCDBT format keeps a B+tree of keys whose values lie inline in a tree node or anywhere
+in a data file. The specification allows data files of any relative path, so that a database can be
+made for data that exists already; that is what this module does: write batches are plain files, and
+a `DatabaseIndex` of where every value lies makes them a database for TensorStore, zarr tools and
+Orbax. All but the names of the files depends on the structure of what is saved, so an index is
+encoded once and serves every save of the same structure.
+
+Source: https://google.github.io/tensorstore/kvstore/ocdbt/index.html, "Storage format".
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import google_crc32c
+
+__all__ = ["MAX_KEY_BYTES", "Database", "DatabaseIndex", "KeyValue"]
+
+# The format's own limit; TensorStore refuses a node with a longer key.
+MAX_KEY_BYTES = 65_535
+_MANIFEST_MAGIC = 0x0CDB3A2A
+_NODE_MAGIC = 0x0CDB20DE
+_UNCOMPRESSED = b"\x00"
+_FORMAT_VERSION = b"\x00"
+# The configuration Orbax opens its databases with; it only concerns who would write to one.
+_MAX_INLINE_VALUE_BYTES = 1024
+_MAX_DECODED_NODE_BYTES = 100_000_000
+_VERSION_TREE_ARITY_LOG2 = 4
+# A reader that wants a single key decodes one node of every level, so nodes are kept small.
+_NODE_ENTRIES = 8192
+_NODE_INLINE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    """One key of a database.
+
+    Attributes:
+        key: The key.
+        inline: The value itself, or None where it lies in a data file.
+        file: Number of the data file.
+        offset: Its first byte there.
+        length: Its bytes.
+    """
+
+    key: bytes
+    inline: bytes | None = None
+    file: int = 0
+    offset: int = 0
+    length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Database:
+    """The bytes that make data files a database.
+
+    Attributes:
+        tree: Content of the file that holds the tree nodes.
+        manifest: Content of `manifest.ocdbt`.
+    """
+
+    tree: bytes
+    manifest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A tree node: what comes before the names of its data files, and after them.
+
+    Attributes:
+        height: 0 for a leaf node.
+        first: Its first key.
+        columns: Its entries, encoded; of an inner node the number of its children instead.
+        keys: Number of keys below it.
+        indirect: Bytes of the values below it that lie in data files.
+    """
+
+    height: int
+    first: bytes
+    columns: bytes
+    keys: int
+    indirect: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A node in the tree's file; `tree_bytes` are those of all nodes from it down."""
+
+    node: _Node
+    offset: int
+    length: int
+    tree_bytes: int
+
+
+class DatabaseIndex:
+    """The keys of one database, encoded but for the names of its files."""
+
+    def __init__(self, entries: Iterable[KeyValue]) -> None:
+        """DatabaseIndex `entries`, in any order; no two with the same key.
+
+        Raises:
+            ValueError: There is no entry, two have the same key, or a key is too long.
+        """
+        ordered = sorted(entries, key=lambda entry: entry.key)
+        if not ordered:
+            raise ValueError("an index without entries")
+        longest = max(len(entry.key) for entry in ordered)
+        if longest > MAX_KEY_BYTES:
+            raise ValueError(f"a key of {longest} bytes; a database holds up to {MAX_KEY_BYTES}")
+        if any(a.key == b.key for a, b in pairwise(ordered)):
+            raise ValueError("two entries with one key")
+        self._leaves = [_leaf_node(batch) for batch in _batches(ordered)]
+
+    def encode(
+        self, files: Sequence[str], tree_file: str, uuid: bytes, created_ns: int
+    ) -> Database:
+        """Return the database for data files of these names.
+
+        Args:
+            files: Path of every data file, relative to the database, by its number in the entries.
+            tree_file: Path of the file that will hold the tree nodes.
+            uuid: Sixteen bytes that name the database.
+            created_ns: Unix time in nanoseconds.
+        """
+        tree = bytearray()
+        table = _file_table(files)
+        level = [_append(tree, node, table) for node in self._leaves]
+        own_table = _file_table([tree_file])
+        while len(level) > 1:
+            level = [
+                _append(tree, _inner_node(part), own_table, sum(child.tree_bytes for child in part))
+                for part in (
+                    level[start : start + _NODE_ENTRIES]
+                    for start in range(0, len(level), _NODE_ENTRIES)
+                )
+            ]
+        [root] = level
+        body = b"".join(
+            (
+                uuid,
+                # Manifest kind "single"; then the configuration, without compression.
+                _varints([0, _MAX_INLINE_VALUE_BYTES, _MAX_DECODED_NODE_BYTES]),
+                bytes([_VERSION_TREE_ARITY_LOG2, 0]),
+                own_table,
+                # One version: generation 1, and where its root is.
+                _varints([1, 1]),
+                bytes([root.node.height]),
+                _varints([0, root.offset, root.length]),
+                _varints([root.node.keys, root.tree_bytes, root.node.indirect]),
+                struct.pack("<Q", created_ns),
+                # No version nodes.
+                b"\x00",
+            )
+        )
+        return Database(bytes(tree), _framed(_MANIFEST_MAGIC, body))
+
+
+def _batches(entries: Sequence[KeyValue]) -> Iterable[Sequence[KeyValue]]:
+    start, inline = 0, 0
+    for number, entry in enumerate(entries):
+        size = len(entry.inline or b"")
+        full = number - start >= _NODE_ENTRIES or inline + size > _NODE_INLINE_BYTES
+        if number > start and full:
+            yield entries[start:number]
+            start, inline = number, 0
+        inline += size
+    yield entries[start:]
+
+
+def _leaf_node(entries: Sequence[KeyValue]) -> _Node:
+    indirect = [entry for entry in entries if entry.inline is None]
+    lengths = [entry.length if entry.inline is None else len(entry.inline) for entry in entries]
+    columns = b"".join(
+        (
+            _varints([len(entries)]),
+            _keys([entry.key for entry in entries]),
+            _varints(lengths),
+            bytes([entry.inline is None for entry in entries]),
+            _varints([entry.file for entry in indirect]),
+            _varints([entry.offset for entry in indirect]),
+            b"".join(entry.inline for entry in entries if entry.inline is not None),
+        )
+    )
+    total = sum(entry.length for entry in indirect)
+    return _Node(0, entries[0].key, columns, len(entries), total)
+
+
+def _inner_node(children: Sequence[_Placed]) -> _Node:
+    nodes = [child.node for child in children]
+    columns = b"".join(
+        (
+            _varints([len(children)]),
+            # Children store whole keys: they have no prefix in common that is left out.
+            _keys([node.first for node in nodes], _varints([0] * len(nodes))),
+            _varints([0] * len(nodes)),
+            _varints([child.offset for child in children]),
+            _varints([child.length for child in children]),
+            _varints([node.keys for node in nodes]),
+            _varints([child.tree_bytes for child in children]),
+            _varints([node.indirect for node in nodes]),
+        )
+    )
+    keys, indirect = sum(node.keys for node in nodes), sum(node.indirect for node in nodes)
+    return _Node(nodes[0].height + 1, nodes[0].first, columns, keys, indirect)
+
+
+def _append(tree: bytearray, node: _Node, table: bytes, below: int = 0) -> _Placed:
+    """Append an encoded node to `tree`; the nodes below it have `below` bytes."""
+    encoded = _framed(_NODE_MAGIC, bytes([node.height]) + table + node.columns)
+    offset = len(tree)
+    tree += encoded
+    return _Placed(node, offset, len(encoded), below + len(encoded))
+
+
+def _keys(keys: Sequence[bytes], between: bytes = b"") -> bytes:
+    """Encode sorted keys by what each does not share with the one before it."""
+    shared = [_common(a, b) for a, b in pairwise(keys)]
+    suffixes = [keys[0], *(key[n:] for key, n in zip(keys[1:], shared, strict=True))]
+    return b"".join(
+        (_varints(shared), _varints([len(each) for each in suffixes]), between, *suffixes)
+    )
+
+
+def _common(a: bytes, b: bytes) -> int:
+    """Return how many leading bytes two different keys share."""
+    limit = min(len(a), len(b))
+    if a[:limit] == b[:limit]:
+        return limit
+    difference = int.from_bytes(a[:limit], "big") ^ int.from_bytes(b[:limit], "big")
+    return limit - (difference.bit_length() + 7) // 8
+
+
+def _file_table(paths: Sequence[str]) -> bytes:
+    """Encode the paths of data files, relative to the database, without shared prefixes."""
+    encoded = [path.encode() for path in paths]
+    nothing = bytes(len(encoded))
+    return b"".join(
+        (
+            _varints([len(encoded)]),
+            nothing[1:],
+            _varints([len(path) for path in encoded]),
+            nothing,
+            *encoded,
+        )
+    )
+
+
+def _framed(magic: int, body: bytes) -> bytes:
+    """Return `body` with header and checksum; nodes and the manifest have the same frame."""
+    length = 4 + 8 + len(_FORMAT_VERSION) + len(_UNCOMPRESSED) + len(body) + 4
+    frame = struct.pack(">I", magic) + struct.pack("<Q", length) + _FORMAT_VERSION + _UNCOMPRESSED
+    data = frame + body
+    return data + struct.pack("<I", google_crc32c.value(data))
+
+
+def _varints(numbers: Sequence[int]) -> bytes:
+    """Encode numbers as base-128 varints, least significant group first."""
+    if all(number < 0x80 for number in numbers):
+        return bytes(numbers)
+    out = bytearray()
+    for number in numbers:
+        while number > 0x7F:
+            out.append(number & 0x7F | 0x80)
+            number >>= 7
+        out.append(number)
+    return bytes(out)

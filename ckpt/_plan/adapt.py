@@ -1,0 +1,349 @@
+"""How what is stored is brought to what is wanted, where the two differ on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from ckpt._format.dtypes import storable_dtype
+from ckpt._format.manifest import ItemEntry
+from ckpt._plan.virtual_arrays import VirtualArray
+from ckpt._tree.flatten import unboxed_names
+from ckpt._tree.patterns import (
+    PathRule,
+    compile_pattern,
+    compile_rule,
+    fill,
+)
+from ckpt._tree.suggestions import what_is_there
+from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMismatchError
+
+__all__ = [
+    "Adapt",
+    "Resize",
+    "RestoreReport",
+    "Stored",
+    "Transform",
+    "adapted",
+    "mismatch",
+]
+
+# From leaf paths to the arrays that can be had there; see `ckpt.surgery`.
+Transform = Callable[[Mapping[str, VirtualArray]], Mapping[str, VirtualArray]]
+Resize = Literal["pad", "truncate", "both"]
+Missing = Literal["error", "keep"]
+Extra = Literal["error", "ignore"]
+
+_SHOWN = 200
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """What became of one item's leaves.
+
+    Attributes:
+        item: Name of the item.
+        used: Stored leaf paths that were loaded.
+        unused: Stored leaf paths that were not.
+        kept: Leaf paths of the target that kept the target's own value, functions aside.
+    """
+
+    item: str
+    used: tuple[str, ...]
+    unused: tuple[str, ...]
+    kept: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapt:
+    """What may differ between a checkpoint and the target it is loaded into.
+
+    Without it, nothing may: every leaf of either has to be in the other. Leaf paths are written as
+    messages and `metadata()` write them, `params.layers.0.kernel`. In a pattern `*` stands for any
+    text within one key and a key `**` for any number of keys; a pattern covers what it matches and
+    everything below. A pattern that covers no leaf is an error. Where several patterns of a mapping
+    cover a leaf the first one counts.
+
+    The steps are taken in the order of the attributes.
+
+    Attributes:
+        select: Load only these stored leaves: a pattern, a function of the leaf path, or several.
+            Target leaves elsewhere keep their own value; without a target there is `...`.
+        rename: New paths of stored leaves, as `{pattern: new path}`, where the `*` of a pattern
+            stand for those of its new path, or as a function of the leaf path.
+        transforms: Functions from `ckpt.surgery`, in this order: stack, unstack, concatenate,
+            split. Without a target the tree comes back as nested dicts by leaf path if leaves were
+            renamed or transformed.
+        cast: `{pattern: dtype}` that arrays are cast to, also to another kind; or one dtype, to
+            which all arrays of its kind are. (A target's own dtype is enough within one kind, as
+            from float32 to bfloat16.)
+        resize: `pad` fills arrays smaller than the target's with zeros at the end of each axis,
+            `truncate` cuts larger ones, `both` does either; or `{pattern: choice}`.
+        missing: Whether target leaves that are not stored are an error or keep their own value.
+        extra: Whether stored leaves that the target does not have are an error or are ignored.
+        report: Called with a `RestoreReport` for every item that was loaded.
+
+    Raises:
+        InvalidArgumentError: An attribute cannot be meant as given.
+    """
+
+    select: PathRule | None = None
+    rename: Mapping[str, str] | Callable[[str], str] | None = None
+    transforms: Sequence[Transform] = ()
+    cast: Any = None
+    resize: Resize | Mapping[str, Resize] | None = None
+    missing: Missing = "error"
+    extra: Extra = "error"
+    report: Callable[[RestoreReport], object] | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a checkpoint."""
+        _check_choice("missing", self.missing, get_args(Missing))
+        _check_choice("extra", self.extra, get_args(Extra))
+        if self.select is not None:
+            _check_select(self.select)
+        for name in ("rename", "cast", "resize"):
+            rules = getattr(self, name)
+            for pattern in rules if isinstance(rules, Mapping) else ():
+                _check_pattern(name, pattern)
+        _check_rename(self.rename)
+        for choice in _values(self.resize):
+            _check_choice("resize", choice, get_args(Resize))
+        for dtype in _values(self.cast):
+            dtype_of(dtype)
+        given: object = self.transforms
+        if not isinstance(given, Sequence) or not all(map(callable, given)):
+            raise InvalidArgumentError(
+                f"transforms={given!r:.60}: expected a list, such as "
+                "[ckpt.surgery.stack('layers.*', to='layers')]"
+            )
+        if self.report is not None and not callable(self.report):
+            raise InvalidArgumentError(f"report={self.report!r:.60}: expected a function")
+
+    def dtype_for(self, path: str) -> np.dtype[Any] | None:
+        """Return the dtype that the array at `path` is cast to, or None."""
+        found = _value_for(self.cast, path)
+        return None if found is None else dtype_of(found)
+
+    def resize_for(self, path: str) -> Resize | None:
+        """Return how the array at `path` may be resized, or None."""
+        found: Resize | None = _value_for(self.resize, path)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What can be had of an item.
+
+    Attributes:
+        sources: By leaf path, in the order of the stored leaves.
+        unselected: Leaf paths that are stored and not wanted.
+        moved: Whether paths differ from those of the stored tree.
+    """
+
+    sources: Mapping[str, VirtualArray]
+    unselected: frozenset[str]
+    moved: bool
+
+
+def adapted(item: ItemEntry, adapt: Adapt) -> Stored:
+    """Return what can be had of an item: selected, renamed and transformed.
+
+    Raises:
+        TargetMismatchError: A pattern covers nothing, or two leaves come to one path.
+        InvalidArgumentError: A transform cannot be applied to what is stored.
+    """
+    names = unboxed_names(item.nodes, [entry.name for entry in item.leaves])
+    numbers = {name: number for number, name in enumerate(names)}
+    sources: Mapping[str, VirtualArray] = _AsStored(item, numbers)
+    if len(sources) != len(item.leaves):
+        raise CorruptCheckpointError("two leaves are stored at one place")
+    unselected: frozenset[str] = frozenset()
+    if adapt.select is not None:
+        chosen = _selected(list(sources), adapt.select)
+        unselected = frozenset(sources.keys() - chosen)
+        numbers = {name: number for name, number in numbers.items() if name in chosen}
+        sources = _AsStored(item, numbers)
+    moved = adapt.rename is not None or bool(adapt.transforms)
+    if adapt.rename is not None:
+        sources = _renamed(sources, adapt.rename)
+    for transform in adapt.transforms:
+        sources = dict(transform(sources))
+    for what, rules in (("cast", adapt.cast), ("resize", adapt.resize)):
+        if isinstance(rules, Mapping):
+            _deciding(what, rules, list(sources))
+    return Stored(sources, unselected, moved)
+
+
+class _AsStored(Mapping[str, VirtualArray]):
+    """The leaves as they are stored, each made when it is asked for.
+
+    Thousands of objects that live on make Python's garbage collector look at everything there is.
+    """
+
+    def __init__(self, item: ItemEntry, numbers: Mapping[str, int]) -> None:
+        self._leaves = item.leaves
+        self._numbers = numbers
+
+    def __getitem__(self, path: str) -> VirtualArray:
+        number = self._numbers[path]
+        entry = self._leaves[number]
+        return VirtualArray.of(entry, number if entry.same_as is None else entry.same_as, path)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._numbers
+
+
+def _selected(names: Sequence[str], rule: PathRule) -> set[str]:
+    chosen: set[str] = set()
+    for text, covers in compile_rule(rule):
+        chosen.update(_check_covers("select", text, covers, names))
+    return chosen
+
+
+def _check_covers(
+    what: str, text: str, covers: Callable[[str], bool], names: Sequence[str]
+) -> list[str]:
+    found = [name for name in names if covers(name)]
+    if not found:
+        raise TargetMismatchError(
+            f"{what}: {text!r:.80} covers none of the {len(names)} stored leaves"
+            f"{what_is_there(text, names)}; no array was read"
+        )
+    return found
+
+
+def _deciding(what: str, patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:
+    """Return for every leaf that is covered the first pattern that covers it."""
+    first: dict[str, str] = {}
+    for text in patterns:
+        covered = _check_covers(what, text, compile_pattern(text).covers, names)
+        if all(name in first for name in covered):
+            raise InvalidArgumentError(
+                f"{what}: {text!r:.80} comes to nothing, since {first[covered[0]]!r:.80} stands "
+                "before it and covers the same leaves. Put it first"
+            )
+        for name in covered:
+            first.setdefault(name, text)
+    return first
+
+
+def _renamed(
+    sources: Mapping[str, VirtualArray], rename: Mapping[str, str] | Callable[[str], str]
+) -> dict[str, VirtualArray]:
+    names = list(sources)
+    if callable(rename):
+        new = {name: _path(rename(name), name) for name in names}
+    else:
+        new = {name: name for name in names}
+        for name, text in _deciding("rename", rename, names).items():
+            stars, below = compile_pattern(text).split(name) or ((), "")
+            new[name] = fill(rename[text], stars, below)
+    taken: dict[str, str] = {}
+    for name in names:
+        other = taken.setdefault(new[name], name)
+        if other != name:
+            raise TargetMismatchError(
+                f"rename: {other!r:.80} and {name!r:.80} both become {new[name]!r:.80}; no array "
+                "was read"
+            )
+    return {new[name]: source for name, source in sources.items()}
+
+
+def _path(given: object, name: str) -> str:
+    if not isinstance(given, str) or not given:
+        raise InvalidArgumentError(
+            f"rename: the function returned {given!r:.60} for {name!r:.80}: expected a leaf path"
+        )
+    return given
+
+
+def mismatch(problems: Sequence[str]) -> TargetMismatchError:
+    """Return the one error that lists what differs, a line for every leaf."""
+    count = len(problems)
+    lines = "\n  ".join(problems[:_SHOWN])
+    more = f"\n  ... and {count - _SHOWN} more, in .problems" if count > _SHOWN else ""
+    return TargetMismatchError(
+        f"the target differs from what is stored in {count} "
+        f"{'leaf' if count == 1 else 'leaves'}; no array was read. Change the target; "
+        "put ... in place of a leaf to skip it; or say what may differ with "
+        f"adapt=ckpt.Adapt(...).\n  {lines}{more}",
+        problems=tuple(problems),
+    )
+
+
+def dtype_of(dtype: Any) -> np.dtype[Any]:
+    """Return a dtype that arrays can be cast to.
+
+    Raises:
+        InvalidArgumentError: It is none that can be stored.
+    """
+    found = storable_dtype(dtype)
+    if found is None:
+        raise InvalidArgumentError(
+            f"cast to {dtype!r:.60}: expected a dtype that can be stored, such as 'bfloat16'"
+        )
+    return found
+
+
+def _values(rules: Any) -> list[Any]:
+    if rules is None:
+        return []
+    return list(rules.values()) if isinstance(rules, Mapping) else [rules]
+
+
+def _value_for(rules: Any, path: str) -> Any:
+    if not isinstance(rules, Mapping):
+        return rules
+    for pattern, value in rules.items():
+        if compile_pattern(pattern).covers(path):
+            return value
+    return None
+
+
+def _check_select(rule: PathRule) -> None:
+    try:
+        parts = compile_rule(rule)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"select: {error.message}") from error
+    if not parts:
+        raise InvalidArgumentError("select=[]: expected at least one pattern")
+
+
+def _check_pattern(name: str, pattern: str) -> None:
+    try:
+        compile_pattern(pattern)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{name}: {error.message}") from error
+
+
+def _check_rename(rename: object) -> None:
+    paths = list(rename.values()) if isinstance(rename, Mapping) else []
+    known = rename is None or callable(rename) or isinstance(rename, Mapping)
+    wrong = next((path for path in paths if not isinstance(path, str)), None if known else rename)
+    if wrong is not None or None in paths:
+        raise InvalidArgumentError(
+            f"rename: {wrong!r:.60}: expected {{'params.*': 'model.*'}}, or a function from one "
+            "leaf path to another"
+        )
+    for pattern, path in rename.items() if isinstance(rename, Mapping) else ():
+        stars = pattern.replace("**", "").count("*")
+        if path.count("*") != stars:
+            raise InvalidArgumentError(
+                f"rename: {path!r:.80} has {path.count('*')} '*', where {pattern!r:.80} has {stars}"
+            )
+
+
+def _check_choice(name: str, given: object, choices: Sequence[str]) -> None:
+    if given not in choices:
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise InvalidArgumentError(f"{name}={given!r:.60}: expected one of {listed}")

@@ -1,0 +1,192 @@
+"""Which leaf is stored how: rules by leaf path, applied to the leaves of a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+
+from ckpt._format.array_format import ArrayFormat, cast_refusal
+from ckpt._format.dtypes import DTYPES
+from ckpt._tree.leaf_specs import LeafSpec
+from ckpt._tree.patterns import Pattern, compile_pattern
+from ckpt._tree.suggestions import near_miss
+from ckpt.errors import CheckpointError, InvalidArgumentError, UnsupportedLeafError
+
+__all__ = ["FormatRules", "Formats", "Formatted", "compile_formats", "format_leaves"]
+
+# By pattern of leaf paths, where the first that covers a leaf counts; or a function of the leaf
+# path and what the array is.
+Formats = Mapping[str, ArrayFormat] | Callable[[str, jax.ShapeDtypeStruct], ArrayFormat | None]
+# PRNG keys are what they are, and Python scalars have no dtype.
+_FORMATTED_KINDS = frozenset({"jax", "numpy", "numpy_scalar"})
+
+
+@dataclass(frozen=True, slots=True)
+class Formatted:
+    """What became of the leaves of an item.
+
+    Attributes:
+        specs: What every leaf is and how it is stored.
+        paths: The leaf paths.
+        used: Numbers of the patterns that decided about an array.
+    """
+
+    specs: Sequence[LeafSpec]
+    paths: Sequence[str]
+    used: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class FormatRules:
+    """Formats, checked: patterns in their order, or a function."""
+
+    patterns: tuple[tuple[Pattern, ArrayFormat], ...]
+    function: Callable[[str, jax.ShapeDtypeStruct], ArrayFormat | None] | None = None
+
+    def find(self, path: str, spec: LeafSpec) -> tuple[ArrayFormat | None, int | None]:
+        """Return the format of an array, and the number of the pattern that says so."""
+        if self.function is not None:
+            struct = jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+                spec.shape, DTYPES[spec.dtype or ""], sharding=spec.sharding
+            )
+            found: object = self.function(path, struct)
+            if found is not None and not isinstance(found, ArrayFormat):
+                raise InvalidArgumentError(
+                    f"formats returned {found!r:.60}: expected an ArrayFormat or None", leaf=path
+                )
+            return found, None
+        for number, (pattern, array_format) in enumerate(self.patterns):
+            if pattern.covers(path):
+                return array_format, number
+        return None, None
+
+    def check_used(self, items: Iterable[Formatted]) -> None:
+        """Check that every pattern decided about an array of a save.
+
+        Args:
+            items: The items of the save.
+
+        Raises:
+            InvalidArgumentError: One did not; says why.
+        """
+        found = list(items)
+        used = {number for item in found for number in item.used}
+        for number, (pattern, _) in enumerate(self.patterns):
+            if number not in used:
+                raise InvalidArgumentError(self._why_unused(pattern, found))
+
+    def _why_unused(self, pattern: Pattern, items: Sequence[Formatted]) -> str:
+        what = f"formats: {pattern.text!r:.80}"
+        covered = [
+            (path, spec)
+            for item in items
+            for path, spec in zip(item.paths, item.specs, strict=True)
+            if pattern.covers(path)
+        ]
+        arrays = [path for path, spec in covered if spec.kind in _FORMATTED_KINDS]
+        if arrays:
+            other = next(each for each, _ in self.patterns if each.covers(arrays[0]))
+            return (
+                f"{what} comes to nothing: {other.text!r:.80} stands before it and covers all its "
+                "arrays. Put it first"
+            )
+        if covered:
+            path, spec = covered[0]
+            kind = "PRNG key" if spec.kind == "key" else f"leaf of kind {spec.kind}"
+            return f"{what} covers no array: {path!r:.80} is a {kind}, which is stored as it is"
+        paths = [path for item in items for path in item.paths]
+        return f"{what} covers no leaf{near_miss(pattern.text, paths)}"
+
+
+def compile_formats(formats: Formats | None) -> FormatRules | None:
+    """Return the rules of `formats`, or None where there are none.
+
+    Raises:
+        InvalidArgumentError: They cannot be meant as given.
+    """
+    given: object = formats
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        for pattern, array_format in given.items():
+            if not isinstance(array_format, ArrayFormat):
+                raise InvalidArgumentError(
+                    f"formats[{pattern!r:.60}]={array_format!r:.60}: expected an ArrayFormat"
+                )
+        rules = tuple((compile_pattern(text), each) for text, each in given.items())
+        return FormatRules(rules) if rules else None
+    if callable(given):
+        return FormatRules((), given)
+    raise InvalidArgumentError(
+        f"formats={given!r:.60}: expected {{pattern of leaf paths: ArrayFormat}} or a function"
+    )
+
+
+def format_leaves(rules: FormatRules, paths: Sequence[str], specs: Sequence[LeafSpec]) -> Formatted:
+    """Return the leaves with the formats that `rules` have for them.
+
+    One array at two places with different formats is stored at both.
+
+    Args:
+        rules: The rules.
+        paths: The leaf paths, without the keys of boxes.
+        specs: What every leaf is.
+
+    Raises:
+        UnsupportedLeafError: A leaf cannot be stored so; names the first, notes the others.
+    """
+    used: set[int] = set()
+    formatted: list[LeafSpec] = []
+    problems: list[CheckpointError] = []
+    # By the number of the array's first leaf: the leaves that hold it in different formats.
+    holders: dict[int, list[int]] = {}
+    for number, (path, spec) in enumerate(zip(paths, specs, strict=True)):
+        new = spec
+        if spec.kind in _FORMATTED_KINDS:
+            try:
+                found, pattern = rules.find(path, spec)
+                if pattern is not None:
+                    used.add(pattern)
+                if found is not None and not found.is_default:
+                    new = _formatted(spec, found, path)
+            except CheckpointError as error:
+                problems.append(error)
+        new = replace(new, same_as=None) if spec.same_as is not None else new
+        first = number if spec.same_as is None else spec.same_as
+        others = holders.setdefault(first, [])
+        same = next((other for other in others if formatted[other] == new), None)
+        if same is None:
+            others.append(number)
+        formatted.append(new)
+        if same is not None:
+            # Compared without it above; set where all is known.
+            formatted[number] = replace(new, same_as=same)
+    if problems:
+        for other in problems[1:20]:
+            problems[0].add_note(f"also: {other}")
+        raise problems[0]
+    return Formatted(formatted, paths, frozenset(used))
+
+
+def _formatted(spec: LeafSpec, array_format: ArrayFormat, path: str) -> LeafSpec:
+    rank = len(spec.shape)
+    wrong = [axis for axis in array_format.split_axes or () if not -rank <= axis < rank]
+    if wrong:
+        raise UnsupportedLeafError(
+            f"formats: split_axes={array_format.split_axes}, but the array has {rank} dimensions. "
+            "Put a pattern for such arrays before this one, ArrayFormat() for none",
+            leaf=path,
+        )
+    dtype, source = array_format.dtype, spec.dtype
+    if dtype is None or dtype == source or source is None:
+        return replace(spec, format=array_format)
+    reason = cast_refusal(source, dtype)
+    if reason is not None:
+        raise UnsupportedLeafError(
+            f"formats: {reason}. Cast it yourself, or put a pattern for such arrays before this "
+            "one, ArrayFormat() to store them as they are",
+            leaf=path,
+        )
+    return replace(spec, dtype=dtype, cast_from=source, format=array_format, weak_type=False)

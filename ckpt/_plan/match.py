@@ -1,0 +1,386 @@
+"""Target against manifest: what every leaf comes back as, or every difference at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from ckpt._format.dtypes import DTYPES
+from ckpt._format.manifest import ItemEntry
+from ckpt._format.shardings import rebuild_sharding
+from ckpt._plan.adapt import Adapt, Stored, mismatch
+from ckpt._plan.targets import (
+    PYTHON_TYPES,
+    ArrayRead,
+    ArrayTarget,
+    array_problem,
+    array_target,
+    key_shape,
+    python_target,
+    same_category,
+    scalar_value,
+    stored_text,
+    wanted_text,
+)
+from ckpt._plan.virtual_arrays import VirtualArray, resize
+from ckpt._tree.flatten import Structure, unboxed_names
+from ckpt._tree.leaf_names import ROOT
+from ckpt._tree.leaf_specs import (
+    ARRAY_KINDS,
+    CALLABLE,
+    decode_scalar,
+    is_function,
+    kind_of_type,
+    scalar_kind,
+)
+from ckpt._tree.suggestions import near_miss
+
+__all__ = ["Match", "match_as_saved", "match_target"]
+
+# Looking for a name that is nearly right takes milliseconds.
+_MOST_HINTS = 20
+
+_Likeness = tuple[object, ...]
+
+
+@dataclass(slots=True)
+class Match:
+    """What has to be read, and where it goes.
+
+    Attributes:
+        values: Every leaf of the result that is no array to read: scalars, kept and skipped ones.
+        reads: The arrays to read.
+        places: By the number of the leaf, the number of the read that gives it.
+        used: Stored leaf paths that are loaded.
+        kept: Leaf paths of the target that keep the target's own value.
+        moved: Leaf paths of arrays whose sharding cannot be rebuilt in this process.
+    """
+
+    values: list[Any] = field(default_factory=list)
+    reads: list[ArrayRead] = field(default_factory=list)
+    places: dict[int, int] = field(default_factory=dict)
+    used: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    moved: list[str] = field(default_factory=list)
+
+    def read(
+        self, path: str, source: VirtualArray, target: ArrayTarget, shape: tuple[int, ...]
+    ) -> int:
+        """Read an array for the leaf whose value would come next; return the read's number."""
+        fitted = source if shape == source.shape else resize(source, shape)
+        stored = source.entry.dtype or ""
+        self.reads.append(ArrayRead(target, shape, stored, fitted.leaf, path, fitted.pieces))
+        self.share(len(self.reads) - 1)
+        return len(self.reads) - 1
+
+    def place(self, path: str, target: ArrayTarget, value: np.ndarray[Any, Any]) -> None:
+        """Place an array that is known already for the leaf whose value would come next."""
+        stored = value.dtype.name
+        self.reads.append(ArrayRead(target, value.shape, stored, None, path, value=value))
+        self.share(len(self.reads) - 1)
+
+    def share(self, read: int) -> None:
+        """Let the leaf whose value would come next be the array of an earlier read."""
+        self.places[len(self.values)] = read
+        self.values.append(None)
+
+    def leaves(self, arrays: Sequence[Any]) -> list[Any]:
+        """Return all leaves, the arrays in their places."""
+        found = list(self.values)
+        for place, read in self.places.items():
+            found[place] = arrays[read]
+        return found
+
+
+def match_as_saved(item: ItemEntry, stored: Stored, adapt: Adapt) -> Match:
+    """Bring every leaf back as it was saved; one that is not selected is `...`.
+
+    The leaves are those of the stored tree, or, if leaves were renamed or transformed, those of
+    `stored.sources`.
+
+    Raises:
+        TargetMismatchError: A 64-bit jax array is stored and this process has 64 bits switched off,
+            or a function is.
+    """
+    work = _AsSaved(item, adapt)
+    if stored.moved:
+        for name, source in stored.sources.items():
+            work.add(name, source)
+    else:
+        for name in unboxed_names(item.nodes, [entry.name for entry in item.leaves]):
+            work.add(name, stored.sources.get(name))
+    if work.problems:
+        raise mismatch(work.problems)
+    return work.match
+
+
+class _AsSaved:
+    """Arrays as they were saved, in one pass."""
+
+    def __init__(self, item: ItemEntry, adapt: Adapt) -> None:
+        self.match = Match()
+        self.problems: list[str] = []
+        self._adapt = adapt
+        self._shardings = [rebuild_sharding(entry) for entry in item.shardings]
+        # Thousands of leaves are alike in all that matters here.
+        self._known: dict[_Likeness, ArrayTarget] = {}
+        # One object that stood at several places does so again.
+        self._shared: dict[int, int] = {}
+
+    def add(self, name: str, source: VirtualArray | None) -> None:
+        match = self.match
+        if source is None:
+            match.values.append(...)
+            return
+        match.used.extend(source.used)
+        entry = source.entry
+        if entry.kind == CALLABLE:
+            self.problems.append(
+                f"{name}: stored {stored_text(source)}, of which only the name is: pass like= with "
+                "the function in its place, or leave it out with select="
+            )
+        if entry.kind not in ARRAY_KINDS:
+            match.values.append(None if entry.kind == CALLABLE else decode_scalar(entry))
+            return
+        target = self._target(name, source)
+        known = None if source.leaf is None else self._shared.get(source.leaf)
+        # One that is cast by pattern may differ from place to place.
+        if known is not None and match.reads[known].target == target:
+            match.share(known)
+            return
+        read = match.read(name, source, target, source.shape)
+        if source.leaf is not None:
+            self._shared[source.leaf] = read
+
+    def _target(self, name: str, source: VirtualArray) -> ArrayTarget:
+        entry = source.entry
+        dtype = _cast_of(self._adapt, name, source) or DTYPES[entry.dtype or ""]
+        placed = (entry.kind, entry.committed, entry.sharding)
+        likeness = (*placed, dtype, entry.weak_type, entry.impl, source.shape)
+        if likeness in self._known:
+            return self._known[likeness]
+        # Of what was put together only the first part's place is known, which need not divide it.
+        bound = entry.sharding is not None and entry.committed and source.leaf is not None
+        sharding = self._shardings[entry.sharding or 0] if bound else None
+        lost = bound and sharding is None
+        if lost:
+            self.match.moved.append(name)
+        target = ArrayTarget(entry.kind, dtype, sharding, entry.weak_type, entry.impl)
+        problem = array_problem(source, target, source.shape, casts=True)
+        if problem is not None:
+            self.problems.append(f"{name}: stored {stored_text(source)}, {problem}")
+        elif not lost:
+            self._known[likeness] = target
+        return target
+
+
+def match_target(target: Structure, stored: Stored, adapt: Adapt) -> Match:
+    """Hold a target against what is stored.
+
+    Leaves are matched by their path, so containers may differ in kind (a dict for a namedtuple) as
+    long as the paths agree.
+
+    Raises:
+        TargetMismatchError: Lists every leaf that is missing, extra, or of another shape or kind.
+    """
+    work = _ToTarget(stored, adapt)
+    names = unboxed_names(target.nodes, target.names)
+    for name, leaf in zip(names, target.leaves, strict=True):
+        work.add(name, leaf)
+    if adapt.extra == "error":
+        wanted = set(names)
+        work.problems.extend(
+            f"{name}: stored {stored_text(stored.sources[name])}, not in the target"
+            for name in stored.sources
+            if name not in wanted
+            and not name.startswith(work.skipped)
+            and stored.sources[name].entry.kind != CALLABLE
+        )
+    if work.problems:
+        raise mismatch(work.problems)
+    return work.match
+
+
+class _ToTarget:
+    """Leaves as a target wants them, in one pass."""
+
+    def __init__(self, stored: Stored, adapt: Adapt) -> None:
+        self.match = Match()
+        self.problems: list[str] = []
+        # What lies below these is not wanted.
+        self.skipped: tuple[str, ...] = ()
+        self._stored = stored
+        self._adapt = adapt
+        self._hints = 0
+        # Thousands of leaves are alike in all that matters here, and looking at one costs 8 us.
+        self._known: dict[_Likeness, ArrayTarget] = {}
+        # A target's one array at several places comes back as one.
+        self._shared: dict[tuple[int, int], int] = {}
+
+    def add(self, name: str, leaf: Any) -> None:
+        source = self._stored.sources.get(name)
+        if source is not None and source.entry.kind in ARRAY_KINDS and leaf is not ...:
+            self._array(name, leaf, source)
+        elif is_function(leaf) and (source is None or source.entry.kind == CALLABLE):
+            # Code is not stored; a target brings its own.
+            self.match.values.append(leaf)
+        elif source is None:
+            self._absent(name, leaf)
+        elif leaf is ...:
+            self.match.values.append(...)
+        elif scalar_kind(leaf) == source.entry.kind or _is_kind(leaf, source.entry.kind):
+            self.match.used.extend(source.used)
+            self.match.values.append(decode_scalar(source.entry))
+        else:
+            self._scalar(name, leaf, source)
+
+    def _scalar(self, name: str, leaf: Any, source: VirtualArray) -> None:
+        """Bring a stored Python scalar back as an array without dimensions."""
+        entry = source.entry
+        found = array_target(leaf, entry) if entry.kind in PYTHON_TYPES else None
+        target, shape = found or (None, ())
+        problem: str | None = f"wanted {wanted_text(leaf)}"
+        if target is not None and shape == ():
+            value = scalar_value(decode_scalar(entry), target.dtype)
+            if value is not None:
+                stored = VirtualArray(
+                    entry.model_copy(update={"dtype": value.dtype.name}), (), None
+                )
+                problem = array_problem(stored, target, (), casts=False)
+                if problem is None:
+                    self.match.used.extend(source.used)
+                    self.match.place(name, target, value)
+                    return
+        self._differs(name, source, problem or "")
+
+    def _absent(self, name: str, leaf: Any) -> None:
+        # A shape or a type says what is wanted, and is no value.
+        abstract = isinstance(leaf, type) or (
+            hasattr(leaf, "shape") and not isinstance(leaf, jax.Array | np.ndarray | np.generic)
+        )
+        below = "" if name == ROOT else f"{name}."
+        known = (self._stored.sources, self._stored.unselected)
+        if leaf is ... and (
+            not below or any(each.startswith(below) for names in known for each in names)
+        ):
+            self.match.values.append(...)
+            self.skipped = (*self.skipped, below)
+        elif name in self._stored.unselected:
+            self.match.values.append(... if abstract else leaf)
+            if not abstract and leaf is not ...:
+                self.match.kept.append(name)
+        elif self._adapt.missing == "keep" and not abstract:
+            self.match.values.append(leaf)
+            self.match.kept.append(name)
+        else:
+            hint = ""
+            if self._hints < _MOST_HINTS:
+                self._hints += 1
+                hint = near_miss(name, self._stored.sources)
+            text = "not stored"
+            if self._adapt.missing == "keep":
+                text += ", and the target has no value to keep"
+            self.problems.append(f"{name}: {text}, wanted {wanted_text(leaf)}{hint}")
+            self.match.values.append(None)
+
+    def _array(self, name: str, leaf: Any, source: VirtualArray) -> None:
+        self.match.used.extend(source.used)
+        likeness = _likeness(leaf, source) if not self._is_adapted else None
+        target = self._known.get(likeness) if likeness is not None else None
+        shape = source.shape
+        if target is None:
+            scalar = python_target(leaf, source)
+            found = (scalar, ()) if scalar is not None else array_target(leaf, source.entry)
+            if found is None:
+                self._differs(name, source, f"wanted {wanted_text(leaf)}")
+                return
+            target, wanted = found
+            if source.entry.kind == "key" and target.kind != "key":
+                hint = "a typed key: make the target with jax.random.key"
+                self._differs(name, source, f"wanted {wanted_text(leaf)}, which is not {hint}")
+                return
+            cast = _cast_of(self._adapt, name, source)
+            if cast is not None:
+                target = ArrayTarget(
+                    target.kind, cast, target.sharding, target.weak_type, target.impl
+                )
+            fitted = self._shape(name, source, wanted)
+            if fitted is None:
+                self._differs(name, source, f"wanted shape {list(wanted)}")
+                return
+            shape = fitted
+            problem = array_problem(source, target, shape, casts=cast is not None)
+            if problem is not None:
+                self._differs(name, source, problem)
+                return
+            if likeness is not None:
+                self._known[likeness] = target
+        if source.leaf is None or not isinstance(leaf, jax.Array):
+            self.match.read(name, source, target, shape)
+            return
+        same = (id(leaf), source.leaf)
+        if same in self._shared:
+            known = self.match.reads[self._shared[same]]
+            if (known.target, known.shape) == (target, shape):
+                self.match.share(self._shared[same])
+                return
+        self._shared[same] = self.match.read(name, source, target, shape)
+
+    @property
+    def _is_adapted(self) -> bool:
+        return self._adapt.cast is not None or self._adapt.resize is not None
+
+    def _shape(
+        self, name: str, source: VirtualArray, wanted: tuple[int, ...]
+    ) -> tuple[int, ...] | None:
+        """Return the shape to read, of a PRNG key that of its data; None if it may not be so."""
+        entry = source.entry
+        if entry.kind == "key":
+            return source.shape if key_shape(entry) == wanted else None
+        if wanted == source.shape:
+            return wanted
+        choice = self._adapt.resize_for(name)
+        if choice is None or len(wanted) != len(source.shape):
+            return None
+        pairs = list(zip(wanted, source.shape, strict=True))
+        cuts, pads = any(a < b for a, b in pairs), any(a > b for a, b in pairs)
+        if (cuts and choice == "pad") or (pads and choice == "truncate"):
+            return None
+        return wanted
+
+    def _differs(self, name: str, source: VirtualArray, problem: str) -> None:
+        self.problems.append(f"{name}: stored {stored_text(source)}, {problem}")
+        self.match.values.append(None)
+
+
+def _cast_of(adapt: Adapt, name: str, source: VirtualArray) -> Any:
+    """Return the dtype an array is cast to, or None.
+
+    One dtype for all casts only what is of its kind: step counters are no bfloat16.
+    """
+    if adapt.cast is None or source.entry.kind == "key":
+        return None
+    dtype = adapt.dtype_for(name)
+    if dtype is None or isinstance(adapt.cast, Mapping):
+        return dtype
+    return dtype if same_category(dtype, DTYPES[source.entry.dtype or ""]) else None
+
+
+def _likeness(leaf: Any, source: VirtualArray) -> _Likeness | None:
+    """Return a key that is equal only for pairs that fit each other in the same way, or None."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array):
+        return None
+    entry = source.entry
+    # By identity: the target keeps its shardings alive, and hashing one is slow.
+    wanted = (type(leaf), leaf.dtype, leaf.shape, id(leaf.sharding))
+    weak = getattr(leaf, "weak_type", False)
+    return (*wanted, weak, entry.kind, entry.committed, entry.dtype, entry.impl, source.shape)
+
+
+def _is_kind(leaf: Any, kind: str) -> bool:
+    """Tell whether a type in a target's place (`int`) asks for a scalar of this kind."""
+    return isinstance(leaf, type) and kind_of_type(leaf) == kind

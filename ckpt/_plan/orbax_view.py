@@ -1,0 +1,237 @@
+"""The files that make a step readable by Orbax, as a pure function of its manifest entries.
+
+Nothing here is read back by this library: `ckpt.json` alone is. A leaf whose stored name had to be
+escaped appears to Orbax under the escaped key; a value Orbax has no kind for (complex, bytes, an
+int beyond 64 bits) appears as its text.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ckpt._format.manifest import (
+    ItemEntry,
+    LeafEntry,
+    Node,
+    ShardingEntry,
+)
+from ckpt._tree.leaf_names import sibling_names
+from ckpt._tree.leaf_specs import (
+    ARRAY_KINDS,
+    CALLABLE,
+    decode_scalar,
+    scalar_array,
+)
+from ckpt._tree.static_values import decode_key
+
+__all__ = ["item_view", "root_view", "step_view"]
+
+# Orbax stores private Python paths as handler names; these are the ones that both its APIs resolve.
+_HANDLERS = "orbax.checkpoint._src.handlers"
+_TREE = f"{_HANDLERS}.standard_checkpoint_handler.StandardCheckpointHandler"
+_JSON = f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler"
+_SEQUENCE, _MAPPING = 1, 2
+_ON_DEVICES = ("jax", "key")
+_EMPTY = {
+    "dict": "Dict",
+    "ordered_dict": "Dict",
+    "default_dict": "Dict",
+    "list": "List",
+    "tuple": "Tuple",
+    "none": "None",
+    "namedtuple": "NamedTuple",
+    "custom": "Dict",
+}
+
+
+def root_view(metadata: Mapping[str, Any]) -> bytes:
+    """Return the file `_ROOT_METADATA` of the root's directory `metadata`."""
+    return _json({"internal_metadata": {}, "custom_metadata": dict(metadata)})
+
+
+def step_view(
+    entry: str,
+    items: Mapping[str, ItemEntry],
+    metrics: Mapping[str, float | str] | None,
+    metadata: Any,
+    created_ns: int,
+    committed_ns: int,
+    written: Collection[str] = (),
+) -> dict[str, bytes]:
+    """Return the files of the step itself, by path relative to it.
+
+    An item that is no tree is JSON to Orbax: what its handler wrote as `metadata`, and otherwise a
+    few words about it, since Orbax reads all items of a step or none.
+
+    Args:
+        entry: Name of the step's directory.
+        items: The items.
+        metrics: User metrics.
+        metadata: User metadata.
+        created_ns: When the save began.
+        committed_ns: When the manifest is written.
+        written: The files of the step that were written already.
+    """
+    if metadata is None:
+        custom: dict[str, Any] = {}
+    else:
+        custom = metadata if isinstance(metadata, dict) else {"metadata": metadata}
+    handlers = {name: _TREE if item.nodes or item.leaves else _JSON for name, item in items.items()}
+    files = {}
+    for name, item in items.items():
+        if handlers[name] == _JSON and f"{name}/metadata" not in written:
+            about = {"handler": item.handler, "data": item.data, "nbytes": item.nbytes}
+            files[f"{name}/metadata"] = _json(about)
+    if metrics is not None:
+        # An item of their own, where Orbax looks; NaN and infinities as Python's json writes them.
+        handlers["metrics"] = _JSON
+        files["metrics/metrics"] = _json({name: float(value) for name, value in metrics.items()})
+    document = {
+        "item_handlers": handlers,
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": created_ns,
+        "commit_timestamp_nsecs": committed_ns,
+        "custom_metadata": custom,
+    }
+    return files | {
+        "_CHECKPOINT_METADATA": _json(document),
+        "commit_success.txt": f"Checkpoint commit was successful to {entry}".encode(),
+        "orbax.checkpoint": b"",
+    }
+
+
+def item_view(item: ItemEntry) -> dict[str, bytes]:
+    """Return the files of one item that do not depend on its values, by path relative to it.
+
+    Digests, places and values of the leaves are not looked at.
+    """
+    tree = {}
+    for path, leaf in _paths(item):
+        keys = [{"key": key, "key_type": kind} for key, kind in path]
+        name = str(tuple(key for key, _ in path))
+        tree[name] = {"key_metadata": keys, "value_metadata": _value_metadata(leaf)}
+    metadata = {
+        "tree_metadata": tree,
+        "use_ocdbt": True,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+    arrays = [leaf for leaf in item.leaves if leaf.kind in _ON_DEVICES]
+    return {
+        "_METADATA": _json(metadata),
+        "_sharding": _json(dict(_shardings(item, arrays))),
+        "array_metadatas/process_0": _json(
+            {"array_metadatas": [{"array_metadata": _array_metadata(leaf)} for leaf in arrays]}
+        ),
+    }
+
+
+def text_view(item: ItemEntry) -> dict[str, bytes]:
+    """Return the file that holds an item's values without an array; nothing if there are none."""
+    texts = {leaf.name: _text(leaf) for leaf in item.leaves if _value_type(leaf) == "string"}
+    return {"_strings.json": _json(texts)} if texts else {}
+
+
+def _json(document: Any) -> bytes:
+    return json.dumps(document).encode()
+
+
+def _paths(item: ItemEntry) -> Iterator[tuple[list[tuple[str, int]], LeafEntry | Node]]:
+    """Yield every leaf and every empty container with its keys and their kinds."""
+    if not item.nodes:
+        for leaf in item.leaves:
+            yield [(leaf.name, _MAPPING)], leaf
+        return
+    stack: list[tuple[Node, list[tuple[str, int]]]] = [(item.nodes[0], [])]
+    while stack:
+        node, path = stack.pop()
+        if not node.children:
+            if path:
+                yield path, node
+            continue
+        kind = _SEQUENCE if node.kind in ("list", "tuple") else _MAPPING
+        for name, child in zip(_child_names(node), node.children, strict=True):
+            below = [*path, (name, kind)]
+            if child >= 0:
+                yield below, item.leaves[child]
+            else:
+                stack.append((item.nodes[-child], below))
+
+
+def _child_names(node: Node) -> Sequence[str]:
+    if node.kind in ("list", "tuple"):
+        return [str(number) for number in range(len(node.children))]
+    return sibling_names([decode_key(key) for key in node.keys])
+
+
+def _value_type(leaf: LeafEntry) -> str:
+    if leaf.kind in ARRAY_KINDS:
+        return "jax.Array" if leaf.kind in _ON_DEVICES else "np.ndarray"
+    if leaf.kind == CALLABLE:
+        return "string"
+    return "string" if scalar_array(leaf.kind, decode_scalar(leaf)) is None else "scalar"
+
+
+def _value_metadata(leaf: LeafEntry | Node) -> dict[str, Any]:
+    if isinstance(leaf, Node):
+        return {"value_type": _EMPTY[leaf.kind], "skip_deserialize": True}
+    found: dict[str, Any] = {"value_type": _value_type(leaf), "skip_deserialize": False}
+    if leaf.kind in _ON_DEVICES:
+        found["write_shape"] = leaf.chunks
+    return found
+
+
+def _text(leaf: LeafEntry) -> str:
+    value = leaf.value if leaf.kind == CALLABLE else decode_scalar(leaf)
+    if isinstance(value, int):
+        # Python limits how long a decimal text it makes.
+        return hex(value)
+    return value if isinstance(value, str) else repr(value)
+
+
+def _array_metadata(leaf: LeafEntry) -> dict[str, Any]:
+    return {
+        "param_name": leaf.name,
+        "write_shape": leaf.chunks,
+        "chunk_shape": leaf.chunks,
+        # Orbax makes a typed PRNG key of such an array.
+        "ext_metadata": None if leaf.impl is None else {"random_key_impl": leaf.impl},
+    }
+
+
+def _shardings(item: ItemEntry, arrays: Sequence[LeafEntry]) -> Iterator[tuple[str, str]]:
+    texts = [_sharding_text(entry) for entry in item.shardings]
+    for leaf in arrays:
+        text = None if leaf.sharding is None else texts[leaf.sharding]
+        if text is not None:
+            yield base64.urlsafe_b64encode(leaf.name.encode()).decode(), text
+
+
+def _sharding_text(entry: ShardingEntry) -> str | None:
+    if entry.kind == "single":
+        document: dict[str, Any] = {
+            "sharding_type": "SingleDeviceSharding",
+            "device_str": entry.text,
+        }
+    elif entry.kind == "named":
+        ids = np.array([{"id": number} for number in entry.device_ids], dtype=object)
+        document = {
+            "sharding_type": "NamedSharding",
+            "shape": entry.axis_sizes,
+            "axis_names": entry.axis_names,
+            "axis_types": [f"AxisType.{name}" for name in entry.axis_types],
+            "partition_spec": entry.spec,
+            "device_mesh": {"mesh": ids.reshape(entry.axis_sizes).tolist()},
+        }
+        if entry.memory_kind is not None:
+            document["memory_kind"] = entry.memory_kind
+    else:
+        return None
+    return json.dumps(document)

@@ -1,0 +1,285 @@
+"""What an array comes back as: from a target leaf and what is stored, or the reasons it cannot."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ckpt._format.dtypes import DTYPES, UNROUNDED
+from ckpt._format.manifest import LeafEntry
+from ckpt._plan.virtual_arrays import ArraySlice, VirtualArray
+from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE
+from ckpt.errors import CorruptCheckpointError
+
+__all__ = [
+    "PYTHON_TYPES",
+    "ArrayRead",
+    "ArrayTarget",
+    "array_problem",
+    "array_target",
+    "key_shape",
+    "python_target",
+    "same_category",
+    "scalar_value",
+    "stored_text",
+    "wanted_text",
+]
+
+# Python scalars that arrays of no dimensions can stand for.
+PYTHON_TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, complex)}
+_CATEGORIES: dict[type, str] = {
+    bool: jnp.bool_.__name__,
+    int: jnp.integer.__name__,
+    float: jnp.floating.__name__,
+    complex: jnp.complexfloating.__name__,
+}
+
+Shape = tuple[int, ...]
+DType = np.dtype[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayTarget:
+    """What an array leaf comes back as.
+
+    Attributes:
+        kind: `jax`, `key`, `numpy`, `numpy_scalar`, or a Python type: `bool`, `int`, `float`,
+            `complex`.
+        dtype: Dtype of the result; of a PRNG key that of its data.
+        sharding: Where a jax array goes; None leaves it where jax puts new arrays, uncommitted.
+        weak_type: Whether it is weakly typed.
+        impl: Implementation of a PRNG key.
+    """
+
+    kind: str
+    dtype: DType
+    sharding: jax.sharding.Sharding | None = None
+    weak_type: bool = False
+    impl: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayRead:
+    """One array to read.
+
+    Attributes:
+        target: What it comes back as.
+        shape: Its shape; of a PRNG key that of its data.
+        stored: Dtype of what is read, which may differ from the target's.
+        leaf: Number of the stored leaf that it is as a whole, or None.
+        path: Leaf path, for messages.
+        pieces: What it is made of otherwise; where they leave room, there are zeros.
+        value: The array itself where it is known already: of a stored Python scalar.
+    """
+
+    target: ArrayTarget
+    shape: Shape
+    stored: str
+    leaf: int | None
+    path: str = ""
+    pieces: tuple[ArraySlice, ...] = ()
+    value: np.ndarray[Any, Any] | None = None
+
+
+def array_target(leaf: Any, entry: LeafEntry) -> tuple[ArrayTarget, Shape] | None:
+    """Return what an array-like target leaf asks for and its shape; None if it is not array-like.
+
+    Of a PRNG key the shape is that of the key, not of its data.
+    """
+    if isinstance(leaf, np.ndarray):
+        return ArrayTarget("numpy", leaf.dtype), leaf.shape
+    if isinstance(leaf, np.generic):
+        return ArrayTarget("numpy_scalar", leaf.dtype), ()
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if not isinstance(shape, tuple) or dtype is None:
+        return None
+    sharding = getattr(leaf, "sharding", None)
+    kind, impl = getattr(leaf, "kind", "jax"), getattr(leaf, "impl", None)
+    if kind == "jax" and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        kind, impl = "key", _impl_of(dtype, entry.impl)
+    if kind == "key":
+        dtype = np.dtype(np.uint32)
+    try:
+        dtype = np.dtype(dtype)
+    except TypeError:
+        return None
+    if kind in ("numpy", "numpy_scalar"):
+        return ArrayTarget(kind, dtype), shape
+    if sharding is not None:
+        sharding = _placement(sharding, entry)
+    weak = bool(getattr(leaf, "weak_type", False))
+    return ArrayTarget(kind, dtype, sharding, weak, impl), shape
+
+
+def _impl_of(dtype: Any, stored: str | None) -> str:
+    """Return the implementation of a key dtype, as jax writes it where it is not the stored one."""
+    return stored if stored is not None and _key_dtype(stored) == dtype else str(dtype)
+
+
+@functools.cache
+def _key_dtype(impl: str) -> Any:
+    """Return the dtype of keys of an implementation, or None if this process does not have it."""
+    try:
+        return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+    except Exception:
+        # jax refuses with whatever its own code happens to raise.
+        return None
+
+
+@functools.cache
+def _key_data(impl: str) -> Any:
+    """Return shape and dtype of the data of one key, or None if this process does not have it."""
+    if _key_dtype(impl) is None:
+        return None
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
+
+
+def key_shape(entry: LeafEntry) -> Shape:
+    """Return the shape of a stored PRNG key; the last axis of its data is the key's own."""
+    return tuple(entry.shape[:-1])
+
+
+def _placement(sharding: jax.sharding.Sharding, entry: LeafEntry) -> jax.sharding.Sharding | None:
+    """Return the sharding to restore to; None for an array that was free to move and may stay so.
+
+    An uncommitted array (`jnp.zeros(3)`) has the sharding of the default device too, but committing
+    it there would make jax refuse to combine it with arrays on other devices.
+    """
+    if entry.kind in PYTHON_TYPES or (entry.kind in ("jax", "key") and not entry.committed):
+        free = jax.sharding.SingleDeviceSharding(_default_device())
+        if sharding == free:
+            return None
+    return sharding
+
+
+def _default_device() -> jax.Device:
+    chosen = getattr(jax.config, "jax_default_device", None)
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
+
+
+def array_problem(
+    source: VirtualArray, target: ArrayTarget, shape: Shape, *, casts: bool
+) -> str | None:
+    """Return why an array cannot come back as its target says, or None.
+
+    Args:
+        source: What is stored.
+        target: What it is to come back as.
+        shape: The shape it has then; of a PRNG key that of its data.
+        casts: Whether a cast to another kind of dtype was asked for.
+    """
+    entry = source.entry
+    if (entry.kind == "key") != (target.kind == "key") or entry.impl != target.impl:
+        return f"wanted {_target_text(target)}"
+    if target.kind == "key":
+        data = _key_data(target.impl or "")
+        if data is None:
+            return f"wanted as a PRNG key, but jax has no implementation {target.impl!r:.40} here"
+        if (entry.dtype, tuple(entry.shape[-1:])) != (data.dtype.name, data.shape):
+            raise CorruptCheckpointError(
+                f"{entry.dtype}{entry.shape!s:.80} is no data of {target.impl:.40} keys",
+                leaf=entry.name,
+            )
+    stored = DTYPES[entry.dtype or ""]
+    if target.dtype.name not in DTYPES:
+        return f"wanted dtype {target.dtype}, which cannot be stored"
+    if not casts and not same_category(stored, target.dtype):
+        return f"wanted dtype {target.dtype}, which is not of the same kind"
+    if target.dtype.name in UNROUNDED and stored != target.dtype:
+        return f"wanted dtype {target.dtype}, which has no place for NaN and infinity"
+    if target.kind not in ("jax", "key"):
+        return None
+    if jax.dtypes.canonicalize_dtype(target.dtype) != target.dtype:
+        return (
+            f"wanted {target.dtype} as a jax array, but jax_enable_x64 is off: jax would cut it to "
+            "32 bits. Switch it on, or ask for a 32-bit dtype or a numpy array"
+        )
+    if target.sharding is not None:
+        if isinstance(getattr(target.sharding, "mesh", None), jax.sharding.AbstractMesh):
+            return (
+                "wanted a sharding over an abstract mesh, which has no devices: put a "
+                "jax.sharding.NamedSharding over a real mesh with the same spec in its place"
+            )
+        try:
+            target.sharding.shard_shape(shape)
+        except Exception as error:
+            # jax raises what its own code happens to raise: ValueError, IndexError, ...
+            return f"wanted a sharding that does not divide it ({error})"
+    return None
+
+
+def _target_text(target: ArrayTarget) -> str:
+    return f"a PRNG key ({target.impl})" if target.kind == "key" else f"{target.dtype} values"
+
+
+def python_target(leaf: Any, source: VirtualArray) -> ArrayTarget | None:
+    """Return the target of an array of no dimensions that is wanted as a Python scalar, or None.
+
+    A step counter is a Python int in a fresh state, and an array once a jitted step made it.
+    """
+    kind = leaf if isinstance(leaf, type) else type(leaf)
+    dtype = DTYPES[source.entry.dtype or ""]
+    wanted = PYTHON_TYPES.get(kind.__name__)
+    if source.shape or source.entry.kind == "key" or wanted is not kind:
+        return None
+    return ArrayTarget(kind.__name__, dtype) if _category(dtype) == _CATEGORIES[kind] else None
+
+
+def scalar_value(value: Any, dtype: DType) -> np.ndarray[Any, Any] | None:
+    """Return a stored Python scalar as an array of no dimensions; None if the dtype cannot be."""
+    if dtype.name not in DTYPES or _category(dtype) != _CATEGORIES.get(type(value)):
+        return None
+    if type(value) is int:
+        try:
+            array = np.asarray(value, np.int64 if value < 0 else np.uint64).astype(dtype)
+        except OverflowError:
+            return None
+        return array if int(array[()]) == value else None
+    with np.errstate(all="ignore"):
+        array = np.asarray(value).astype(dtype)
+    # Rounded, but not made infinite.
+    return array if np.isfinite(complex(array[()])) or not np.isfinite(value) else None
+
+
+def same_category(one: DType, other: DType) -> bool:
+    """Tell whether two dtypes are both integers, both floating, both complex or both bool."""
+    return _category(one) == _category(other)
+
+
+def _category(dtype: DType) -> str:
+    for kind in (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating):
+        if jnp.issubdtype(dtype, kind):
+            return kind.__name__
+    return dtype.name
+
+
+def wanted_text(leaf: Any) -> str:
+    """Return what a target leaf asks for, for messages."""
+    if leaf is ...:
+        return "to be skipped"
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if isinstance(shape, tuple) and dtype is not None:
+        return f"{getattr(dtype, 'name', dtype)}{list(shape)}"
+    if callable(leaf) and not isinstance(leaf, type):
+        return f"the function {getattr(leaf, '__qualname__', type(leaf).__name__):.60}"
+    kind = leaf if isinstance(leaf, type) else type(leaf)
+    if kind in (bool, int, float, complex, str, bytes):
+        return f"a Python {kind.__name__}"
+    return leaf.__name__ if isinstance(leaf, type) else f"a {type(leaf).__name__}"
+
+
+def stored_text(source: VirtualArray) -> str:
+    """Return what is stored, for messages."""
+    entry = source.entry
+    if entry.kind == "key":
+        return f"PRNG key {entry.impl:.40}{list(source.shape[:-1])}"
+    if entry.kind in ARRAY_KINDS:
+        return f"{entry.dtype}{list(source.shape)}"
+    if entry.kind == CALLABLE:
+        return f"the function {entry.value!s:.80}"
+    return f"a Python {entry.kind}" if "_" not in entry.kind else f"a {entry.kind}"

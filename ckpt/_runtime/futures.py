@@ -1,0 +1,178 @@
+"""Waiting for what happens in another thread, from any event loop, without polling.
+
+`concurrent.futures.Future` is the one currency between threads here: it can be waited for from a
+plain thread, and through `settled` from any asyncio or trio task.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import anyio
+import anyio.lowlevel
+
+__all__ = ["CallingThread", "settled", "settled_here", "waker"]
+
+T = TypeVar("T")
+
+_LOOK_SECONDS = 1.0
+
+
+def waker(event: anyio.Event) -> Callable[[], None]:
+    """Return a function that sets `event` from any thread.
+
+    To be called in the event loop that waits for the event. Setting it after that loop has ended
+    does nothing.
+    """
+    loop: Any = anyio.lowlevel.current_token().native_token
+    schedule = getattr(loop, "call_soon_threadsafe", None) or loop.run_sync_soon
+
+    def wake() -> None:
+        with contextlib.suppress(RuntimeError):
+            schedule(event.set)
+
+    return wake
+
+
+def settled_here(future: Future[Any], timeout: float | None = None) -> bool:
+    """Wait in this thread until `future` is done; return whether it is.
+
+    An interrupt (Ctrl-C) is seen within a second. A signal that arrives between Python's last look
+    for one and the system call that waits does not end that call, so no call may wait for ever.
+
+    Args:
+        future: What to wait for.
+        timeout: Seconds to wait at most; None waits for as long as it takes.
+    """
+    bell = _WakeUp()
+    future.add_done_callback(bell.ring)
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    while True:
+        left = deadline - time.monotonic()
+        if bell.wait(max(0.0, min(left, _LOOK_SECONDS))):
+            return True
+        if left <= 0:
+            return False
+
+
+class _WakeUp:
+    """Is rung by one thread, and heard by another one, which may be interrupted at any moment.
+
+    That one waits for a single lock, in a single step. The waits of `threading` and of
+    `concurrent.futures` take and give back several locks, in Python: an interrupt in between can
+    leave one taken that the other thread needs, and both wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def ring(self, _: object = None) -> None:
+        # It may have been rung before, and not been heard yet.
+        with contextlib.suppress(RuntimeError):
+            self._lock.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it is rung, once for each time, or for so many seconds."""
+        return self._lock.acquire(timeout=seconds)
+
+
+async def settled(future: Future[Any]) -> None:
+    """Wait until `future` is done, however it ended.
+
+    Cancelling the wait leaves the future as it is.
+    """
+    if future.done():
+        await anyio.lowlevel.checkpoint()
+        return
+    event = anyio.Event()
+    wake = waker(event)
+    future.add_done_callback(lambda _: wake())
+    await event.wait()
+
+
+class CallingThread:
+    """Lets the thread that waits for a future run functions meanwhile, one after the other."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        """Wait for `future`, which may have begun; nothing is to be run yet."""
+        self._calls: deque[Callable[[], None]] = deque()
+        self._bell = _WakeUp()
+        self._wake: Callable[[], None] | None = None
+        self._is_over = False
+        future.add_done_callback(self._end)
+
+    def _end(self, _: Future[Any]) -> None:
+        self._is_over = True
+        self._ring()
+
+    def _ring(self) -> None:
+        self._bell.ring()
+        if self._wake is not None:
+            self._wake()
+
+    def _is_idle(self) -> bool:
+        return not (self._is_over or self._calls)
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Return what `function` gives on the thread that serves; for any other thread's loop.
+
+        Cancelling the wait leaves the function to be run.
+        """
+        result: Future[T] = Future()
+        has_run = False
+
+        def call() -> None:
+            nonlocal has_run
+            if has_run:
+                # It was interrupted.
+                return
+            try:
+                found = function()
+            except BaseException as error:
+                has_run = True
+                result.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+            else:
+                has_run = True
+                result.set_result(found)
+
+        self._calls.append(call)
+        self._ring()
+        await settled(result)
+        return result.result()
+
+    async def serve(self) -> None:
+        """Wait until the future is done; run on this thread what `run` is given until then.
+
+        Cancelling the wait leaves the future as it is. Functions are not interrupted.
+        """
+        if self._is_over:
+            await anyio.lowlevel.checkpoint()
+        while not self._is_over:
+            event = anyio.Event()
+            self._wake = waker(event)
+            # What came before that has rung without it.
+            if self._is_idle():
+                await event.wait()
+            self._run_all()
+
+    def serve_here(self) -> None:
+        """Do the same in a plain thread; see `settled_here`."""
+        while not self._is_over:
+            self._bell.wait(_LOOK_SECONDS)
+            self._run_all()
+
+    def _run_all(self) -> None:
+        while self._calls:
+            # Forgotten when it has been run: an interrupt may come before it, and be survived.
+            self._calls[0]()
+            self._calls.popleft()

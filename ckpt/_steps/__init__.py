@@ -1,0 +1,1 @@
+"""Everything decided about the steps of one root."""

@@ -1,0 +1,350 @@
+"""Pins: steps that must not be deleted, for good or for as long as somebody reads them.
+
+A pin is a note of the root, so everybody who uses the root knows it, on any store where what was
+written is read by all afterwards. An evaluator pins a step that a trainer may be deleting in the
+same moment. Each of them first writes what it wants and then looks for the other: the trainer a
+mark that the step goes, the evaluator its pin. So at least one of them sees the other. A trainer
+that sees a pin leaves the step; an evaluator that sees a mark waits until it has gone, and then
+looks whether the step is still there.
+
+Marks, and pins of evaluators, are leases: one that was not renewed for as long as it says, by the
+store's clock, counts no more. docs/watching.md tells what that does not protect from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import platform
+import re
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import anyio
+
+from ckpt._settings import LONGEST_LEASE_SECONDS
+from ckpt.errors import (
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    StepNotFoundError,
+    StepPinnedError,
+    StorageError,
+)
+from ckpt.storage._base import Storage
+
+__all__ = [
+    "Pin",
+    "PinLease",
+    "check_pin_name",
+    "deletion_of",
+    "forget_expired",
+    "hold",
+    "pin",
+    "pins",
+    "refuse_pinned",
+    "unpin",
+]
+
+logger = logging.getLogger("ckpt")
+
+T = TypeVar("T")
+
+_FOLDER = ".ckpt-pins"
+_PIN_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\Z")
+_NOTE = re.compile(r"^(0|[1-9][0-9]{0,18})\.([A-Za-z0-9_][A-Za-z0-9_.-]{0,199})\Z")
+_BRIEF = re.compile(r"^(lease|deleting)-([0-9]{1,9}\.[0-9]{3})-[0-9a-f]{32}\Z")
+_MAX_BYTES = 4096
+# A deletion takes a step away within milliseconds. What takes longer is treated as one that will
+# succeed, or whose process has died, and is looked at again later.
+_LOOKS = 40
+_PAUSE_SECONDS = 0.05
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Why a step must not be deleted.
+
+    Attributes:
+        step: The step.
+        name: Name of the pin.
+        owner: Host and process that wrote it, for people.
+        seconds: None if it stays until it is unpinned; else how long it lasts without being
+            renewed.
+    """
+
+    step: int
+    name: str
+    owner: str
+    seconds: float | None
+
+    def __str__(self) -> str:
+        return f"{self.name!r} of {self.owner}"
+
+
+@dataclass(frozen=True, slots=True)
+class PinLease:
+    """A pin that has to be renewed, and dropped when it is needed no more."""
+
+    storage: Storage
+    step: int
+    note: str
+
+    async def renew(self) -> bool:
+        """Let it begin anew; False if it had run out, and a deletion has removed it."""
+        return await self.storage.touch_note(self.note)
+
+    async def drop(self) -> None:
+        """Let the step go, also when cancelled; what cannot be removed runs out by itself."""
+        with anyio.CancelScope(shield=True):
+            await _drop(self.storage, self.note)
+
+
+@dataclass(frozen=True, slots=True)
+class _PinNote:
+    """A note of a pin or a mark; `seconds` is None of a pin that stays."""
+
+    note: str
+    step: int
+    name: str
+    is_mark: bool
+    seconds: float | None
+    age: float
+
+    @property
+    def is_live(self) -> bool:
+        return self.seconds is None or self.age <= self.seconds
+
+
+def check_pin_name(name: object) -> str:
+    """Return `name` if a pin may be called so.
+
+    Raises:
+        InvalidArgumentError: It is not.
+    """
+    usable = isinstance(name, str) and _PIN_NAME.match(name)
+    if not isinstance(name, str) or not usable or name.startswith(("lease-", "deleting-")):
+        raise InvalidArgumentError(
+            f"pin name {name!r:.120}: expected 1 to 100 letters, digits, '_', '-' or '.', not "
+            "beginning with '.', '-', 'lease-' or 'deleting-'"
+        )
+    return name
+
+
+async def pin(
+    storage: Storage, step: int, name: str, is_committed: Callable[[], Awaitable[bool]]
+) -> None:
+    """Pin a step until it is unpinned, durably. Idempotent.
+
+    Args:
+        storage: The root.
+        step: The step.
+        name: Name of the pin.
+        is_committed: Tells whether the step is there.
+
+    Raises:
+        InvalidArgumentError: A pin cannot be called so.
+        StepNotFoundError: There is no such step, or it is being deleted.
+        StorageError: The pin could not be written.
+
+    Cancellation: the step may have been pinned.
+    """
+    check_pin_name(name)
+
+    async def look() -> bool | None:
+        return await is_committed() or None
+
+    # Under a lease: who gives up takes back what nobody else relies on.
+    held = await hold(storage, step, look)
+    if held is None:
+        raise StepNotFoundError(
+            f"there is no such step in {storage.location}, or it is being deleted, so it was not "
+            "pinned",
+            step=step,
+        )
+    try:
+        await storage.put_note(_note(step, name), _owner(), replace=False)
+    finally:
+        await held[0].drop()
+
+
+async def unpin(storage: Storage, step: int, name: str) -> bool:
+    """Take a pin away, whether its step is there or not; False if there is none of that name.
+
+    Raises:
+        InvalidArgumentError: No pin can be called so.
+        StorageError: The pin could not be removed.
+    """
+    return await storage.drop_note(_note(step, check_pin_name(name)))
+
+
+async def pins(storage: Storage) -> Mapping[int, tuple[Pin, ...]]:
+    """Return the pins of a root by step, ascending; those that have run out are not among them."""
+    return await _described(storage, await _found(storage))
+
+
+async def hold(
+    storage: Storage, step: int, look: Callable[[], Awaitable[T | None]]
+) -> tuple[PinLease, T] | None:
+    """Pin a step for a while.
+
+    Args:
+        storage: The root.
+        step: The step.
+        look: Returns what is to be known of the step, or None where it is not there.
+
+    Returns:
+        The lease, which must be renewed within `lease_seconds` of the root, and what `look` has
+        found; None where the step is not there or is going.
+
+    Raises:
+        StorageError: The lease could not be written. Whatever `look` raises.
+
+    Cancellation: nothing stays pinned.
+    """
+    note = _note(step, f"lease-{_brief(storage)}")
+    # It must not run out before anybody renews it.
+    deadline = anyio.current_time() + storage.lease_seconds / 3
+    found = None
+    try:
+        await storage.put_note(note, _owner(), replace=False, durable=False)
+        # Deletions that begin from now on see the lease, so only these can take the step.
+        marks = await _marks_on(storage, step)
+        for _ in range(_LOOKS):
+            # Last of all: by then nobody is left who may take it.
+            found = await look()
+            if anyio.current_time() > deadline:
+                found = None
+            if found is None or not marks:
+                break
+            found = None
+            await _pause()
+            marks &= await _marks_on(storage, step)
+    finally:
+        if found is None:
+            with anyio.CancelScope(shield=True):
+                await _drop(storage, note)
+    return None if found is None else (PinLease(storage, step, note), found)
+
+
+@contextlib.asynccontextmanager
+async def deletion_of(storage: Storage, step: int) -> AsyncIterator[tuple[Pin, ...]]:
+    """Say that a step is going to be deleted, for as long as the body runs.
+
+    The body gets the pins of the step. If there are none it may delete it: whoever pins it from
+    now on waits for the end of the body, and looks whether the step is still there.
+
+    On a disk too full for the mark a step is deleted without one, since that is what makes room;
+    who pins it in that very moment may lose it.
+
+    Raises:
+        StorageError: The mark could not be written, or pins not be read.
+    """
+    mark = _note(step, f"deleting-{_brief(storage)}")
+    try:
+        try:
+            await storage.put_note(mark, _owner(), replace=False, durable=False)
+        except StorageError as error:
+            if error.errno not in _FULL:
+                raise
+        found = [each for each in await _found(storage, forget=True) if each.step == step]
+        yield (await _described(storage, found)).get(step, ())
+    finally:
+        with anyio.CancelScope(shield=True):
+            await _drop(storage, mark)
+
+
+def refuse_pinned(storage: Storage, step: int, pinned: Sequence[Pin]) -> None:
+    """Raise if a step has pins.
+
+    Raises:
+        StepPinnedError: It has; names them.
+    """
+    if pinned:
+        brief = any(each.seconds is not None for each in pinned)
+        raise StepPinnedError(
+            f"{storage.location}: pinned by {', '.join(map(str, pinned))}. Unpin it first"
+            + (", or wait until it has been read" if brief else ""),
+            step=step,
+        )
+
+
+async def forget_expired(storage: Storage) -> None:
+    """Remove the leases and marks of a root that have run out.
+
+    Raises:
+        StorageError: They cannot be listed.
+    """
+    await _found(storage, forget=True)
+
+
+async def _marks_on(storage: Storage, step: int) -> set[str]:
+    found = await _found(storage)
+    return {each.note for each in found if each.is_mark and each.is_live and each.step == step}
+
+
+async def _found(storage: Storage, *, forget: bool = False) -> list[_PinNote]:
+    """Return all pins and marks of a root; with `forget` those that have run out are removed."""
+    found = []
+    for name, age in sorted((await storage.notes(_FOLDER)).items()):
+        match = _NOTE.match(name)
+        if match is None:
+            continue
+        brief = _BRIEF.match(match[2])
+        # What lies there for longer is somebody's mistake.
+        seconds = None if brief is None else min(float(brief[2]), LONGEST_LEASE_SECONDS)
+        is_mark = brief is not None and brief[1] == "deleting"
+        each = _PinNote(f"{_FOLDER}/{name}", int(match[1]), match[2], is_mark, seconds, age)
+        if forget and not each.is_live:
+            await _drop(storage, each.note)
+        found.append(each)
+    return found
+
+
+async def _described(storage: Storage, found: Sequence[_PinNote]) -> dict[int, tuple[Pin, ...]]:
+    """Return what of `found` are live pins, with their owners, by step."""
+    live: dict[int, tuple[Pin, ...]] = {}
+    for each in sorted(found, key=lambda each: (each.step, each.name)):
+        if each.is_live and not each.is_mark:
+            owner = await _owner_of(storage, each.note)
+            pin = Pin(each.step, each.name, owner, each.seconds)
+            live[each.step] = (*live.get(each.step, ()), pin)
+    return live
+
+
+async def _owner_of(storage: Storage, note: str) -> str:
+    with contextlib.suppress(CorruptCheckpointError, ValueError, RecursionError):
+        content = json.loads(await storage.read_note(note, _MAX_BYTES) or b"")
+        if isinstance(content, dict) and isinstance(content.get("owner"), str):
+            return f"{content['owner']:.200}"
+    return "an unknown process"
+
+
+async def _drop(storage: Storage, note: str) -> None:
+    """Remove a lease or a mark; one that stays runs out by itself."""
+    try:
+        await storage.drop_note(note, durable=False)
+    except StorageError as error:
+        logger.warning("%s is left until it runs out: %s", note, error)
+
+
+async def _pause() -> None:
+    await anyio.sleep(_PAUSE_SECONDS)
+
+
+def _note(step: int, name: str) -> str:
+    return f"{_FOLDER}/{step}.{name}"
+
+
+def _brief(storage: Storage) -> str:
+    # In the name, so that listing the folder tells at once what counts.
+    return f"{storage.lease_seconds:.3f}-{uuid.uuid4().hex}"
+
+
+def _owner() -> bytes:
+    return json.dumps({"owner": f"{platform.node()}, process {os.getpid()}"}).encode()

@@ -1,0 +1,248 @@
+"""What is deleted, and how: off the save path, never what is pinned or of somebody else."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+
+import anyio
+
+from ckpt._engine.save.item_removal import delete_item
+from ckpt._events import EventRecorder, Observer
+from ckpt._format.manifest import Manifest
+from ckpt._steps.index import IndexedStep, StepIndex
+from ckpt._steps.late_statistics import drop_late, keep_late, statistics_of
+from ckpt._steps.pins import deletion_of, pins, refuse_pinned
+from ckpt._steps.previous_steps import saved_step
+from ckpt._steps.saves.history import SaveHistory
+from ckpt._steps.saves.overwrite import is_ours, spare_others
+from ckpt.errors import (
+    StepNotFoundError,
+    StepPinnedError,
+    StorageError,
+    located,
+)
+from ckpt.policies import (
+    Deletion,
+    PreservationPolicyLike,
+    PreserveAll,
+    steps_kept,
+)
+from ckpt.storage._base import Storage
+from ckpt.storage._manifests import check_step, while_read
+
+__all__ = ["Retention"]
+
+logger = logging.getLogger("ckpt")
+
+
+class Retention:
+    """Deletes steps of one root. Its coroutines run on the engine's loop."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        index: StepIndex,
+        policy: PreservationPolicyLike,
+        deletion: Deletion,
+        observers: tuple[Observer, ...],
+        now_ns: Callable[[], int],
+        moments: SaveHistory,
+    ) -> None:
+        """Keep the steps of `storage` that `policy` wants to have kept.
+
+        Args:
+            storage: The root.
+            index: Its committed steps.
+            policy: Which of them to keep.
+            deletion: How the others go.
+            observers: Told of every deletion.
+            now_ns: Tells the time, in Unix nanoseconds.
+            moments: Tell which step was acknowledged last.
+        """
+        self._storage = storage
+        self._index = index
+        self._policy = policy
+        self._concurrency = deletion.concurrency
+        self._keeps_latest = deletion.keep_latest
+        self._trash = None if deletion.trash is None else os.fspath(deletion.trash)
+        self._observers = observers
+        self._now_ns = now_ns
+        self._moments = moments
+        # Made on the engine's loop. Held while steps are deleted after a commit, so that those of
+        # several commits are not more than were asked for, and none is deleted twice.
+        self._preserving: anyio.Lock | None = None
+
+    async def prepare(self) -> None:
+        """Make the trash folder, if there is to be one.
+
+        Raises:
+            StorageError: Steps could not be moved into it.
+        """
+        if self._trash is not None:
+            await self._storage.prepare_trash(self._trash)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether `preserve` deletes nothing."""
+        return isinstance(self._policy, PreserveAll)
+
+    async def preserve(self, going: Mapping[int, IndexedStep] | None = None) -> None:
+        """Delete what the policy does not keep, several steps at a time.
+
+        Args:
+            going: What that is, of `superfluous`; None looks for it. What has become another step
+                since is left.
+
+        Raises:
+            CheckpointError: Steps could not be deleted; all others were.
+        """
+        if self.keeps_all:
+            return
+        self._preserving = self._preserving or anyio.Lock()
+        async with self._preserving:
+            if going is None:
+                going = await self.superfluous(await self._index.refresh())
+            await self._delete_all(going)
+
+    async def superfluous(self, found: Mapping[int, IndexedStep]) -> dict[int, IndexedStep]:
+        """Return which of the steps there are the policy does not keep, and nobody has pinned.
+
+        What was acknowledged last stays, though older steps may be greater: after a run went back,
+        its new steps are the ones it would resume from.
+        """
+        steps = [saved_step(each) for each in found.values()]
+        kept = await anyio.to_thread.run_sync(steps_kept, self._policy, steps, self._now_ns() / 1e9)
+        always = {self._moments.newest}
+        if self._keeps_latest:
+            always.add(max(found, default=None))
+        going = {
+            step: each for step, each in found.items() if step not in kept and step not in always
+        }
+        pinned = await pins(self._storage) if going else {}
+        return {step: each for step, each in going.items() if step not in pinned}
+
+    async def _delete_all(self, going: Mapping[int, IndexedStep]) -> None:
+        limiter = anyio.CapacityLimiter(self._concurrency)
+        errors: list[Exception] = []
+
+        async def delete(step: int) -> None:
+            async with limiter:
+                try:
+                    with located(step=step):
+                        await self._delete(step, await self._listed(step, going[step].attempt))
+                except StepPinnedError:
+                    logger.debug("step %d is kept: it was pinned just now", step)
+                except Exception as error:
+                    # One that cannot be deleted is no reason to leave the others.
+                    errors.append(error)
+
+        async with anyio.create_task_group() as tasks:
+            for step in going:
+                tasks.start_soon(delete, step)
+        if errors:
+            with located():
+                raise ExceptionGroup("steps could not be deleted", errors)
+
+    async def _listed(self, step: int, attempt: str) -> dict[str, str | None]:
+        """Return the entries of a step that is still what it was when it was listed, or none.
+
+        With each comes the attempt that it has to be of when it is deleted; the one that counts is
+        the last, so that no other one takes its place in between.
+        """
+        entries = await self._index.entries_of(step)
+        looked = {entry: await self._index.look(entry) for entry in reversed(entries)}
+        chosen = looked[entries[0]] if entries else None
+        if chosen is None or chosen.attempt != attempt:
+            return {}
+        return {
+            entry: None if each is None else each.attempt
+            for entry, each in looked.items()
+            if each is not None or await is_ours(self._storage, entry)
+        }
+
+    async def delete(self, step: int) -> None:
+        """Delete a step, damaged ones too.
+
+        Raises:
+            StepNotFoundError: There is no such step.
+            StepPinnedError: It is pinned.
+        """
+        with EventRecorder("delete", step, self._observers).failing(time.perf_counter_ns()):
+            entries = await self._deletable(step)
+        await self._delete(step, dict.fromkeys(reversed(entries)))
+
+    async def _deletable(self, step: int) -> list[str]:
+        """Return the entries of a step that is to be deleted, those that are ours."""
+        entries = await self._index.entries_of(step)
+        if not entries:
+            raise await self._index.not_found(step)
+        # What is no directory is listed nowhere, and is not ours.
+        listed = set(await self._storage.entries())
+        if listed.isdisjoint(entries):
+            raise StepNotFoundError(
+                f"{self._storage.location}/{entries[0]} is a file or a link, not a step", step=step
+            )
+        ours = [each for each in entries if each in listed and await is_ours(self._storage, each)]
+        if not ours:
+            raise StepNotFoundError(
+                f"{self._storage.location}/{entries[0]} is not a checkpoint of this library, so it "
+                "is not deleted",
+                step=step,
+            )
+        return ours
+
+    async def delete_item(self, entry: str, manifest: Manifest, item: str) -> None:
+        """Delete one item of a step; see `engine.items.delete_item`.
+
+        Raises:
+            InvalidArgumentError: There is no such item, or no other one.
+            StepPinnedError: The step is pinned.
+            StepDeletedError: It was deleted or replaced meanwhile.
+        """
+        step = check_step(manifest.step)
+        async with self._deletion(step):
+            taken = await statistics_of(self._storage, entry, manifest)
+            async with while_read(self._storage, entry, manifest):
+                await spare_others(self._storage, entry)
+            left = await delete_item(self._storage, entry, manifest, item)
+            if taken is not None:
+                with contextlib.suppress(StorageError):
+                    await keep_late(self._storage, entry, left.attempt, taken)
+        logger.info("deleted the item %r of step %d", item, step)
+
+    async def _delete(self, step: int, entries: Mapping[str, str | None]) -> None:
+        """Delete entries of a step, each only if it is of the attempt that is given with it."""
+        if not entries:
+            return
+        began = time.perf_counter()
+        trash, is_gone = None, False
+        async with self._deletion(step):
+            for entry, attempt in entries.items():
+                if self._trash is not None:
+                    trash = await self._storage.move(entry, self._trash)
+                    is_gone = trash is not None
+                else:
+                    await spare_others(self._storage, entry)
+                    is_gone = await self._storage.remove(entry, attempt=attempt)
+                if is_gone:
+                    await drop_late(self._storage, entry)
+        if is_gone:
+            where = "deleted" if trash is None else f"moved to {trash}:"
+            logger.info("%s step %d in %.2f s", where, step, time.perf_counter() - began)
+
+    @contextlib.asynccontextmanager
+    async def _deletion(self, step: int) -> AsyncIterator[None]:
+        """Keep readers from pinning a step while the body deletes it; report how that ended.
+
+        Raises:
+            StepPinnedError: It is pinned already.
+        """
+        recorder = EventRecorder("delete", step, self._observers)
+        with recorder.ending(time.perf_counter_ns(), skips=StepPinnedError):
+            async with deletion_of(self._storage, step) as pinned:
+                refuse_pinned(self._storage, step, pinned)
+                yield

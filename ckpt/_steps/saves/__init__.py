@@ -1,0 +1,1 @@
+"""The saves of one root: their order, their policies, and what they replace."""

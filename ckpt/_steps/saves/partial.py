@@ -1,0 +1,319 @@
+"""Saves in parts that are open: several calls that together make one step, and their end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import anyio
+
+from ckpt._commit import Commit, CommitHooks
+from ckpt._engine.engine import Engine
+from ckpt._engine.save.calls import SaveCalls
+from ckpt._engine.save.multihost import MultihostSave
+from ckpt._engine.save.request import SaveRequest
+from ckpt._engine.save.session import SaveCall
+from ckpt._events import EventRecorder
+from ckpt._runtime.loop import EngineLoop, Job
+from ckpt._steps.saves.history import Root
+from ckpt._steps.saves.overwrite import make_way, remove_others, save_entry
+from ckpt._steps.saves.queue import SaveQueue
+from ckpt._steps.saves.requests import make_request
+from ckpt.errors import (
+    CheckpointError,
+    ClosedError,
+    CommitCancelledError,
+    InvalidArgumentError,
+)
+from ckpt.storage._base import Storage
+from ckpt.storage._manifests import check_step
+
+__all__ = ["OpenSave", "PartialSaves", "partial_request"]
+
+
+def partial_request(
+    entry: str, step: int, metrics: Mapping[str, Any] | None, metadata: Any, *, overwrite: bool
+) -> SaveRequest:
+    """Return the request of a save whose items come later.
+
+    Raises:
+        InvalidArgumentError: Metrics or metadata cannot be written as JSON.
+    """
+    request = make_request(entry, step, {}, None, metrics, metadata, overwrite=overwrite)
+    return replace(request, items={})
+
+
+class PartialSaves:
+    """The saves in parts of one root. Its methods may be called from any thread."""
+
+    def __init__(
+        self, loop: EngineLoop, storage: Storage, engine: Engine, saves: SaveQueue
+    ) -> None:
+        """Save to `storage`; `saves` tells of errors that nobody has fetched."""
+        self.loop = loop
+        self.storage = storage
+        self.engine = engine
+        self.saves = saves
+        self._guard = threading.Lock()
+        self._open: set[OpenSave] = set()
+
+    def new(self, request: SaveRequest, root: Root) -> OpenSave:
+        """Return a save in parts that has not begun yet."""
+        return OpenSave(self, request, root)
+
+    def start(self, save: OpenSave) -> None:
+        """Let one begin."""
+        # Whoever ends all of them sees it either not at all or with its job.
+        with self._guard:
+            save.job = self.loop.submit(save.run)
+            self._open.add(save)
+
+    def forget(self, save: OpenSave) -> None:
+        """One has ended."""
+        with self._guard:
+            self._open.discard(save)
+
+    def end_all(self) -> None:
+        """Discard all that nobody has finalized.
+
+        To be called when the loop takes no more jobs (`EngineLoop.stop`) and before its end is
+        waited for: they would wait for their next part for ever.
+        """
+        with self._guard:
+            for save in self._open:
+                save.give_up("the manager was closed before it was finalized")
+
+
+class OpenSave:
+    """One save in parts, whatever its face. Its methods may be called from any thread."""
+
+    def __init__(self, saves: PartialSaves, request: SaveRequest, root: Root) -> None:
+        """Made by `PartialSaves.new`."""
+        self.request = request
+        self.commit = Commit(request.step, self.cancel, saves.loop.check_caller)
+        self.loop = saves.loop
+        # Done once parts may come; holds the error where they may not.
+        self.opened: Future[None] = Future()
+        self._saves = saves
+        self._root = root
+        self._guard = threading.Lock()
+        self.job: Job[None] | None = None
+        # Made on the engine's loop.
+        self._calls: SaveCalls | None = None
+        # Parts whose snapshot somebody waits for.
+        self._waiting: set[Future[None]] = set()
+        self._unnamed: bool | None = None
+        # How many parts there are; one that was only checked may still come too late.
+        self._count = 0
+        # How its owner ended it; or why somebody else did.
+        self._ended: str | None = None
+        self._reason: str | None = None
+
+    def __repr__(self) -> str:
+        state = self._ended or ("open" if self.job is not None else "not begun")
+        return f"<PartialSave step={self.request.step} {state}>"
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether its owner has finalized or discarded it."""
+        return self._ended is not None
+
+    @property
+    def ended(self) -> Future[None]:
+        """Done when all of it has ended, cleaning up included."""
+        if self.job is None:
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+        return self.job.future
+
+    def open(self) -> Future[None]:
+        """Begin, unless it has begun; return `opened`."""
+        with self._guard:
+            self._check_open()
+            if self.job is None:
+                self._saves.start(self)
+        return self.opened
+
+    def check_part(self, state: Any, items: Mapping[str, Any] | None) -> SaveRequest:
+        """Return what a part asks for.
+
+        Raises:
+            InvalidArgumentError: It cannot be meant as given; nothing has changed.
+            ClosedError: The save has ended.
+        """
+        step = self.request.step
+        part = make_request(self.request.entry, step, state, items, None, None, overwrite=False)
+        with self._guard:
+            self._check_open()
+            if self._unnamed not in (None, part.unnamed):
+                raise InvalidArgumentError(
+                    "the parts before have "
+                    + ("no name: give this one as a tree, too" if self._unnamed else "names: ")
+                    + ("" if self._unnamed else "give this one as items={name: object}, too"),
+                    step=step,
+                )
+            self._unnamed = part.unnamed
+        return part
+
+    def add(self, part: SaveRequest) -> Future[None]:
+        """Save a part; the future is done once the caller may change what it passed.
+
+        Raises:
+            ClosedError: The save has ended.
+        """
+        safe: Future[None] = Future()
+        # Under the guard, so that no part comes after the end.
+        with self._guard:
+            self._check_open()
+            self.loop.submit(self._add, part, safe, time.perf_counter())
+            self._count += 1
+        return safe
+
+    async def _add(self, part: SaveRequest, safe: Future[None], began: float) -> None:
+        def on_safe() -> None:
+            self._waiting.discard(safe)
+            safe.set_result(None)
+
+        self._waiting.add(safe)
+        if self._calls is None or self.commit.done():
+            # It ended while the part was on its way.
+            self._refuse_waiting()
+            return
+        call = SaveCall(part.items, part.unnamed, on_safe, began=began)
+        self._calls.add(call)
+
+    def _refuse_waiting(self) -> None:
+        while self._waiting:
+            self._waiting.pop().set_exception(self.failure() or self._closed_error())
+
+    def finish(self) -> InvalidArgumentError | None:
+        """Publish it once all parts are durable; `commit` tells.
+
+        Returns:
+            What is wrong if there was no part: it is discarded then.
+
+        Raises:
+            ClosedError: It has ended.
+        """
+        with self._guard:
+            self._check_open()
+            is_empty = not self._count
+            self._ended = "discarded" if is_empty else "finalized"
+        if is_empty:
+            self.cancel()
+            return InvalidArgumentError(
+                "a partial save without any part: call save() before it is finalized, or "
+                "discard() it",
+                step=self.request.step,
+            )
+        try:
+            self.loop.submit(self._finish)
+        except BaseException:
+            # The manager is closed, and has spared what is finalized.
+            self.cancel()
+            raise
+        return None
+
+    async def _finish(self) -> None:
+        if self._calls is not None:
+            self._calls.finish()
+
+    def discard(self) -> None:
+        """Give it up, unless it has failed or was given up already.
+
+        Raises:
+            ClosedError: It was finalized.
+        """
+        with self._guard:
+            if self._ended == "finalized" and self.failure() is None:
+                raise self._closed_error()
+            self._ended = "discarded"
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Ask for the end of it."""
+        if self.job is not None and not self.loop.is_forked:
+            self.job.cancel()
+
+    def give_up(self, reason: str) -> None:
+        """Discard it for its owner, who is told why, unless the owner has ended it.
+
+        Takes no lock, so that it may be called wherever garbage is collected.
+        """
+        if self._ended is None and self.job is not None:
+            self._reason = reason
+            self.cancel()
+
+    def failure(self) -> BaseException | None:
+        """Return why it has failed, or None."""
+        return self.commit.exception(0) if self.commit.done() else None
+
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            raise self._closed_error()
+        failure = self.failure()
+        if failure is not None:
+            raise failure
+
+    def _closed_error(self) -> ClosedError:
+        return ClosedError(
+            f"this partial save was {self._ended or 'discarded'} already; start another one",
+            step=self.request.step,
+        )
+
+    async def run(self) -> None:
+        """Run it to its end, on the engine's loop."""
+        saves, storage, request = self._saves.saves, self._saves.storage, self.request
+        began_ns = time.perf_counter_ns()
+        recorder = EventRecorder("save", request.step, self._saves.engine.observers)
+        hooks = CommitHooks(self.commit)
+        self._calls = SaveCalls(in_parts=True)
+        saves.adopt(hooks, self.commit)
+        try:
+            await self._root.open()
+            others = await self._root.other_entries(check_step(request.step))
+            await make_way(storage, request, others)
+            self.opened.set_result(None)
+            engine = self._saves.engine
+            alone = MultihostSave.alone(engine.arena.capacity)
+            manifest = await save_entry(engine, storage, request, hooks, alone, calls=self._calls)
+            await remove_others(storage, others)
+        except BaseException as error:
+            self._end_badly(error, hooks)
+            if not isinstance(error, Exception):
+                recorder.end(began_ns, "cancelled")
+                raise
+            recorder.end(began_ns, "failed", reason=str(error))
+            return
+        finally:
+            self._saves.forget(self)
+        tidied = anyio.Event()
+        saves.tidying.append(tidied)
+        try:
+            saves.end_well(request, manifest, hooks, recorder, began_ns)
+            await saves.tidy(self._root, request, manifest, hooks)
+        finally:
+            saves.tidying.remove(tidied)
+            tidied.set()
+
+    def _end_badly(self, error: BaseException, hooks: CommitHooks) -> None:
+        seen = not self.opened.done()
+        if isinstance(error, CheckpointError):
+            error.locate(step=self.request.step)
+        elif not isinstance(error, Exception):
+            what = "nothing of the partial save is left"
+            kind = CommitCancelledError if self._reason is None else ClosedError
+            seen = seen or self._reason is None
+            error = kind(f"{self._reason or 'it was cancelled'}; {what}", step=self.request.step)
+        hooks.fail(error, seen=seen)
+        if not self.opened.done():
+            # To those who wait to bring a part, its owner's end of it says more.
+            self.opened.set_exception(error if self._ended is None else self._closed_error())
+        self._refuse_waiting()
+        if self._calls is not None:
+            self._calls.drop()

@@ -1,0 +1,272 @@
+"""What `metadata()` returns: everything about a step but its array bytes. Needs no devices."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+
+from ckpt._commit import StepInfo, step_info
+from ckpt._format.dtypes import DTYPES
+from ckpt._format.manifest import (
+    ItemEntry,
+    JsonValue,
+    LeafEntry,
+    Manifest,
+    ShardingEntry,
+)
+from ckpt._plan.leaf_entries import check_leaves
+from ckpt._plan.targets import key_shape
+from ckpt._statistics import SaveStatistics
+from ckpt._tree.flatten import unboxed_names
+from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, decode_scalar
+from ckpt._tree.table import (
+    LeafRow,
+    html_table,
+    sharding_text,
+    size_text,
+    text_table,
+)
+from ckpt._tree.unflatten import rebuild
+from ckpt.errors import InvalidArgumentError
+
+__all__ = [
+    "ItemInfo",
+    "LeafInfo",
+    "StepMetadata",
+    "describe_step",
+]
+
+logger = logging.getLogger("ckpt")
+
+Sharding = jax.sharding.Sharding
+
+
+_MOST_BITS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class LeafInfo:
+    """An array leaf as it is stored. Can stand as a leaf of `like=`.
+
+    Attributes:
+        name: Its leaf path, as messages write it.
+        kind: `jax`, `key` (a typed PRNG key), `numpy` or `numpy_scalar`.
+        shape: Global shape.
+        dtype: Dtype; of a PRNG key that of its data.
+        chunks: Shape of one stored chunk.
+        impl: Implementation of a PRNG key.
+        weak_type: Whether it was weakly typed.
+        same_as: Leaf path of an earlier leaf that was the same array object.
+        saved_sharding: How a jax array lay on the devices when it was saved.
+        sharding: Where it is to be restored; None leaves it where jax puts new arrays.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    chunks: tuple[int, ...] = ()
+    impl: str | None = None
+    weak_type: bool = False
+    same_as: str | None = None
+    saved_sharding: ShardingEntry | None = None
+    sharding: Sharding | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Logical bytes of the whole array."""
+        stored = self.chunks if self.kind == "key" and self.chunks else self.shape
+        size = int(np.prod(self.shape, dtype=object))
+        if self.kind == "key":
+            # The last axis of the data is the key's own.
+            size *= stored[-1]
+        return size * self.dtype.itemsize
+
+    def with_sharding(self, sharding: Sharding | None) -> LeafInfo:
+        """Return the leaf as a target that is restored onto `sharding`."""
+        return replace(self, sharding=sharding)
+
+    def __repr__(self) -> str:
+        place = sharding_text(self.saved_sharding)
+        text = f"LeafInfo({self.name!r}, {_what(self)}"
+        return f"{text}, saved on {place})" if place else f"{text})"
+
+
+@dataclass(frozen=True, slots=True)
+class ItemInfo:
+    """An item that is no tree. As a target it stands for the item as it was saved.
+
+    Attributes:
+        handler: Name of the handler that wrote it.
+        nbytes: Bytes of its files.
+        data: What the handler keeps in the manifest, such as the class of a model.
+    """
+
+    handler: str
+    nbytes: int
+    data: JsonValue
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetadata:
+    """A step without its arrays. Its text is a table of its leaves.
+
+    Attributes:
+        info: Step, time stamps, sizes, metrics and user metadata.
+        items: The tree of every item by name: `LeafInfo` for arrays, the values themselves for
+            Python scalars, `...` for functions; an `ItemInfo` for an item that is no tree.
+        leaves: The same flat: by item name, its leaves by leaf path.
+        unnamed: Whether the step holds one object saved without a name.
+        writer: Versions of the libraries that wrote it.
+        unbuilt: Classes whose nodes are a `UnknownNode` in the trees, each with the reason.
+    """
+
+    info: StepInfo
+    items: Mapping[str, Any]
+    leaves: Mapping[str, Mapping[str, Any]] = field(repr=False)
+    unnamed: bool
+    writer: Mapping[str, str]
+    unbuilt: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def tree(self) -> Any:
+        """The tree of the one unnamed object, or the dict of all items by name."""
+        return next(iter(self.items.values())) if self.unnamed else dict(self.items)
+
+    def target(self, choose: Sharding | Callable[[LeafInfo], Sharding | None] | None = None) -> Any:
+        """Return the tree as a target for `like=`, with shardings of today's devices.
+
+        Args:
+            choose: The sharding of all arrays, or a function that gives each its own.
+
+        Raises:
+            InvalidArgumentError: `choose` is neither.
+        """
+        given: object = choose
+        if not (given is None or isinstance(given, Sharding) or callable(given)):
+            raise InvalidArgumentError(
+                f"choose={given!r:.80}: expected a sharding, or a function of a LeafInfo"
+            )
+
+        def with_sharding(leaf: Any) -> Any:
+            if not isinstance(leaf, LeafInfo) or leaf.kind not in ("jax", "key"):
+                return leaf
+            return leaf.with_sharding(choose(leaf) if callable(choose) else choose)
+
+        if self.unbuilt:
+            logger.warning(
+                "the target has a read-only ckpt.UnknownNode for: %s",
+                "; ".join(f"{name} ({why})" for name, why in sorted(self.unbuilt.items())),
+            )
+        return jax.tree.map(with_sharding, self.tree)
+
+    def __str__(self) -> str:
+        return text_table(self._title, self._rows)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return html_table(self._title, self._rows)
+
+    @property
+    def _title(self) -> str:
+        info = self.info
+        count = sum(len(leaves) for leaves in self.leaves.values())
+        name = info.path if info.step is None else f"step {info.step}"
+        return (
+            f"{name}: {count} {'leaf' if count == 1 else 'leaves'}, {size_text(info.nbytes)}, "
+            f"committed {info.committed:%Y-%m-%d %H:%M:%S} UTC"
+        )
+
+    @property
+    def _rows(self) -> list[LeafRow]:
+        rows = []
+        for item, leaves in self.leaves.items():
+            about = self.items[item]
+            if isinstance(about, ItemInfo):
+                rows.append(LeafRow(item, about.handler, about.nbytes, f"{about.data!r:.60}"))
+            for path, leaf in leaves.items():
+                where = path if self.unnamed else f"{item}: {path}"
+                if isinstance(leaf, LeafInfo):
+                    place = sharding_text(leaf.saved_sharding)
+                    if leaf.same_as is not None:
+                        place = f"the array at {leaf.same_as:.80}"
+                    rows.append(LeafRow(where, _what(leaf), leaf.nbytes, place))
+                else:
+                    rows.append(
+                        LeafRow(where, "a function" if leaf is ... else _value_text(leaf), None, "")
+                    )
+        return rows
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        # Python refuses to write thousands of digits, and nobody wants to read them.
+        return f"an integer of {value.bit_length()} bits"
+    return f"{value!r:.60}"
+
+
+def _what(leaf: LeafInfo) -> str:
+    if leaf.kind == "key":
+        return f"key {leaf.impl:.40}{list(leaf.shape)}"
+    host = "" if leaf.kind == "jax" else f" ({leaf.kind})"
+    return f"{leaf.dtype.name}{list(leaf.shape)}{host}"
+
+
+def describe_step(
+    manifest: Manifest, path: str, statistics: SaveStatistics | None = None
+) -> StepMetadata:
+    """Return the metadata of a committed step; needs no devices. Arguments as of `step_info`.
+
+    Raises:
+        CorruptCheckpointError: The manifest contradicts itself.
+    """
+    trees: dict[str, Any] = {}
+    flat: dict[str, Mapping[str, Any]] = {}
+    unbuilt: dict[str, str] = {}
+    for name, item in manifest.items.items():
+        if not item.nodes and not item.leaves:
+            trees[name] = ItemInfo(item.handler, item.nbytes, item.data)
+            flat[name] = MappingProxyType({})
+            continue
+        check_leaves(item)
+        paths = unboxed_names(item.nodes, [leaf.name for leaf in item.leaves])
+        leaves = [
+            _describe_leaf(paths, number, leaf, item) for number, leaf in enumerate(item.leaves)
+        ]
+        trees[name], reasons = rebuild(item.nodes, leaves)
+        unbuilt |= reasons
+        flat[name] = MappingProxyType(dict(zip(paths, leaves, strict=True)))
+    return StepMetadata(
+        info=step_info(manifest, path, statistics),
+        items=MappingProxyType(trees),
+        leaves=MappingProxyType(flat),
+        unnamed=manifest.unnamed,
+        writer=MappingProxyType(manifest.writer),
+        unbuilt=MappingProxyType(unbuilt),
+    )
+
+
+def _describe_leaf(paths: Sequence[str], number: int, leaf: LeafEntry, item: ItemEntry) -> Any:
+    if leaf.kind == CALLABLE:
+        return ...
+    if leaf.kind not in ARRAY_KINDS:
+        return decode_scalar(leaf)
+    return LeafInfo(
+        name=paths[number],
+        kind=leaf.kind,
+        shape=key_shape(leaf) if leaf.kind == "key" else tuple(leaf.shape),
+        dtype=DTYPES[leaf.dtype or ""],
+        chunks=tuple(leaf.chunks),
+        impl=leaf.impl,
+        weak_type=leaf.weak_type,
+        same_as=None if leaf.same_as is None else paths[leaf.same_as],
+        saved_sharding=None if leaf.sharding is None else item.shardings[leaf.sharding],
+    )

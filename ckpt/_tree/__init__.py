@@ -1,0 +1,1 @@
+"""A PyTree to nodes and leaves, and back. Pure, no I/O."""

@@ -1,0 +1,126 @@
+"""The classes a tree is made of: named in files, found among what the process already has.
+
+Nothing is ever imported by a name found in a file. A class is known if it was handed over, or if
+its module is imported and it can be reached there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from ckpt._format.manifest import JsonValue
+from ckpt.errors import InvalidArgumentError
+
+__all__ = ["Classes", "UnknownNode", "class_name", "find_class", "known_classes"]
+
+# Classes that were handed over, by the name that stands in files.
+Classes = Mapping[str, type]
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownNode:
+    """Stands for a node whose class this process does not have, or cannot make; read-only.
+
+    `record["count"]` is a field of it. It is a PyTree node, and saving it again stores what was
+    stored, so that a process which has the class gets the object back.
+
+    Attributes:
+        class_name: `module:qualified name` of the class that was saved.
+        fields: Its children by field name.
+        kind: What it was: `namedtuple` or `custom`.
+        static: What it kept beside its children, as the manifest has it.
+        unstored: Names of what it kept beside its children that could not be stored.
+    """
+
+    class_name: str
+    fields: Mapping[Any, Any]
+    kind: str = field(default="custom", repr=False)
+    static: JsonValue = field(default=None, repr=False)
+    unstored: tuple[str, ...] = field(default=(), repr=False)
+
+    def __getitem__(self, name: Any) -> Any:
+        return self.fields[name]
+
+
+def _flatten_record(record: UnknownNode) -> tuple[list[tuple[Any, Any]], Any]:
+    children = [(jax.tree_util.DictKey(name), child) for name, child in record.fields.items()]
+    aux = (record.class_name, tuple(record.fields), record.kind, _Static(record.static))
+    return children, (*aux, record.unstored)
+
+
+def _unflatten_record(aux: Any, children: Iterable[Any]) -> UnknownNode:
+    name, fields, kind, static, unstored = aux
+    found = MappingProxyType(dict(zip(fields, children, strict=True)))
+    return UnknownNode(name, found, kind, static.value, unstored)
+
+
+@dataclass(frozen=True, slots=True)
+class _Static:
+    """A JSON value that can be part of a treedef, which wants to be hashed."""
+
+    value: JsonValue
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
+
+
+jax.tree_util.register_pytree_with_keys(UnknownNode, _flatten_record, _unflatten_record)
+
+
+def class_name(kind: type) -> str:
+    """Return the name under which a class stands in files: `module:qualified name`."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def known_classes(classes: Mapping[str, type] | Iterable[type]) -> Classes:
+    """Return classes by the name that stands in files.
+
+    Args:
+        classes: The classes, or a mapping of names to them, for those that were renamed or moved
+            since they were saved.
+
+    Raises:
+        InvalidArgumentError: Something else than a class is among them.
+    """
+    if isinstance(classes, Mapping):
+        found = dict(classes)
+    else:
+        listed: list[Any] = list(classes)
+        found = {class_name(kind): kind for kind in listed if isinstance(kind, type)}
+        if len(found) != len(listed):
+            raise InvalidArgumentError(f"classes={listed!r:.120}: expected different classes")
+    for name, kind in found.items():
+        given: object = kind
+        if not isinstance(given, type) or name.count(":") != 1:
+            raise InvalidArgumentError(
+                f"classes={{{name!r:.80}: {kind!r:.80}}}: expected 'module:name' of the saved "
+                "class and the class that it is now"
+            )
+    return MappingProxyType(found)
+
+
+def find_class(name: str, classes: Classes) -> type | None:
+    """Return the class called `name` in a file, or None if this process does not have it.
+
+    Modules are looked up among the imported ones only, and through their dictionaries, so that no
+    module-level `__getattr__` runs and nothing is imported.
+    """
+    if name in classes:
+        return classes[name]
+    module_name, _, qualified = name.partition(":")
+    scope: Any = sys.modules.get(module_name)
+    for part in qualified.split("."):
+        if scope is None:
+            return None
+        try:
+            # Past any __getattribute__ of its own: a lazily loaded module would load itself there.
+            scope = object.__getattribute__(scope, "__dict__").get(part)
+        except AttributeError:
+            return None
+    return scope if isinstance(scope, type) else None

@@ -1,0 +1,241 @@
+"""PyTree to leaves and a storable structure.
+
+`describe` walks a tree once and gives its leaves in the order of `jax.tree.leaves`, a stored name
+for each, and the inner nodes as manifest records. `layout.rebuild` is the way back.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import EllipsisType, MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+
+from ckpt._format.manifest import JsonValue, Node
+from ckpt._tree.classes import UnknownNode, class_name
+from ckpt._tree.leaf_names import ROOT, join_keys, sibling_names
+from ckpt._tree.registered_nodes import is_box, is_plain_namedtuple, open_custom
+from ckpt._tree.static_values import encode_key
+from ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
+
+__all__ = ["FACTORIES", "Structure", "describe", "unboxed_names"]
+
+PyTree = Any
+
+# Only these very classes: one derived from them can be registered with jax as a node.
+_PLAIN_LEAVES = frozenset(
+    {bool, int, float, complex, str, bytes, np.ndarray, jax.ShapeDtypeStruct, EllipsisType}
+)
+# Far deeper than any model, and far from Python's own limit on the way back.
+_MAX_DEPTH = 200
+_MAX_BOXES = 1000
+# Factories of a defaultdict that stand under their bare name.
+FACTORIES: Mapping[str, type] = MappingProxyType(
+    {kind.__name__: kind for kind in (list, dict, int, float, set, str, tuple)}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What `describe` finds.
+
+    Attributes:
+        nodes: Inner nodes, root first; empty where the tree is a single leaf.
+        names: Stored name of every leaf, in the order of `jax.tree.leaves`; all different.
+        leaves: The leaves themselves, in the same order.
+    """
+
+    nodes: tuple[Node, ...]
+    names: tuple[str, ...]
+    leaves: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class _Flattening:
+    nodes: list[Node] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    leaves: list[Any] = field(default_factory=list)
+
+    def visit(self, tree: PyTree, path: tuple[str, ...]) -> int:
+        """UnknownNode `tree` and what is below it; return its number as a child."""
+        opened = _open(tree, path)
+        if len(path) > _MAX_DEPTH:
+            raise RecursionError
+        if opened is None:
+            self.names.append(join_keys(path))
+            self.leaves.append(tree)
+            return len(self.leaves) - 1
+        number = len(self.nodes)
+        self.nodes.append(opened.node)
+        try:
+            names = sibling_names(opened.keys)
+        except ValueError as error:
+            raise UnsupportedLeafError(str(error), leaf=join_keys(path)) from error
+        numbers = [0] * len(opened.keys)
+        # jax visits some containers in another order than the one they are kept in (sorted dict
+        # keys); leaves are numbered in jax's order, keys stay in the container's own.
+        for position in opened.order:
+            numbers[position] = self.visit(opened.children[position], (*path, names[position]))
+        self.nodes[number] = opened.node.model_copy(update={"children": numbers})
+        return -number
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    node: Node
+    keys: Sequence[Any]
+    children: Sequence[Any]
+    order: Sequence[int]
+
+
+def describe(tree: PyTree) -> Structure:
+    """Return the leaves, their stored names and the inner nodes of `tree`.
+
+    Raises:
+        UnsupportedLeafError: A key cannot be stored, two keys cannot be told apart, or the tree
+            contains itself. (Leaves are judged later, by `layout.leaves`.)
+    """
+    walk = _Flattening()
+    try:
+        walk.visit(tree, ())
+    except RecursionError:
+        raise UnsupportedLeafError(
+            f"the tree contains itself, or is nested deeper than {_MAX_DEPTH} levels"
+        ) from None
+    return Structure(tuple(walk.nodes), tuple(walk.names), tuple(walk.leaves))
+
+
+def unboxed_names(nodes: Sequence[Node], names: Sequence[str]) -> Sequence[str]:
+    """Return the names of leaves without the keys of boxes (see `customs.is_box`).
+
+    A tree with and one without boxes have the same unboxed names. They are all different, since a
+    box has no other child.
+
+    Raises:
+        CorruptCheckpointError: Two of them are not, or the nodes are no tree.
+    """
+    if not any(is_box(node) for node in nodes):
+        return names
+    found = list(_without_boxes(nodes, names))
+    if len(set(found)) != len(found):
+        raise CorruptCheckpointError("two leaves are stored at one place")
+    return found
+
+
+def _without_boxes(nodes: Sequence[Node], names: Sequence[str]) -> Iterator[str]:
+    # The leaves of a node are those of its children, in the order of their numbers.
+    depths: dict[int, tuple[int, ...]] = {}
+    stack: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())]
+    seen: set[int] = set()
+    while stack:
+        number, depth, boxes = stack.pop()
+        node = nodes[number]
+        if number in seen or len(boxes) > _MAX_BOXES:
+            # A few nodes that are twice in each other unfold into more than any memory holds.
+            raise CorruptCheckpointError(f"node {number} does not belong where it is")
+        seen.add(number)
+        if is_box(node):
+            boxes = (*boxes, depth)
+        for child in node.children:
+            if child >= 0:
+                depths[child] = boxes
+            elif -child < len(nodes) and -child > number:
+                stack.append((-child, depth + 1, boxes))
+    for number, name in enumerate(names):
+        boxes = depths.get(number, ())
+        if not boxes:
+            yield name
+            continue
+        keys = name.split(".")
+        kept = [key for place, key in enumerate(keys) if place not in boxes]
+        yield ".".join(kept) if kept else ROOT
+
+
+def _open(tree: PyTree, path: tuple[str, ...]) -> _Opened | None:
+    """Return the children of an inner node, or None for a leaf."""
+    if tree is None:
+        return _Opened(Node(kind="none"), (), (), ())
+    kind = type(tree)
+    if kind is list or kind is tuple:
+        places = range(len(tree))
+        return _Opened(Node(kind=kind.__name__), places, tree, places)
+    if kind in (dict, OrderedDict, defaultdict):
+        return _open_mapping(tree, path)
+    if kind in _PLAIN_LEAVES or isinstance(tree, jax.Array | np.generic):
+        return None
+    if isinstance(tree, tuple) and is_plain_namedtuple(tree):
+        fields: list[str] = list(kind._fields)
+        node = Node(kind="namedtuple", keys=list(fields), class_name=class_name(kind))
+        return _Opened(node, fields, tree, range(len(fields)))
+    if kind is UnknownNode:
+        return _open_record(tree, path)
+    custom = open_custom(tree)
+    if custom is None:
+        return None
+    node = Node(
+        kind="custom",
+        keys=_encode_keys(custom.keys, path),
+        class_name=custom.name,
+        static=custom.static,
+        unstored=custom.unstored,
+    )
+    return _Opened(node, custom.keys, custom.children, range(len(custom.keys)))
+
+
+def _open_record(record: UnknownNode, path: tuple[str, ...]) -> _Opened:
+    keys = list(record.fields)
+    node = Node(
+        kind=record.kind,
+        keys=_encode_keys(keys, path),
+        class_name=record.class_name,
+        static=record.static,
+        unstored=list(record.unstored),
+    )
+    return _Opened(node, keys, list(record.fields.values()), range(len(keys)))
+
+
+def _open_mapping(tree: Mapping[Any, Any], path: tuple[str, ...]) -> _Opened:
+    keys = list(tree)
+    stored = _encode_keys(keys, path)
+    order: Sequence[int] = range(len(keys))
+    if type(tree) is not OrderedDict:
+        try:
+            order = sorted(order, key=keys.__getitem__)
+        except TypeError as error:
+            raise UnsupportedLeafError(
+                f"dict keys that cannot be sorted among each other ({error}); jax needs an order",
+                leaf=join_keys(path),
+            ) from error
+    kind, name = "dict", None
+    if type(tree) is defaultdict:
+        kind, name = "default_dict", _factory_name(tree.default_factory)
+    elif type(tree) is OrderedDict:
+        kind = "ordered_dict"
+    node = Node(kind=kind, keys=stored, class_name=name)
+    return _Opened(node, keys, [tree[key] for key in keys], order)
+
+
+def _factory_name(factory: Any) -> str | None:
+    if factory is None:
+        return None
+    name = getattr(factory, "__qualname__", type(factory).__qualname__)
+    if FACTORIES.get(name) is factory:
+        return str(name)
+    return f"{getattr(factory, '__module__', None) or '?'}:{name}"
+
+
+def _encode_keys(keys: Sequence[Any], path: tuple[str, ...]) -> list[JsonValue]:
+    stored = []
+    for key in keys:
+        try:
+            stored.append(encode_key(key))
+        except ValueError as error:
+            raise UnsupportedLeafError(
+                f"a dict key of type {type(key).__name__} ({key!r:.60}) cannot be stored: {error}",
+                leaf=join_keys(path),
+            ) from error
+    return stored

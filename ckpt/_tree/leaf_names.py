@@ -1,0 +1,159 @@
+"""Leaf paths and the names they are stored under.
+
+A stored name is the escaped keys of a leaf path joined with dots. It equals the dotted name that
+Orbax uses wherever that one is unambiguous (`params.layers.0.kernel`), so that Orbax finds the
+arrays. It is injective where Orbax's is not: `{"a": {"b": x}, "a.b": y}` is stored as `a.b` and
+`a%2Eb`.
+
+Escapes, all introduced by `%`, which is itself escaped: two hex digits stand for one UTF-8 byte;
+`%e` is an empty key; `%k` before a key marks one that is not a string beside a string sibling of
+the same text; the name of a leaf without any key is `%root`. Of a very long key the beginning
+stands, then `%h` and a digest of all of it: the key itself is in the manifest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from ckpt._format.digests import digest
+from ckpt.errors import InvalidArgumentError
+
+__all__ = ["ROOT", "escape_key", "join_keys", "nested", "sibling_names", "unescape_key"]
+
+ROOT = "%root"
+_EMPTY = "%e"
+_MARK = "%k"
+_HASH = "%h"
+# Names are keys of a database, and of those every level of the tree has a part.
+_MOST_CHARACTERS = 512
+_KEPT_CHARACTERS = 64
+
+
+# A fixed list: what counts as printable changes from one Python to the next, a name must not.
+_SPECIAL = re.compile(r"[%./\\\x00-\x1f\x7f-\xa0\u2028-\u202e\ud800-\udfff]")
+
+
+def _is_plain(character: str) -> bool:
+    return _SPECIAL.match(character) is None
+
+
+def escape_key(key: str) -> str:
+    """Return `key` with every character escaped that has a meaning in stored names."""
+    if not key:
+        return _EMPTY
+    if key.isidentifier():
+        return key
+    return "".join(
+        character if _is_plain(character) else _escape_character(character) for character in key
+    )
+
+
+def _escape_character(character: str) -> str:
+    # surrogatepass keeps names of undecodable file names (os.fsdecode) reversible.
+    encoded = character.encode("utf-8", "surrogatepass")
+    return "".join(f"%{byte:02X}" for byte in encoded)
+
+
+def unescape_key(text: str) -> str:
+    """Return the key whose escaped form is `text`; the inverse of `escape_key`.
+
+    Raises:
+        ValueError: `text` is not an escaped key.
+    """
+    if text == _EMPTY:
+        return ""
+    if not text or not all(_is_plain(c) or c == "%" for c in text):
+        raise ValueError(f"not an escaped key: {text!r}")
+    head, *rest = text.split("%")
+    out = bytearray(head, "utf-8")
+    for piece in rest:
+        digits = piece[:2]
+        if len(digits) != 2 or digits.upper() != digits:
+            raise ValueError(f"not an escaped key: {text!r}")
+        out.append(int(digits, 16))
+        out += piece[2:].encode("utf-8")
+    key = out.decode("utf-8", "surrogatepass")
+    if escape_key(key) != text:
+        raise ValueError(f"not an escaped key: {text!r}")
+    return key
+
+
+def sibling_names(keys: Sequence[Hashable]) -> list[str]:
+    """Return the escaped name of each of the `keys` of one node, all different.
+
+    Args:
+        keys: The keys of one mapping, the indices of a sequence, or field names.
+
+    Raises:
+        ValueError: Two keys that are not strings have the same text and cannot be told apart.
+    """
+    names = [_shortened(escape_key(_text_of(key))) for key in keys]
+    counts = Counter(names)
+    marked = [
+        name if counts[name] == 1 or isinstance(key, str) else _MARK + name
+        for key, name in zip(keys, names, strict=True)
+    ]
+    if len(set(marked)) != len(marked):
+        twice = next(name for name, count in Counter(marked).items() if count > 1)
+        raise ValueError(f"two different keys are both written {twice!r}")
+    return marked
+
+
+def _text_of(key: Hashable) -> str:
+    if isinstance(key, str):
+        return key
+    if isinstance(key, int) and abs(key) >= 2**63:
+        # Python limits how long a decimal text it makes.
+        return hex(key)
+    return str(key)
+
+
+def _shortened(name: str) -> str:
+    if len(name) <= _MOST_CHARACTERS:
+        return name
+    return name[:_KEPT_CHARACTERS] + _HASH + digest(name.encode())
+
+
+def join_keys(names: Sequence[str]) -> str:
+    """Return the stored name of the leaf whose escaped keys are `names`."""
+    return ".".join(names) if names else ROOT
+
+
+def nested(leaves: Mapping[str, Any]) -> Any:
+    """Return leaves by path as nested dicts with the keys as they were before they were escaped.
+
+    Raises:
+        InvalidArgumentError: A path is that of a leaf, and of a dict that holds others.
+    """
+    if set(leaves) == {ROOT}:
+        return leaves[ROOT]
+    tree: dict[str, Any] = {}
+    nodes: dict[str, dict[str, Any]] = {"": tree}
+    for path, leaf in leaves.items():
+        node, above = tree, ""
+        *parents, last = path.split(".")
+        for key in parents:
+            above = f"{above}.{key}"
+            if above not in nodes:
+                _refuse_taken(node, key, path)
+                nodes[above] = node[_unescaped(key)] = {}
+            node = nodes[above]
+        _refuse_taken(node, last, path)
+        node[_unescaped(last)] = leaf
+    return tree
+
+
+def _refuse_taken(node: Mapping[str, Any], key: str, path: str) -> None:
+    if _unescaped(key) in node:
+        raise InvalidArgumentError("there is another leaf at, above or below its path", leaf=path)
+
+
+def _unescaped(key: str) -> str:
+    try:
+        return unescape_key(key)
+    except ValueError:
+        # A marked or shortened key stays as it is written.
+        return key

@@ -1,0 +1,135 @@
+"""Patterns over leaf paths.
+
+A leaf path is written as messages write it: its keys joined by dots, `params.layers.0.kernel`. In a
+pattern `*` stands for any text within one key, `?` for one character, and a key `**` for any
+number of keys. A pattern covers the leaves it matches and all leaves below what it matches, so
+`params` is everything in `params`, and `layers.*.kernel` is every layer's kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt._tree.leaf_names import ROOT
+from ckpt.errors import InvalidArgumentError
+
+__all__ = ["PathRule", "Pattern", "compile_pattern", "compile_rule", "fill", "natural"]
+
+# A pattern, a predicate of leaf paths, or several of them.
+PathRule = str | Callable[[str], bool] | Sequence[str | Callable[[str], bool]]
+_DIGITS = re.compile(r"(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A compiled pattern: for every key its expression, or None for `**`."""
+
+    text: str
+    keys: tuple[re.Pattern[str] | None, ...]
+
+    def split(self, path: str) -> tuple[tuple[str, ...], str] | None:
+        """Return what the `*` of the pattern stand for in `path`, and the keys below; or None."""
+        keys = path.split(".")
+        found = _match(self.keys, keys)
+        if found is None:
+            return None
+        stars, end = found
+        return stars, ".".join(keys[end:])
+
+    def covers(self, path: str) -> bool:
+        """Tell whether the leaf at `path` is what the pattern means, or below it."""
+        return _match(self.keys, path.split(".")) is not None
+
+
+def _match(
+    pattern: Sequence[re.Pattern[str] | None], keys: Sequence[str]
+) -> tuple[tuple[str, ...], int] | None:
+    """Return the stars and how many keys were matched; the fewest that do."""
+    if not pattern:
+        return (), 0
+    first, rest = pattern[0], pattern[1:]
+    if first is None:
+        for skipped in range(len(keys) + 1):
+            found = _match(rest, keys[skipped:])
+            if found is not None:
+                return found[0], found[1] + skipped
+        return None
+    matched = first.fullmatch(keys[0]) if keys else None
+    found = None if matched is None else _match(rest, keys[1:])
+    if matched is None or found is None:
+        return None
+    return (*matched.groups(), *found[0]), found[1] + 1
+
+
+def compile_pattern(text: str) -> Pattern:
+    """Return a compiled pattern.
+
+    Raises:
+        InvalidArgumentError: It is no pattern.
+    """
+    given: object = text
+    if not isinstance(given, str) or not text:
+        raise InvalidArgumentError(
+            f"{given!r:.80}: expected a leaf path, such as 'params.*.kernel'"
+        )
+    return _compiled(text)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(text: str) -> Pattern:
+    # Asked for once a leaf.
+    return Pattern(text, tuple(_expression(key) for key in text.split(".")))
+
+
+def _expression(key: str) -> re.Pattern[str] | None:
+    if key == "**":
+        return None
+    special = {"*": "(.*)", "?": "."}
+    return re.compile("".join(special.get(each) or re.escape(each) for each in key), re.DOTALL)
+
+
+def compile_rule(rule: PathRule) -> list[tuple[str, Callable[[str], bool]]]:
+    """Return the parts of a rule, each with its text for messages.
+
+    Raises:
+        InvalidArgumentError: A part is neither a pattern nor a predicate.
+    """
+    given: object = rule
+    parts: Iterable[object] = [rule]
+    if isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping):
+        parts = list(given)
+    compiled: list[tuple[str, Callable[[str], bool]]] = []
+    for part in parts:
+        if isinstance(part, str):
+            compiled.append((part, compile_pattern(part).covers))
+        elif callable(part):
+            compiled.append((getattr(part, "__name__", "a predicate"), part))
+        else:
+            raise InvalidArgumentError(
+                f"{part!r:.80}: expected a leaf path such as 'params.*.kernel', or a function"
+            )
+    return compiled
+
+
+def fill(text: str, stars: Sequence[str], below: str) -> str:
+    """Return the path that a pattern becomes when its `*` stand for `stars`, and what is below.
+
+    Raises:
+        InvalidArgumentError: It has not as many `*`.
+    """
+    pieces = text.split("*")
+    if len(pieces) != len(stars) + 1:
+        raise InvalidArgumentError(
+            f"{text!r:.80} has {len(pieces) - 1} '*', where {len(stars)} are to be filled in"
+        )
+    whole = pieces[0] + "".join(star + piece for star, piece in zip(stars, pieces[1:], strict=True))
+    return ".".join(part for part in (whole, below) if part) or ROOT
+
+
+def natural(text: str) -> tuple[tuple[int, str], ...]:
+    """Return a sort key that orders the numbers in texts by value: `2` before `10`."""
+    parts = _DIGITS.split(text)
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)

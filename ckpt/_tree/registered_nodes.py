@@ -1,0 +1,288 @@
+"""Nodes of classes registered with `jax.tree_util`: what is stored of one, and making one again.
+
+Beside its children such a node has static data: the fields of a dataclass that are no children, or
+whatever else its class gives jax as auxiliary data. It is stored where it is plain (see
+`layout.values`). A node is made by the flatten and unflatten functions that its class registered;
+what comes out has to flatten into the same children under the same keys again, otherwise it becomes
+a `UnknownNode`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from ckpt._format.manifest import JsonValue, Node
+from ckpt._tree.classes import (
+    Classes,
+    UnknownNode,
+    class_name,
+    find_class,
+)
+from ckpt._tree.static_values import (
+    ClassNotHereError,
+    decode_value,
+    encode_key,
+    encode_value,
+)
+from ckpt.errors import CorruptCheckpointError
+
+__all__ = [
+    "Custom",
+    "Unbuilt",
+    "build_custom",
+    "build_namedtuple",
+    "is_box",
+    "is_plain_namedtuple",
+    "open_custom",
+]
+
+# Static data is a few numbers and names; what is larger is none of a checkpoint's business.
+_MAX_STATIC = 64 << 10
+_AUX = "aux"
+_NOT_HERE = "not imported here: import it, or pass it as PyTreeHandler(classes=[...])"
+
+
+@dataclass(frozen=True, slots=True)
+class Custom:
+    """A node of a registered class, opened.
+
+    Attributes:
+        name: Name of its class.
+        keys: A key for every child.
+        children: The children, in jax's order.
+        static: What the class keeps beside them.
+        unstored: What of that cannot be stored.
+    """
+
+    name: str
+    keys: list[Hashable]
+    children: list[Any]
+    static: JsonValue
+    unstored: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Unbuilt:
+    """Why a node became a `UnknownNode`."""
+
+    name: str
+    reason: str
+
+
+def open_custom(tree: Any) -> Custom | None:
+    """Return what is stored of a node whose class is registered with jax, or None for a leaf."""
+    treedef: Any
+    entries, treedef = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: node is not tree
+    )
+    if len(entries) == 1 and not entries[0][0]:
+        return None
+    keys = _keys_of([path for path, _ in entries])
+    children = [child for _, child in entries]
+    kind = type(tree)
+    static: JsonValue
+    found = _static_fields(tree, keys, treedef) if _is_dataclass_node(kind, keys) else None
+    if found is not None:
+        static, unstored = {"fields": found[0]}, found[1]
+    else:
+        node = treedef.node_data()
+        static, unstored = None, [_AUX]
+        with contextlib.suppress(ValueError):
+            static, unstored = {_AUX: encode_value(None if node is None else node[1])}, []
+    if static is not None and len(json.dumps(static)) > _MAX_STATIC:
+        static, unstored = None, [_AUX]
+    return Custom(class_name(kind), keys, children, static, unstored)
+
+
+def is_plain_namedtuple(tree: Any) -> bool:
+    """Tell whether a tuple is to jax what its fields say; its class may be registered otherwise."""
+    fields = getattr(tree, "_fields", None)
+    if fields is None:
+        return False
+    entries, treedef = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: node is not tree
+    )
+    node: Any = treedef.node_data()  # type: ignore[attr-defined]
+    return (
+        [getattr(path[0], "name", None) for path, _ in entries] == list(fields)
+        and all(child is own for (_, child), own in zip(entries, tree, strict=True))
+        and (node is None or node[1] is None)
+    )
+
+
+def is_box(node: Node) -> bool:
+    """Tell whether a node is a class around a single value, such as a `flax.nnx.Param`.
+
+    A target may have the value without the box and the other way round.
+    """
+    return node.kind == "custom" and node.keys == ["value"] and len(node.children) == 1
+
+
+def build_custom(node: Node, keys: Sequence[Any], children: list[Any], classes: Classes) -> Any:
+    """Return the node, or an `Unbuilt` that says why it cannot be made."""
+    name = node.class_name or "?"
+    if name == class_name(UnknownNode):
+        # Written by versions that did not keep what a record stood for.
+        return UnknownNode(name, MappingProxyType(dict(zip(keys, children, strict=True))))
+    kind = find_class(name, classes)
+    if kind is None:
+        return Unbuilt(name, _NOT_HERE)
+    if node.unstored or not isinstance(node.static, dict):
+        what = ", ".join(node.unstored) or _AUX
+        return Unbuilt(name, f"its {what} could not be stored: pass like=")
+    try:
+        if _AUX in node.static:
+            made = _from_aux(kind, decode_value(node.static[_AUX], classes), children)
+        else:
+            made = _from_fields(kind, node.static["fields"], keys, children, classes)
+        again, _ = jax.tree_util.tree_flatten_with_path(made, is_leaf=lambda part: part is not made)
+    except ClassNotHereError as error:
+        return Unbuilt(name, error.message)
+    except CorruptCheckpointError:
+        raise
+    except Exception as error:
+        # Code of the class, or of what a hostile file took it for.
+        return Unbuilt(name, f"it cannot be made from what is stored ({error!s:.120}): pass like=")
+    same = len(again) == len(children) and all(
+        mine is child for (_, mine), child in zip(again, children, strict=True)
+    )
+    if type(made) is not kind or not same or not _agree(keys, [path for path, _ in again]):
+        return Unbuilt(name, "it has other fields today: pass like=")
+    return made
+
+
+def build_namedtuple(node: Node, children: list[Any], classes: Classes) -> Any:
+    """Return the namedtuple, or an `Unbuilt` that says why it cannot be made."""
+    name = node.class_name or "?"
+    kind = find_class(name, classes)
+    if kind is None or not (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+        return Unbuilt(name, _NOT_HERE)
+    if list(kind._fields) != node.keys:
+        return Unbuilt(name, "it has other fields today: pass like=")
+    # Not called: a constructor of the class's own may take other arguments.
+    return tuple.__new__(kind, children)
+
+
+def _keys_of(paths: Sequence[Any]) -> list[Hashable]:
+    """Return a key for every child: the ones its class gives, or numbers where those do not do."""
+    keys = [_key_of(path[0]) for path in paths]
+    try:
+        for key in keys:
+            if type(key) is not str:
+                encode_key(key)
+        if len(set(keys)) == len(keys):
+            return keys
+    except (TypeError, ValueError):
+        # A key that cannot be hashed or stored.
+        pass
+    return list(range(len(keys)))
+
+
+def _key_of(entry: Any) -> Hashable:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            key: Hashable = getattr(entry, attribute)
+            return key
+    return str(entry)
+
+
+def _agree(keys: Sequence[Any], paths: Sequence[Any]) -> bool:
+    """Tell whether children stored under `keys` are those that stand at `paths` today.
+
+    A class that only counts its children, then or now, says nothing of their order.
+    """
+    numbers = list(range(len(keys)))
+    today = _keys_of(paths)
+    return list(keys) == today or numbers in (list(keys), today)
+
+
+def _is_dataclass_node(kind: type, keys: Sequence[Any]) -> bool:
+    return dataclasses.is_dataclass(kind) and kind.__dataclass_fields__.keys() >= set(keys)
+
+
+def _static_fields(
+    tree: Any, keys: Sequence[Any], treedef: Any
+) -> tuple[dict[str, JsonValue], list[str]] | None:
+    """Return the fields of a dataclass that are no children, and which cannot be stored.
+
+    None if jax is given something else than its fields, by a flatten function of its own.
+    """
+    kind = type(tree)
+    values = {}
+    for name in kind.__dataclass_fields__:
+        with contextlib.suppress(AttributeError):
+            values[name] = object.__getattribute__(tree, name)
+    if not _flattens_into(kind, values, treedef):
+        return None
+    fields, unstored = {}, []
+    for name in sorted(values.keys() - set(keys)):
+        try:
+            fields[name] = encode_value(values[name])
+        except ValueError:
+            # jax drops some fields, such as caches; then so do we.
+            if not _flattens_into(kind, {**values, name: object()}, treedef):
+                unstored.append(name)
+    return fields, unstored
+
+
+def _flattens_into(kind: type, values: Mapping[str, Any], treedef: Any) -> bool:
+    try:
+        return bool(_flattened(kind, values) == treedef)
+    except Exception:
+        # Code of the class, or of values that cannot be compared.
+        return False
+
+
+def _flattened(kind: type, values: Mapping[str, Any]) -> Any:
+    """Return the treedef, one level deep, of an object that was not initialised but has fields."""
+    bare: Any = object.__new__(kind)
+    for name, value in values.items():
+        object.__setattr__(bare, name, value)
+    return jax.tree_util.tree_structure(bare, is_leaf=lambda part: part is not bare)
+
+
+def _from_aux(kind: type, aux: Any, children: list[Any]) -> Any:
+    leaf = jax.tree_util.tree_structure(0)
+    treedef = _treedef(kind, aux, [leaf] * len(children))
+    if _sort(treedef) != _sort(jax.tree.structure(UnknownNode("", {}))):
+        # Made by jax itself, which trusts its data: wrong data from a file ends the process.
+        raise TypeError("it is not made by functions of its own")
+    return treedef.unflatten(children)
+
+
+def _treedef(kind: type, aux: Any, children: list[Any]) -> Any:
+    return jax.tree_util.PyTreeDef.from_node_data_and_children(
+        jax.tree_util.default_registry, (kind, aux), children
+    )
+
+
+def _sort(treedef: Any) -> Any:
+    """Return what jax calls the sort of a node: one for functions, one for dataclasses, ..."""
+    _, nodes = treedef.__getstate__()
+    return nodes[-1][0]
+
+
+def _from_fields(
+    kind: type, static: Any, keys: Sequence[Any], children: list[Any], classes: Classes
+) -> Any:
+    """Make a dataclass: a bare object flattens into a treedef, which makes the real one."""
+    known: dict[str, Any] = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    values = dict(zip(keys, children, strict=True))
+    values |= {name: decode_value(value, classes) for name, value in static.items()}
+    unknown = sorted(values.keys() - known.keys())
+    if unknown:
+        raise ValueError(f"it has no field {unknown[0]!r:.40} today")
+    for name, field in known.items():
+        if field.default is not dataclasses.MISSING:
+            values.setdefault(name, field.default)
+        elif field.default_factory is not dataclasses.MISSING and name not in values:
+            values[name] = field.default_factory()
+    return _flattened(kind, values).unflatten(children)

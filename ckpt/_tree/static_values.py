@@ -1,0 +1,234 @@
+"""Plain Python values as JSON, exactly: dict keys, and what a class keeps beside its leaves.
+
+Strings and small integers stand for themselves, everything else is `{"kind": ...}`. The kinds are
+a closed list, so that decoding a file makes nothing but plain values and members of enumerations
+this process already has.
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ckpt._format.dtypes import DTYPES
+from ckpt._format.manifest import JsonValue
+from ckpt._tree.classes import Classes, class_name, find_class
+from ckpt.errors import CorruptCheckpointError
+
+__all__ = ["ClassNotHereError", "decode_key", "decode_value", "encode_key", "encode_value"]
+
+_MAX_DEPTH = 16
+# Keys that earlier versions wrote may be nested deeper.
+_MAX_STORED_DEPTH = 150
+_MAX_INT = 2**63
+
+
+class ClassNotHereError(CorruptCheckpointError):
+    """A stored value is a member of an enumeration that this process does not have."""
+
+
+def encode_value(value: Any, depth: int = 0) -> JsonValue:
+    """Return the JSON form of a plain value; the inverse of `decode_value`.
+
+    Raises:
+        ValueError: It has none; says why.
+    """
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
+    kind = type(value)
+    if value is None:
+        return None
+    if kind is int:
+        # Python limits how long a decimal text it converts.
+        return cast("JsonValue", value) if abs(value) < _MAX_INT else {"int": hex(value)}
+    if kind is str:
+        return _encode_text(value)
+    if kind in _SIMPLE:
+        return {kind.__name__: _SIMPLE[kind][0](value)}
+    if kind in (tuple, list):
+        return {kind.__name__: [encode_value(each, depth + 1) for each in value]}
+    if kind in (set, frozenset):
+        # In an order that does not change from one run to the next.
+        parts = sorted((encode_value(each, depth + 1) for each in value), key=repr)
+        return {kind.__name__: parts}
+    if kind is dict:
+        return {
+            "dict": [
+                [encode_value(k, depth + 1), encode_value(v, depth + 1)] for k, v in value.items()
+            ]
+        }
+    return _encode_other(value, depth)
+
+
+def _encode_text(text: str) -> JsonValue:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("it has lone surrogates; use bytes") from error
+    return text
+
+
+def _encode_other(value: Any, depth: int) -> JsonValue:
+    if isinstance(value, np.generic) and value.dtype.name in DTYPES:
+        return {"numpy": [value.dtype.name, base64.b64encode(value.tobytes()).decode()]}
+    if isinstance(value, np.dtype) and DTYPES.get(value.name) == value:
+        return {"dtype": value.name}
+    name = _SCALAR_TYPE_NAMES.get(id(value))
+    if name is not None:
+        return {"scalar_type": name}
+    if isinstance(value, PartitionSpec) and not _is_special(value):
+        return {"partition_spec": [encode_value(each, depth + 1) for each in value]}
+    if isinstance(value, enum.Enum):
+        # Flags that were joined are no members.
+        if type(value).__members__.get(value.name) is not value:
+            raise ValueError(f"{value!r:.60} is no single member of its enumeration")
+        return {"enum": [class_name(type(value)), value.name]}
+    raise ValueError(f"a value of type {type(value).__name__} cannot be stored")
+
+
+def _is_special(spec: PartitionSpec) -> bool:
+    return bool(getattr(spec, "unreduced", None) or getattr(spec, "reduced", None))
+
+
+def decode_value(value: JsonValue, classes: Classes, depth: int = 0) -> Any:
+    """Return the value stored as `value`.
+
+    Args:
+        value: What `encode_value` returned.
+        classes: Where the classes of enumerations are looked up first.
+        depth: How many values it is inside of.
+
+    Raises:
+        CorruptCheckpointError: It is of no known kind; a `ClassNotHereError` if it is a member of
+            an enumeration that this process does not have.
+    """
+    if value is None or type(value) in (str, int):
+        return value
+    if depth > _MAX_STORED_DEPTH:
+        raise CorruptCheckpointError("a stored value is nested too deeply")
+    if isinstance(value, dict) and len(value) == 1:
+        ((kind, content),) = value.items()
+        try:
+            return _decode(kind, content, classes, depth + 1)
+        except CorruptCheckpointError:
+            raise
+        except Exception as error:
+            # What Python, numpy and jax raise for contents that are none.
+            raise CorruptCheckpointError(
+                f"a stored {kind:.40} is no value: {value!r:.80}"
+            ) from error
+    raise CorruptCheckpointError(f"a stored value is of no known kind: {value!r:.80}")
+
+
+def _decode(kind: str, content: Any, classes: Classes, depth: int) -> Any:
+    if kind in _DECODERS:
+        return _DECODERS[kind](content)
+    if not isinstance(content, list):
+        raise TypeError("not a list")
+    if kind in _COLLECTIONS:
+        return _COLLECTIONS[kind]([decode_value(each, classes, depth) for each in content])
+    if kind == "dict":
+        return {
+            decode_value(key, classes, depth): decode_value(each, classes, depth)
+            for key, each in content
+        }
+    if kind == "numpy":
+        dtype, data = content
+        (scalar,) = np.frombuffer(base64.b64decode(_text(data), validate=True), DTYPES[dtype])
+        return scalar
+    if kind == "enum":
+        name, member = map(_text, content)
+        return _member(name, member, classes)
+    raise ValueError("no known kind")
+
+
+def _member(name: str, member: str, classes: Classes) -> enum.Enum:
+    found = find_class(name, classes)
+    if isinstance(found, enum.EnumMeta) and member in found.__members__:
+        return cast("enum.Enum", found.__members__[member])
+    what = f"the member {member:.60} of the enumeration {name:.120}"
+    hint = "import it, or pass it as PyTreeHandler(classes=[...])"
+    raise ClassNotHereError(f"{what} is stored, which this process does not have: {hint}")
+
+
+def encode_key(key: Any) -> JsonValue:
+    """Return the JSON form of a dict key; raises `ValueError` with the reason if it has none."""
+    if _has_set(key):
+        # Its text, which is part of leaf paths, has another order in every process.
+        raise ValueError("sets have no order")
+    return encode_value(key)
+
+
+def _has_set(key: Any) -> bool:
+    if type(key) is tuple:
+        return any(map(_has_set, key))
+    return isinstance(key, set | frozenset)
+
+
+def decode_key(key: JsonValue, classes: Classes | None = None) -> Any:
+    """Return the dict key stored as `key`; raises `CorruptCheckpointError` for no known kind."""
+    if type(key) is str or type(key) is int:
+        return key
+    found = decode_value(key, classes or {})
+    try:
+        hash(found)
+    except TypeError as error:
+        raise CorruptCheckpointError(
+            f"a stored dict key is of no known kind: {key!r:.80}"
+        ) from error
+    return found
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("not a text")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError("not a truth value")
+    return value
+
+
+def _encode_bytes(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+_SIMPLE: dict[type, tuple[Callable[[Any], JsonValue], Callable[[Any], Any]]] = {
+    bool: (bool, _flag),
+    float: (repr, lambda text: float(_text(text))),
+    complex: (repr, lambda text: complex(_text(text))),
+    bytes: (_encode_bytes, lambda text: base64.b64decode(_text(text), validate=True)),
+    type(...): (lambda _: "...", lambda _: ...),
+}
+# Classes that stand for a dtype, as fields such as `param_dtype` hold them.
+_SCALAR_TYPES = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module, names in (
+        (np, [name for name in DTYPES if hasattr(np, name)]),
+        (jnp, [name for name in DTYPES if hasattr(jnp, name)]),
+    )
+    for name in names
+}
+_SCALAR_TYPE_NAMES = {id(kind): name for name, kind in _SCALAR_TYPES.items()}
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    **{kind.__name__: decode for kind, (_, decode) in _SIMPLE.items()},
+    "int": lambda text: int(_text(text), 16),
+    "dtype": lambda name: DTYPES[name],
+    "scalar_type": lambda name: _SCALAR_TYPES[name],
+}
+_COLLECTIONS: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "list": list,
+    "set": set,
+    "frozenset": frozenset,
+    "partition_spec": lambda parts: PartitionSpec(*parts),  # type: ignore[no-untyped-call]
+}

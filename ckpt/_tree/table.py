@@ -1,0 +1,101 @@
+"""A step in a few lines, for terminals and notebooks. Pure text."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ckpt._format.manifest import ShardingEntry
+
+__all__ = ["LeafRow", "html_table", "sharding_text", "size_text", "text_table"]
+
+_SHOWN = 40
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+@dataclass(frozen=True, slots=True)
+class LeafRow:
+    """One leaf.
+
+    Attributes:
+        path: Its leaf path.
+        what: Dtype and shape, or the value.
+        nbytes: Logical bytes, or None where it is no array.
+        place: How it lay on the devices.
+    """
+
+    path: str
+    what: str
+    nbytes: int | None
+    place: str
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """The columns as text."""
+        size = "" if self.nbytes is None else size_text(self.nbytes)
+        return self.path, self.what, size, self.place
+
+
+def size_text(nbytes: int) -> str:
+    """Return a number of bytes as people read it, such as `1.5 GiB`."""
+    value, unit = float(nbytes), _UNITS[0]
+    for unit in _UNITS:
+        if value < 1024 or unit == _UNITS[-1]:
+            break
+        value /= 1024
+    return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}"
+
+
+def sharding_text(entry: ShardingEntry | None) -> str:
+    """Return how an array lay on the devices, in a few words."""
+    if entry is None:
+        return ""
+    kind = "" if entry.memory_kind is None else f" in {entry.memory_kind:.40}"
+    if entry.kind == "single":
+        return f"{entry.text or 'one device':.60}{kind}"
+    if entry.kind != "named":
+        return f"{entry.text or '':.80}{kind}"
+    axes = ", ".join(
+        f"{name:.40}={size}" for name, size in zip(entry.axis_names, entry.axis_sizes, strict=False)
+    )
+    parts = ("+".join(part) if isinstance(part, list) else part for part in entry.spec)
+    spec = ", ".join("-" if part is None else f"{part:.40}" for part in parts)
+    return f"P({spec}) over {axes}{kind}"
+
+
+def text_table(title: str, rows: Sequence[LeafRow]) -> str:
+    """Return rows as aligned columns below `title`; of very many the first ones."""
+    cells = [row.cells for row in rows[:_SHOWN]]
+    widths = [max((len(row[place]) for row in cells), default=0) for place in range(4)]
+    lines = [title]
+    for path, what, size, place in cells:
+        line = f"  {path:<{widths[0]}}  {what:<{widths[1]}}  {size:>{widths[2]}}  {place}"
+        lines.append(line.rstrip())
+    lines.extend(_rest(rows))
+    return "\n".join(lines)
+
+
+def html_table(title: str, rows: Sequence[LeafRow]) -> str:
+    """Return rows as an HTML table that can be folded; of very many the first ones."""
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f'<td style="text-align:{"right" if place == 2 else "left"}">{html.escape(cell)}</td>'
+            for place, cell in enumerate(row.cells)
+        )
+        + "</tr>"
+        for row in rows[:_SHOWN]
+    )
+    rest = "".join(f"<p>{html.escape(line.strip())}</p>" for line in _rest(rows))
+    head = "<tr><th>leaf</th><th>what</th><th>size</th><th>sharding</th></tr>"
+    return (
+        f"<details open><summary>{html.escape(title)}</summary>"
+        f"<table>{head}{body}</table>{rest}</details>"
+    )
+
+
+def _rest(rows: Sequence[LeafRow]) -> Iterable[str]:
+    if len(rows) > _SHOWN:
+        more = sum(row.nbytes or 0 for row in rows[_SHOWN:])
+        yield f"  ... and {len(rows) - _SHOWN} more leaves, {size_text(more)}"

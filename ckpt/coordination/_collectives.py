@@ -1,0 +1,75 @@
+"""What processes do with operations: act on behalf of all, together, or tell each other values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import anyio
+
+from ckpt.coordination._beats import beating
+from ckpt.coordination._operation import Operation
+from ckpt.errors import located
+
+__all__ = ["acted", "gathered", "together"]
+
+T = TypeVar("T")
+
+
+async def acted(operation: Operation, act: Callable[[], Awaitable[T]]) -> T:
+    """Return what `act` gives, and let the others know meanwhile that this process lives."""
+    with located():
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(operation.watch)
+            async with beating(operation):
+                value = await act()
+            tasks.cancel_scope.cancel()
+    return value
+
+
+async def together(operation: Operation, act: Callable[[], Awaitable[T]]) -> T:
+    """Return what `act` gives here, once it has succeeded on all processes.
+
+    `operation` is either final then, or has failed.
+
+    Raises:
+        CheckpointError: What was raised on one of them, on all of them.
+        CoordinationTimeoutError: One of them gives no sign of life.
+    """
+    try:
+        with located():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(operation.watch)
+                result = await act()
+                every = await operation.report(b"")
+                if every is not None:
+                    await operation.decide()
+                await operation.conclude(None if every is None else b"")
+                tasks.cancel_scope.cancel()
+    except BaseException as error:
+        # All raise what the first one met, so that all go on in the same way.
+        told = await operation.settle(error)
+        if told is error:
+            raise
+        raise told from error
+    return result
+
+
+async def gathered(operation: Operation, value: Any, name: str) -> list[Any]:
+    """Return the JSON value that every process gives, in their order; each waits for all.
+
+    Once of every name in an operation, of which it is a part.
+    """
+    part = operation.part(name)
+    try:
+        every = await part.report(json.dumps(value).encode())
+        told = None
+        if every is not None:
+            await part.decide()
+            told = json.dumps([json.loads(each) for each in every]).encode()
+        found: list[Any] = json.loads(await part.conclude(told))
+    except BaseException as error:
+        await part.fail(error)
+        raise
+    return found

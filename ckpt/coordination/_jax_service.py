@@ -1,0 +1,301 @@
+"""The coordination service of `jax.distributed`: the only file that uses private modules of jax.
+
+The service runs in process 0. Its client blocks the calling thread, without holding the GIL, and
+its calls cannot be stopped: a short request runs in a worker thread that is left behind when the
+caller is cancelled, and waiting for a value is one long request in a thread of its own, shared by
+all who wait for that value. The service forgets a request only when it has answered it, and each
+one open takes some 16 KB of process 0; so waiting does not mean asking again and again.
+
+Nothing in here runs anything on devices.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+import jax
+from anyio.lowlevel import RunVar
+
+from ckpt._runtime.futures import settled
+from ckpt.coordination._base import KeyValues
+from ckpt.coordination._long_values import Part, join, split
+from ckpt.errors import CheckpointError, CoordinationError
+
+__all__ = ["JaxDistributed", "job_size"]
+
+T = TypeVar("T")
+
+_CALLS = (
+    "blocking_key_value_get_bytes",
+    "key_value_delete",
+    "key_value_dir_get_bytes",
+    "key_value_increment",
+    "key_value_set_bytes",
+    "key_value_try_get_bytes",
+)
+_VALUES, _PARTS, _COUNTS = "ckpt/values", "ckpt/parts", "ckpt/counts"
+# How long one request waits for a value. Threads of waits that nobody wants any more last as long,
+# and an operation that has ended leaves none: it has set all that it waited for.
+_POLL_SECONDS = 300.0
+_EXIT_SECONDS = 30.0
+_MOST_REQUESTS = 16
+# Of each event loop: a limiter cannot be shared by two.
+_LIMITER: RunVar[anyio.CapacityLimiter | None] = RunVar("ckpt_coordination_limiter")
+
+
+class JaxDistributed:
+    """The job that `jax.distributed.initialize` has joined.
+
+    Raises:
+        CoordinationError: It was not called, or this version of jax lacks what is needed.
+    """
+
+    def __init__(self) -> None:
+        """Find the client; no request is made."""
+        state = _state()
+        client = getattr(state, "client", None)
+        if client is None:
+            raise CoordinationError(
+                "jax.distributed is not initialized in this process; call "
+                "jax.distributed.initialize() first, in every process of the job"
+            )
+        missing = [name for name in _CALLS if not hasattr(client, name)]
+        if missing:
+            raise CoordinationError(_unknown_version(f"no {', '.join(missing)}"))
+        self._index = int(state.process_id)
+        self._count = int(state.num_processes)
+        self._shared = _Shared(client, str(getattr(state, "coordinator_address", "")))
+
+    @property
+    def process_index(self) -> int:
+        """The `process_id` of this process."""
+        return self._index
+
+    @property
+    def process_count(self) -> int:
+        """The `num_processes` of the job."""
+        return self._count
+
+    def key_values(self) -> KeyValues:
+        """Return what the service keeps; there from the first call to the end of process 0."""
+        return self._shared
+
+
+def job_size() -> int:
+    """Return how many processes this job has, as far as jax knows; initializes nothing.
+
+    Raises:
+        CoordinationError: There are several, but `jax.distributed` was not initialized.
+    """
+    state = _state()
+    if getattr(state, "client", None) is not None:
+        return int(state.num_processes)
+    # Where no device was used yet, jax cannot know of several, and asking would use them.
+    if _devices_are_in_use() and jax.process_count() > 1:
+        raise CoordinationError(
+            f"jax has {jax.process_count()} processes, but jax.distributed is not initialized, so "
+            "they cannot agree on anything; call jax.distributed.initialize() before anything "
+            "else in every process, or pass a coordinator of your own (coordinator=)"
+        )
+    return 1
+
+
+class _Shared:
+    """`KeyValues` of the service."""
+
+    def __init__(self, client: Any, address: str) -> None:
+        self._client = client
+        self._address = address
+        self._guard = threading.Lock()
+        self._polls: dict[str, Future[bytes | None]] = {}
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._is_joined_at_exit = False
+
+    async def put(self, key: str, value: bytes) -> bool:
+        return await self._run(self._set, key, value, False)
+
+    async def touch(self, key: str, value: bytes) -> None:
+        await self._run(self._set, key, value, True)
+
+    async def list(self, folder: str) -> dict[str, bytes]:
+        return await self._run(self._read_folder, folder)
+
+    async def add(self, key: str) -> int:
+        return await self._run(self._count_up, key)
+
+    async def drop(self, folder: str) -> None:
+        await self._run(self._delete, folder)
+
+    async def wait(self, key: str, seconds: float) -> bytes | None:
+        if seconds <= 0:
+            return await self._run(self._look, key)
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            poll = self._poll(key)
+            with anyio.move_on_after(left):
+                await settled(poll)
+            if not poll.done():
+                break
+            value = poll.result()
+            if value is not None:
+                return value
+        return None
+
+    # What follows blocks, and runs in threads.
+
+    def _set(self, key: str, value: bytes, overwrite: bool) -> bool:
+        head, parts = split(value)
+        for part in parts:
+            self._set_part(key, part)
+        try:
+            self._client.key_value_set_bytes(f"{_VALUES}/{key}", head, allow_overwrite=overwrite)
+        except jax.errors.JaxRuntimeError as error:
+            if not _is("ALREADY_EXISTS", error):
+                raise
+            for name, _ in parts:
+                self._client.key_value_delete(f"{_PARTS}/{key}/{name}")
+            return False
+        return True
+
+    def _set_part(self, key: str, part: Part) -> None:
+        name, data = part
+        self._client.key_value_set_bytes(f"{_PARTS}/{key}/{name}", data)
+
+    def _join(self, key: str, head: bytes) -> bytes:
+        def read(name: str) -> bytes:
+            return bytes(self._client.key_value_try_get_bytes(f"{_PARTS}/{key}/{name}"))
+
+        return join(head, read)
+
+    def _look(self, key: str) -> bytes | None:
+        try:
+            head = self._client.key_value_try_get_bytes(f"{_VALUES}/{key}")
+        except jax.errors.JaxRuntimeError as error:
+            if _is("NOT_FOUND", error):
+                return None
+            raise
+        return self._join(key, head)
+
+    def _read_folder(self, folder: str) -> dict[str, bytes]:
+        start = f"{_VALUES}/{folder}/"
+        found = self._client.key_value_dir_get_bytes(start)
+        return {
+            (name := key.removeprefix(start)): self._join(f"{folder}/{name}", head)
+            for key, head in found
+        }
+
+    def _count_up(self, key: str) -> int:
+        return int(self._client.key_value_increment(f"{_COUNTS}/{key}", 1))
+
+    def _delete(self, folder: str) -> None:
+        for place in (_VALUES, _PARTS, _COUNTS):
+            self._client.key_value_delete(f"{place}/{folder}/")
+
+    def _poll(self, key: str) -> Future[bytes | None]:
+        """Return the open wait for a value, a new one if there is none."""
+        with self._guard:
+            poll = self._polls.get(key)
+            if poll is None:
+                poll = self._polls[key] = Future()
+                thread = threading.Thread(
+                    target=self._wait_for, args=(key, poll), name="ckpt-wait", daemon=True
+                )
+                self._threads.add(thread)
+                if not self._is_joined_at_exit:
+                    # A thread that comes back from the client while Python is taken down aborts the
+                    # process. jax, whose hook is older, ends the client after this.
+                    atexit.register(_join_threads, self._threads)
+                    self._is_joined_at_exit = True
+                thread.start()
+        return poll
+
+    def _wait_for(self, key: str, poll: Future[bytes | None]) -> None:
+        value: bytes | None = None
+        failure: CheckpointError | None = None
+        try:
+            head = self._client.blocking_key_value_get_bytes(
+                f"{_VALUES}/{key}", int(_POLL_SECONDS * 1000)
+            )
+            value = self._join(key, head)
+        except Exception as error:
+            if not _is("DEADLINE_EXCEEDED", error):
+                failure = self._translated(error)
+        with self._guard:
+            # First, so that whoever finds nothing here begins a new one.
+            del self._polls[key]
+        if failure is None:
+            poll.set_result(value)
+        else:
+            poll.set_exception(failure)
+
+    async def _run(self, function: Callable[..., T], *args: Any) -> T:
+        limiter = _LIMITER.get(None)
+        if limiter is None:
+            limiter = anyio.CapacityLimiter(_MOST_REQUESTS)
+            _LIMITER.set(limiter)
+        try:
+            return await anyio.to_thread.run_sync(
+                function, *args, abandon_on_cancel=True, limiter=limiter
+            )
+        except jax.errors.JaxRuntimeError as error:
+            raise self._translated(error) from error
+
+    def _translated(self, error: Exception) -> CheckpointError:
+        """Return what goes wrong with the service as an error of this library."""
+        if isinstance(error, CheckpointError):
+            return error
+        said = str(error).partition("\n")[0]
+        what = (
+            "cannot be reached: that process has ended, or the network between is down"
+            if _is("UNAVAILABLE", error)
+            else "refused a request"
+        )
+        failure = CoordinationError(
+            f"the coordination service of jax.distributed, in process 0 at {self._address}, {what} "
+            f"({said}); restart the job from the latest step"
+        )
+        failure.__cause__ = error
+        return failure
+
+
+def _join_threads(threads: weakref.WeakSet[threading.Thread]) -> None:
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for thread in list(threads):
+        thread.join(max(deadline - time.monotonic(), 0))
+
+
+def _is(code: str, error: Exception) -> bool:
+    return str(error).startswith(f"{code}:")
+
+
+def _state() -> Any:
+    try:
+        from jax._src import distributed
+
+        return distributed.global_state
+    except (ImportError, AttributeError) as error:
+        raise CoordinationError(_unknown_version("no distributed.global_state")) from error
+
+
+def _devices_are_in_use() -> bool:
+    try:
+        from jax._src import xla_bridge
+
+        return bool(xla_bridge.backends_are_initialized())
+    except (ImportError, AttributeError):
+        return False
+
+
+def _unknown_version(what: str) -> str:
+    return (
+        f"jax {jax.__version__} has {what}: this library can coordinate several processes with jax "
+        "0.10 to 0.12; install one of those, or pass a coordinator of your own (coordinator=)"
+    )

@@ -1,0 +1,412 @@
+"""One thing that all processes of a job do together, such as one save.
+
+    primary             lead(value)  ... report(part) -> parts   decide()   ...   conclude(outcome)
+    the others          lead(None)   ... report(part)                             conclude(None)
+    all, while working  watch(), advance(bytes)                  any, at any time: fail(error)
+
+It is made of values by name that are set once (`KeyValues`), and of nothing else:
+
+    <name>/begin        what the primary leads with       set by it, or by who fails first
+    <name>/report/g/i   what process i reports            set by process i
+    <name>/verdict      "decided", or the first failure   the election: set by who comes first
+    <name>/outcome      what it all came to               set by the primary, or by who fails first
+    <name>/life/i       signs of life                     set again and again
+
+Everybody waits for one value only, and whoever fails sets all that others can be waiting for. So
+nobody has to ask twice, a failure is heard at once, and an operation of n processes costs each of
+them five requests, and the primary n/32 more to read what they report.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+
+import anyio
+import anyio.lowlevel
+
+from ckpt.coordination._base import KeyValues
+from ckpt.coordination._deadline import DeadlineKeyValues
+from ckpt.coordination._failures import pack_error, unpack_error
+from ckpt.coordination._pulse import Pulse
+from ckpt.coordination._signs import (
+    Signs,
+    Stage,
+    hello,
+    missing_text,
+    silence,
+    who,
+)
+from ckpt.errors import (
+    CheckpointError,
+    CoordinationError,
+    CoordinationTimeoutError,
+    located,
+)
+
+__all__ = ["FAILED", "Operation"]
+
+_logger = logging.getLogger(__name__)
+
+# First byte of what is set.
+_GIVEN, FAILED = b"g", b"f"
+_COUNT = struct.Struct(">I")
+# Reports are read as many at a time: one request, and an answer that stays within limits.
+_GROUP = 32
+# How often within the time limit signs of life are given and looked for.
+_SIGNS = 6
+# How long an error may be held up so that the others hear of it.
+_TELL_SECONDS = 1.0
+
+
+class Operation:
+    """One thing that all processes do together; every process makes one of the same name.
+
+    Only the primary, process 0, gives it a beginning and an outcome, and only it can make it final
+    (`decide`). Where any process fails before that, all of them raise what the first one met. No
+    wait is longer than the time limit without a sign of life of those waited for. Every method may
+    be cancelled; the caller then passes the cancellation to `fail`, as it does with every error.
+
+    With one process everything returns at once and nothing is shared.
+
+    Attributes:
+        name, what, seconds: As they were given.
+
+    Example:
+        ```python
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(operation.watch)
+                begin = await operation.lead(plan if index == 0 else None)
+                part = await write(begin, operation.advance)
+                parts = await operation.report(part)
+                if parts is not None:
+                    await operation.decide()
+                    outcome = await publish(parts)
+                outcome = await operation.conclude(outcome if index == 0 else None)
+                tasks.cancel_scope.cancel()
+        except BaseException as error:
+            raise await operation.settle(error) from error.__cause__
+        ```
+    """
+
+    def __init__(
+        self, key_values: KeyValues, index: int, count: int, name: str, what: str, seconds: float
+    ) -> None:
+        """Make it; nothing is shared yet.
+
+        Args:
+            key_values: What the processes share.
+            index: Which process this is.
+            count: How many there are.
+            name: The same on all processes, and never used before: not for an earlier attempt at
+                the same thing either.
+            what: What is done, for messages: "the save of step 5".
+            seconds: How long a process may give no sign of life.
+        """
+        self._values = key_values
+        label = f"{what}, process {index} of {count}"
+        self._shared = DeadlineKeyValues(key_values, name, label, seconds)
+        self._index = index
+        self._count = count
+        self.name = name
+        self.what = what
+        self.seconds = seconds
+        self._slice = seconds / _SIGNS
+        self._pulse = Pulse(self._shared, index)
+        self._decided = False
+        self._awaited: str | None = None
+        self._heard: tuple[bytes, CheckpointError] | None = None
+        self._said: bytes | None = None
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether this process knows that the operation is final; see `decide`."""
+        return self._decided
+
+    @property
+    def _alone(self) -> bool:
+        return self._count == 1
+
+    def part(self, name: str) -> Operation:
+        """Return an operation within this one; all processes give it the same new name.
+
+        It ends for itself, and has the signs of life of the whole: who is busy with something else
+        of it is not missed.
+        """
+        found = Operation(
+            self._values, self._index, self._count, f"{self.name}/{name}", self.what, self.seconds
+        )
+        found._pulse = self._pulse
+        return found
+
+    async def lead(self, value: bytes | None) -> bytes:
+        """Give the value to begin with (primary), or wait for it (others); return it.
+
+        Raises:
+            CheckpointError: What another process failed with.
+            CoordinationTimeoutError: The primary does not come.
+            CoordinationError: The processes disagree about how many they are, or share nothing.
+        """
+        if self._alone:
+            return value or b""
+        await self._pulse.show()
+        if self._index == 0:
+            mine = value or b""
+            data = await self._shared.set_or_get("begin", _GIVEN + _COUNT.pack(self._count) + mine)
+            if data is not None:
+                self._opened(data)
+                raise CoordinationError(
+                    f"{self.what}: its name {self.name!r} was used before; every attempt needs a "
+                    "name of its own"
+                )
+            return mine
+        data = await self._from_primary("begin", "begin")
+        self._check_count(data)
+        return data[_COUNT.size :]
+
+    async def report(self, value: bytes) -> list[bytes] | None:
+        """Say that this process has done its part.
+
+        Returns:
+            What all processes gave, in their order, as soon as all have (primary), or None at once
+            (others).
+
+        Raises:
+            CheckpointError: What another process failed with.
+            CoordinationTimeoutError: Processes give no sign of life.
+            CoordinationError: The processes share nothing any more.
+        """
+        if self._alone:
+            return [value]
+        if self._index == 0:
+            # Of the two errors that a group may hold, one is raised.
+            with located():
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._raise_failure)
+                    values = await self._gather(value)
+                    tasks.cancel_scope.cancel()
+            return values
+        data = await self._shared.set_or_get(_report(self._index), value)
+        if data is not None:
+            await self._look_for_failure()
+            raise CoordinationError(
+                f"{self.what}: process {self._index} has reported before; two processes have that "
+                "number, or one attempt has used the name of another"
+            )
+        return None
+
+    async def decide(self) -> None:
+        """Make the operation final: from here on no failure of another process undoes it (primary).
+
+        Raises:
+            CheckpointError: What another process failed with, if that was first.
+            CoordinationError: The processes share nothing any more.
+        """
+        if not self._alone:
+            data = await self._shared.set_or_get("verdict", _GIVEN)
+            if data is not None:
+                self._opened(data)
+        self._decided = True
+
+    async def conclude(self, value: bytes | None) -> bytes:
+        """Give the outcome (primary), or wait for it (others); return it.
+
+        Raises:
+            CheckpointError: What another process failed with.
+            CoordinationTimeoutError: The primary gives no sign of life.
+            CoordinationError: The processes share nothing any more.
+        """
+        if self._alone:
+            return value or b""
+        if self._index == 0:
+            mine = value or b""
+            data = await self._shared.set_or_get("outcome", _GIVEN + mine)
+            return mine if data is None else self._opened(data)
+        return await self._from_primary("outcome", "publish")
+
+    async def fail(self, error: BaseException) -> bool:
+        """Tell all others that this process has failed. Never raises, and ends in a bounded time.
+
+        Also where the caller is being cancelled. Of several failures the first is what everybody
+        raises (`settle` gives it). After `decide` only the primary can still tell of an error: the
+        others raise it instead of getting an outcome.
+
+        Returns:
+            False if the primary had decided before, so that the operation has not failed; True if
+            it has failed, or nothing can be learnt about it any more.
+        """
+        if self._alone:
+            return not self._decided
+        with anyio.move_on_after(_TELL_SECONDS, shield=True):
+            try:
+                return await self._fail(error)
+            except Exception as failure:
+                _logger.debug("%s: the others cannot be told of an error: %s", self.what, failure)
+        return not self._decided
+
+    async def settle(self, error: BaseException) -> BaseException:
+        """Tell all others as `fail` does, and return the error to raise here: the first one."""
+        await self.fail(error)
+        cancelled = isinstance(error, anyio.get_cancelled_exc_class())
+        # `watch` may have heard what was said here.
+        others = self._heard is not None and self._heard[0] != self._said
+        return self._heard[1] if self._heard and others and not cancelled else error
+
+    async def watch(self) -> None:
+        """Give signs of life, and raise what another process fails with, until cancelled.
+
+        To run in a task group next to the work, from before `lead` to after `conclude`.
+
+        Raises:
+            CheckpointError: What another process failed with.
+            CoordinationError: The processes share nothing any more.
+        """
+        if self._alone:
+            return
+        with located():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._raise_failure)
+                while True:
+                    await anyio.sleep(self._slice)
+                    await self._pulse.show_moves()
+
+    def advance(self, amount: int) -> None:
+        """Say that so many bytes were moved; `watch` lets the others know that this one lives."""
+        self._pulse.advance(amount)
+
+    async def show_moves(self) -> None:
+        """Let the others know at once if bytes were moved; that they cannot, is no error."""
+        if not self._alone:
+            try:
+                await self._pulse.show_moves()
+            except CoordinationError as failure:
+                _logger.debug("%s: no sign of life could be given: %s", self.what, failure)
+
+    async def _fail(self, error: BaseException) -> bool:
+        me = who(self._index, self._count, hello())
+        said = self._said = FAILED + pack_error(error, me)
+        verdict = await self._shared.set_or_get("verdict", said)
+        first = verdict is None
+        decided = verdict is not None and verdict[:1] == _GIVEN
+        self._decided = self._decided or decided
+        if verdict is not None and not decided:
+            self._hear(verdict)
+        if first:
+            await self._shared.set_or_get("begin", said)
+        if first or (decided and self._index == 0):
+            await self._shared.set_or_get("outcome", said)
+        if self._awaited is not None:
+            # Nobody will read it; but our own request for it ends.
+            await self._shared.set_or_get(self._awaited, b"")
+        return not decided
+
+    async def _from_primary(self, key: str, stage: Stage) -> bytes:
+        signs = Signs([0], anyio.current_time())
+        while True:
+            left = signs.patience(0, anyio.current_time(), self.seconds)
+            data = await self._shared.wait(key, min(self._slice, max(left, 0.001)))
+            if data is not None:
+                return self._opened(data)
+            # The service runs where the primary does: one that does not answer is no sign of life.
+            with anyio.move_on_after(max(left, self._slice / 2)):
+                # Whoever failed may have died before everybody was told.
+                await self._look_for_failure()
+                sign = await self._pulse.of_primary()
+                if sign is not None:
+                    signs.see(0, sign, anyio.current_time())
+            if signs.silent(anyio.current_time(), self.seconds):
+                raise await self._too_late([0], stage, signs)
+
+    async def _gather(self, own: bytes) -> list[bytes]:
+        signs = Signs(range(1, self._count), anyio.current_time())
+        values = {0: own}
+        for first in range(0, self._count, _GROUP):
+            group = range(max(first, 1), min(first + _GROUP, self._count))
+            for index in group:
+                if index in values:
+                    continue
+                values[index] = await self._arrival(index, signs)
+                signs.arrived(index)
+                if index == group[0] and len(group) > 1:
+                    found = await self._shared.numbered(_report_group(index), self._count)
+                    for other, data in found.items():
+                        values[other] = data
+                        signs.arrived(other)
+        return [values[index] for index in range(self._count)]
+
+    async def _arrival(self, index: int, signs: Signs) -> bytes:
+        self._awaited = _report(index)
+        while True:
+            # The others wait for the primary, which waits: that it lives they have to be told. It
+            # waits in a bounded time itself.
+            if self._pulse.is_due(self._slice):
+                await self._pulse.show()
+            left = signs.patience(index, anyio.current_time(), self.seconds)
+            data = await self._shared.wait(self._awaited, min(self._slice, max(left, 0.001)))
+            if data is not None:
+                self._awaited = None
+                return data
+            for other, sign in (await self._pulse.of_all(self._count)).items():
+                signs.see(other, sign, anyio.current_time())
+            if signs.silent(anyio.current_time(), self.seconds):
+                await self._raise_if_silent(signs)
+
+    async def _raise_if_silent(self, signs: Signs) -> None:
+        """Raise for those who are silent; they are not if they have reported meanwhile."""
+        silent = signs.silent(anyio.current_time(), self.seconds / 2)
+        for group in sorted({_report_group(index) for index in silent}):
+            for index in await self._shared.numbered(group, self._count):
+                signs.arrived(index)
+        if signs.silent(anyio.current_time(), self.seconds):
+            # Those who went silent together are all named, also where the last sign of some was
+            # seen a little later.
+            missing = signs.silent(anyio.current_time(), self.seconds / 2)
+            raise await self._too_late(missing, "write", signs)
+
+    async def _too_late(
+        self, missing: list[int], stage: Stage, signs: Signs
+    ) -> CoordinationTimeoutError:
+        label = f"{self.what}: process {self._index} has waited"
+        names = await missing_text(missing, self._count, signs, self._values)
+        return silence(label, names, missing, stage, self.seconds)
+
+    async def _raise_failure(self) -> None:
+        while True:
+            data = await self._shared.wait("verdict", self.seconds)
+            if data is not None:
+                self._opened(data)
+                # Decided: nobody can fail any more.
+                return
+
+    async def _look_for_failure(self) -> None:
+        data = await self._shared.wait("verdict", 0)
+        if data is not None:
+            self._opened(data)
+
+    def _check_count(self, data: bytes) -> None:
+        theirs = _COUNT.unpack_from(data)[0] if len(data) >= _COUNT.size else None
+        if theirs != self._count:
+            raise CoordinationError(
+                f"{self.what}: process {self._index} takes part as one of {self._count}, and the "
+                f"primary as one of {theirs}; give all of them coordinators of the same job"
+            )
+
+    def _opened(self, data: bytes) -> bytes:
+        """Return what was given, or raise the failure that stands there instead."""
+        if data[:1] == FAILED:
+            raise self._hear(data)
+        return data[1:]
+
+    def _hear(self, data: bytes) -> CheckpointError:
+        if self._heard is None or self._heard[0] != data:
+            self._heard = data, unpack_error(data[1:])
+        return self._heard[1]
+
+
+def _report(index: int) -> str:
+    return f"{_report_group(index)}/{index}"
+
+
+def _report_group(index: int) -> str:
+    return f"report/{index // _GROUP}"

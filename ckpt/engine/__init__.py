@@ -1,1 +1,0 @@
-"""Everything that moves bytes: the loop thread, staging, write lanes, and the reader."""

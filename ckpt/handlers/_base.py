@@ -1,0 +1,251 @@
+"""The `Handler` protocol: how one kind of item becomes leaves and files, and comes back.
+
+A handler says *what* an item is; the engine moves the bytes, so that budget, checksums, errors and
+cancellation are the same for every handler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+from ckpt._format.manifest import ItemEntry, JsonValue
+from ckpt._plan.adapt import Adapt
+from ckpt._plan.leaf_entries import LeafEntries
+from ckpt._plan.targets import ArrayRead
+from ckpt._tree.flatten import Structure
+from ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    HandlerError,
+    located,
+)
+
+__all__ = [
+    "Deferred",
+    "FileData",
+    "Handler",
+    "ItemReader",
+    "ItemWriter",
+    "entry_data",
+    "errors_of",
+    "is_per_process",
+    "text_of",
+]
+
+T = TypeVar("T")
+# What a file can be written from; never changed while it is written.
+FileData: TypeAlias = bytes | bytearray | memoryview | mmap.mmap
+
+
+class Deferred(Generic[T]):
+    """An awaitable that starts when it is awaited and may be dropped without a warning."""
+
+    def __init__(
+        self, function: Callable[[], Awaitable[T]], dropped: Callable[[], object] | None = None
+    ) -> None:
+        """Await `function()` when awaited; `dropped` is called if that never happens."""
+        self._function = function
+        self._dropped = dropped
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        self._dropped = None
+        return self._function().__await__()
+
+    def close(self) -> None:
+        """Say that it will not be awaited. Does nothing once it has been; idempotent."""
+        dropped, self._dropped = self._dropped, None
+        if dropped is not None:
+            dropped()
+
+
+class ItemWriter(Protocol):
+    """What the engine offers a handler while it saves one item."""
+
+    @property
+    def process(self) -> int:
+        """Number of this process among those that save the step together."""
+
+    @property
+    def processes(self) -> int:
+        """How many save the step together."""
+
+    async def stage(
+        self, structure: Structure, *, formatted: bool = True
+    ) -> Awaitable[LeafEntries]:
+        """Stage leaves; return once they are safe from whatever the caller does.
+
+        Awaiting the result gives their manifest entries once they are durable. It belongs into
+        `Handler.stage`: in the commit there is nothing left to take a snapshot of.
+
+        Args:
+            structure: The tree.
+            formatted: Whether the formats of the save apply; without them every leaf is stored as
+                it is.
+
+        Raises:
+            UnsupportedLeafError: A leaf cannot be stored; names its path.
+            InvalidArgumentError: The commit was asked for already.
+        """
+
+    async def write_file(self, path: str, data: FileData) -> None:
+        """Write a file of the item; durable on return, with size and digest in the manifest.
+
+        It waits until the save may write, so it belongs into the commit; in `Handler.stage` it
+        would make the caller wait for the disk. A file `metadata` must hold JSON: Orbax reads it.
+
+        Args:
+            path: Relative to the item's directory; plain names with `/` between them.
+            data: Contiguous bytes; they must not change until this returns or raises.
+
+        Raises:
+            InvalidArgumentError: The path leads elsewhere, is reserved, or was written before.
+            StorageError: The store refused.
+
+        Cancellation: a write that has begun is waited for.
+        """
+
+    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a slow function off the engine's loop; it is waited for when cancelled."""
+
+
+class ItemReader(Protocol):
+    """What the engine offers a handler while it loads one item."""
+
+    @property
+    def item(self) -> str:
+        """Name of the item."""
+
+    @property
+    def process(self) -> int:
+        """Number of this process among those of the job that restores."""
+
+    @property
+    def processes(self) -> int:
+        """How many there are in the job that restores."""
+
+    async def read(self, entry: ItemEntry, reads: Sequence[ArrayRead]) -> list[Any]:
+        """Read arrays of an item, in the order of `reads`.
+
+        Raises:
+            CorruptCheckpointError: What is stored was damaged; names the leaf.
+        """
+
+    async def read_file(self, path: str) -> bytes:
+        """Read a file of the item; size and digest are those of the manifest.
+
+        Raises:
+            CorruptCheckpointError: The manifest has no such file, or it is missing, cut or
+                changed; names the item and the file.
+
+        Cancellation: a read that has begun is waited for.
+        """
+
+    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a slow function off the engine's loop; it is waited for when cancelled."""
+
+
+class Handler(Protocol):
+    """How one kind of item is saved and loaded.
+
+    What a method raises beside this library's errors arrives as a `HandlerError`.
+
+    A handler may have an attribute `per_process`: whether every process of a job stores an item of
+    its own, such as the state of its data iterator. Without it all processes have the same item:
+    arrays are shared out, and everything else is the primary's. With it the methods are the same:
+    files are kept apart, and `load` is given the entry that this process's `stage` gave. What such
+    a handler stores are files; arrays that it stages are refused where there are several processes.
+
+    Attributes:
+        name: Written to disk; stable for ever, and never a Python path.
+    """
+
+    @property
+    def name(self) -> str:
+        """The stable name."""
+
+    def accepts(self, item: Any) -> bool:
+        """Tell whether this handler saves objects such as `item`, quickly."""
+
+    async def stage(self, item: Any, writer: ItemWriter) -> Awaitable[ItemEntry]:
+        """Take a snapshot of `item`; on return the caller may change or donate it.
+
+        Returns:
+            The commit future: awaiting it gives the item's manifest entry once its data is
+            durable. It is awaited at most once; where it has a method `close`, that is called
+            if it never is.
+
+        Cancellation: goes on through this, and what was taken is given up.
+        """
+
+    async def load(self, entry: ItemEntry, like: Any, adapt: Adapt, reader: ItemReader) -> Any:
+        """Return the item of `entry`.
+
+        Args:
+            entry: The item's manifest entry.
+            like: The target, or None for the item as it was saved.
+            adapt: What may differ between the two; of no concern to items without leaf paths.
+            reader: The engine.
+
+        Raises:
+            TargetMismatchError: `like` is not what this item can come back as.
+            CorruptCheckpointError: What is stored is damaged.
+        """
+
+
+def is_per_process(handler: Handler) -> bool:
+    """Tell whether every process of a job stores an item of its own with this handler."""
+    return bool(getattr(handler, "per_process", False))
+
+
+@contextlib.contextmanager
+def errors_of(handler: Handler, item: str, doing: str) -> Iterator[None]:
+    """Turn what a handler raises into errors of this library that name the item.
+
+    Args:
+        handler: The handler whose code the body runs.
+        item: Name of the item.
+        doing: What it was asked to do, for the message.
+
+    Raises:
+        HandlerError: The body raised something else than a `CheckpointError`. What is no
+            `Exception`, such as a cancellation, goes through as it is.
+    """
+    try:
+        with located(item=item):
+            yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        name = getattr(handler, "name", type(handler).__name__)
+        raise HandlerError(
+            f"the handler {name!r:.80} could not {doing}: {type(error).__name__}: {error!s:.500}",
+            item=item,
+        ) from error
+
+
+def entry_data(entry: ItemEntry, handler: str) -> dict[str, JsonValue]:
+    """Return what a handler keeps in the manifest.
+
+    Raises:
+        CorruptCheckpointError: The entry is of another handler, or has no object in `data`.
+    """
+    if entry.handler != handler or not isinstance(entry.data, dict):
+        raise CorruptCheckpointError(
+            f"its entry in the manifest is not one of the handler {handler!r}"
+        )
+    return entry.data
+
+
+def text_of(data: dict[str, JsonValue], key: str) -> str:
+    """Return a text that a handler keeps in the manifest.
+
+    Raises:
+        CorruptCheckpointError: It is not there.
+    """
+    value = data.get(key)
+    if not isinstance(value, str):
+        raise CorruptCheckpointError(f"its entry in the manifest lacks the text {key!r}")
+    return value

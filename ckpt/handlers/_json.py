@@ -1,0 +1,212 @@
+"""The JSON handler: dicts and lists of JSON values, and pydantic models."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Awaitable
+from typing import Any
+
+from ckpt._format.manifest import ItemEntry, JsonValue
+from ckpt._plan.adapt import Adapt
+from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMismatchError
+from ckpt.handlers._base import (
+    Deferred,
+    ItemReader,
+    ItemWriter,
+    entry_data,
+)
+
+__all__ = ["JsonHandler", "json_bytes", "json_value"]
+
+# The name under which both APIs of Orbax look for an item of JSON.
+_FILE = "metadata"
+_MAX_DEPTH = 100
+_LEAST_INT, _GREATEST_INT = -(2**63), 2**64 - 1
+
+
+class JsonHandler:
+    """Saves JSON values exactly as they are, and pydantic models as their JSON.
+
+    Models are taken without further ado. A dict could be a tree of arrays as well, so this handler
+    has to be chosen for it: `handlers={"config": JsonHandler()}`.
+    """
+
+    name = "json"
+
+    def accepts(self, item: Any) -> bool:
+        """Tell whether `item` is a pydantic model."""
+        return _is_model(type(item))
+
+    async def stage(self, item: Any, writer: ItemWriter) -> Awaitable[ItemEntry]:
+        """Take the JSON of `item`; see `Handler.stage`.
+
+        Raises:
+            InvalidArgumentError: It has something that JSON cannot say, or that would come back as
+                something else; names where.
+        """
+        data: dict[str, JsonValue] = {"model": None}
+        if _is_model(type(item)):
+            data["model"] = f"{type(item).__module__}:{type(item).__qualname__}"
+            encoded = await writer.in_thread(_model_bytes, item)
+        else:
+            encoded = await writer.in_thread(json_bytes, item)
+
+        async def commit() -> ItemEntry:
+            await writer.write_file(_FILE, encoded)
+            return ItemEntry(handler=self.name, nbytes=len(encoded), data=data)
+
+        return Deferred(commit)
+
+    async def load(self, entry: ItemEntry, like: Any, adapt: Adapt, reader: ItemReader) -> Any:
+        """Return the values, or the model whose class (or an object of it) `like` is.
+
+        Raises:
+            TargetMismatchError: The values do not fit the model, or `like` is something else.
+            CorruptCheckpointError: What is stored is damaged.
+        """
+        entry_data(entry, self.name)
+        encoded = await reader.read_file(_FILE)
+        wanted = like if isinstance(like, type) else type(like)
+        if like is not None and _is_model(wanted):
+            return await reader.in_thread(_as_model, wanted, encoded)
+        value = await reader.in_thread(json_value, encoded)
+        if like is not None and not (wanted in (dict, list) and isinstance(value, wanted)):
+            raise TargetMismatchError(
+                f"the item is a JSON {type(value).__name__}; like= can be a pydantic model or its "
+                f"class, or of the same type, and is {like!r:.80}"
+            )
+        return value
+
+
+def json_bytes(value: Any) -> bytes:
+    """Return the JSON of `value`, from which exactly the same comes back.
+
+    Raises:
+        InvalidArgumentError: There is none; names where.
+    """
+    problem = _problem(value)
+    if problem is not None:
+        raise InvalidArgumentError(problem)
+    return json.dumps(value, ensure_ascii=False).encode()
+
+
+def json_value(data: bytes) -> Any:
+    """Return the value of a JSON file.
+
+    Raises:
+        CorruptCheckpointError: It is none.
+    """
+    try:
+        return json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"what is stored is no JSON: {error!s:.200}") from error
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _problem(value: Any) -> str | None:
+    """Return why `value` has no JSON of its own, and where, or None."""
+    found = _find(value, 0)
+    if found is None:
+        return None
+    where, why = found
+    return f"at {where.removeprefix('.') or 'the top':.300}: {why}"
+
+
+def _find(value: Any, depth: int) -> tuple[str, str] | None:
+    """Return the place of the first value that is none of JSON's below here, and why, or None."""
+    kind = type(value)
+    if value is None or kind is bool:
+        return None
+    if kind is float:
+        if math.isfinite(value):
+            return None
+        return "", f"{value}; JSON has no such number. Pass None or a str"
+    if kind is int:
+        if _LEAST_INT <= value <= _GREATEST_INT:
+            return None
+        return "", f"an int of {value.bit_length()} bits; JSON numbers end at 64. Pass a str"
+    if kind is str:
+        return None if _is_unicode(value) else ("", "a text with lone surrogates")
+    if depth >= _MAX_DEPTH:
+        return "", f"nested deeper than {_MAX_DEPTH} levels, or contains itself"
+    if kind is list:
+        for number, each in enumerate(value):
+            found = _find(each, depth + 1)
+            if found is not None:
+                return f"[{number}]{found[0]}", found[1]
+        return None
+    if kind is dict:
+        for key, each in value.items():
+            if type(key) is not str or not _is_unicode(key):
+                return "", f"the key {key!r:.60}; JSON keys are texts"
+            found = _find(each, depth + 1)
+            if found is not None:
+                return f".{key:.60}{found[0]}", found[1]
+        return None
+    return "", (
+        f"a {kind.__module__}.{kind.__qualname__} is no JSON value; those are dict, list, str, "
+        "int, float, bool and None"
+    )
+
+
+def _is_unicode(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _is_model(kind: type) -> bool:
+    # By what is used of it: pydantic need not be what it comes from.
+    needed = ("model_dump", "model_dump_json", "model_validate_json")
+    return all(callable(getattr(kind, name, None)) for name in needed)
+
+
+def _model_bytes(model: Any) -> bytes:
+    # `model_dump_json` makes null of NaN without a word, so the values are looked at first.
+    values = model.model_dump(mode="json", round_trip=True, by_alias=True)
+    problem = _problem(values)
+    if problem is not None:
+        raise InvalidArgumentError(f"the model {type(model).__name__} {problem}")
+    encoded = str(model.model_dump_json(round_trip=True, by_alias=True)).encode()
+    try:
+        again = type(model).model_validate_json(encoded)
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"the model {type(model).__name__} cannot be made again from its own JSON: "
+            f"{error!s:.500}"
+        ) from error
+    lost = _lost_field(model, again)
+    if lost is not None:
+        raise InvalidArgumentError(
+            f"the model {type(model).__name__} comes back from its own JSON with another value in "
+            f"{lost!r:.120}: an excluded or secret field, a subclass of the declared type, a tuple "
+            "that JSON has no word for. Save model.model_dump(mode='json') with JsonHandler "
+            "instead, if that is all there is to keep"
+        )
+    return encoded
+
+
+def _lost_field(model: Any, again: Any) -> str | None:
+    """Return the path of the first field in which two models differ, or None."""
+    if type(model) is not type(again):
+        return ""
+    for name, value in vars(model).items():
+        other = vars(again).get(name)
+        if _is_model(type(value)):
+            lost = _lost_field(value, other)
+            if lost is not None:
+                return f"{name}.{lost}".rstrip(".")
+        elif type(value) is not type(other) or value != other:
+            return str(name)
+    return None
+
+
+def _as_model(kind: Any, encoded: bytes) -> Any:
+    try:
+        return kind.model_validate_json(encoded)
+    except Exception as error:
+        raise TargetMismatchError(
+            f"what is stored does not fit the model {kind.__name__}: {error!s:.500}"
+        ) from error

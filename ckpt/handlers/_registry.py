@@ -1,0 +1,170 @@
+"""Which handler saves or loads an item: those given, those installed, the built-in ones."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ckpt.errors import InvalidArgumentError, UnsupportedFormatError
+from ckpt.handlers._base import Handler, errors_of
+from ckpt.handlers._json import JsonHandler
+from ckpt.handlers._protobuf import ProtobufHandler
+from ckpt.handlers._pytree import PyTreeHandler
+from ckpt.handlers._random_state import RandomStateHandler
+from ckpt.handlers._stateful import StatefulHandler
+from ckpt.handlers._text import BytesHandler
+
+__all__ = ["ENTRY_POINTS", "Handlers", "HandlersLike", "find_handlers", "installed_handlers"]
+
+logger = logging.getLogger("ckpt")
+
+# The group in which packages register handlers.
+ENTRY_POINTS = "ckpt.handlers"
+HandlersLike: TypeAlias = Sequence[Handler] | Mapping[str, Handler]
+
+_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.:-]{0,99}\Z")
+_METHODS = ("accepts", "stage", "load")
+
+
+@dataclass(frozen=True, slots=True)
+class Handlers:
+    """The handlers of one manager or call.
+
+    Attributes:
+        by_item: Chosen by name of the item, without being asked.
+        in_order: Asked one after the other for every other item.
+    """
+
+    by_item: Mapping[str, Handler]
+    in_order: tuple[Handler, ...]
+
+    def for_item(self, item: str, value: Any) -> Handler:
+        """Return the handler that saves `value` as the item called `item`.
+
+        Raises:
+            InvalidArgumentError: None takes it.
+            HandlerError: One raised when it was asked.
+        """
+        chosen = self.by_item.get(item)
+        if chosen is not None:
+            return chosen
+        for handler in self.in_order:
+            with errors_of(handler, item, f"say whether it takes a {type(value).__name__}"):
+                if handler.accepts(value):
+                    return handler
+        known = ", ".join(handler.name for handler in self.in_order)
+        raise InvalidArgumentError(
+            f"no handler takes an object of type {type(value).__name__} (handlers: {known})",
+            item=item,
+        )
+
+    def named(self, name: str, item: str) -> Handler:
+        """Return the handler that loads the item called `item`, which one named `name` wrote.
+
+        Raises:
+            UnsupportedFormatError: There is none of that name.
+        """
+        for handler in self._of(item):
+            if handler.name == name:
+                return handler
+        known = ", ".join(sorted({handler.name for handler in self._of(item)}))
+        raise UnsupportedFormatError(
+            f"written by the handler {name!r:.80}, which is not here (handlers: {known}); pass it "
+            "as handlers=[...], or restore the other items only",
+            item=item,
+        )
+
+    def _of(self, item: str) -> Iterator[Handler]:
+        if item in self.by_item:
+            yield self.by_item[item]
+        yield from self.by_item.values()
+        yield from self.in_order
+
+
+def find_handlers(given: HandlersLike) -> Handlers:
+    """Return the handlers of a call: the given ones first, the one of trees last.
+
+    Args:
+        given: Handlers to be asked in order; or by name of the item for which each is.
+
+    Raises:
+        InvalidArgumentError: Something else is among them.
+    """
+    mapped: object = given
+    by_item = dict(given) if isinstance(given, Mapping) else {}
+    if not isinstance(mapped, Mapping) and (
+        isinstance(mapped, str | type) or not isinstance(mapped, Iterable)
+    ):
+        raise InvalidArgumentError(
+            f"handlers={given!r:.120}: expected a list of handlers, or a mapping of item names to "
+            "handlers"
+        )
+    first = () if isinstance(given, Mapping) else tuple(given)
+    for handler in (*by_item.values(), *first):
+        problem = _problem(handler)
+        if problem is not None:
+            raise InvalidArgumentError(f"handlers={given!r:.120}: {problem}")
+    return Handlers(by_item, (*first, *installed_handlers(), *_built_in()))
+
+
+def _built_in() -> tuple[Handler, ...]:
+    # The tree handler takes everything, so nothing may come after it.
+    return (
+        BytesHandler(),
+        JsonHandler(),
+        RandomStateHandler(),
+        ProtobufHandler(),
+        StatefulHandler(),
+        PyTreeHandler(),
+    )
+
+
+@functools.cache
+def installed_handlers() -> tuple[Handler, ...]:
+    """Return the handlers that installed packages register, in the order of their names.
+
+    An entry point of the group `ckpt.handlers` names a handler, or what makes one when it is
+    called without arguments. One that cannot be had is logged as a warning and left out.
+    """
+    points = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    found: list[Handler] = []
+    taken = {handler.name for handler in _built_in()}
+    for point in sorted(points, key=lambda each: (each.name, each.value)):
+        try:
+            made: Any = point.load()
+            if isinstance(made, type) or not hasattr(made, "stage"):
+                made = made()
+            problem = _problem(made)
+            if problem is None and made.name in taken:
+                problem = f"there is a handler named {made.name!r} already"
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem is None:
+            taken.add(made.name)
+            found.append(made)
+        else:
+            logger.warning(
+                "the handler %r (%s) that is installed cannot be used: %s",
+                point.name,
+                point.value,
+                problem,
+            )
+    return tuple(found)
+
+
+def _problem(handler: Any) -> str | None:
+    """Return why this cannot be a handler, or None."""
+    if isinstance(handler, type):
+        return f"{handler.__name__} is a class; pass an object of it"
+    missing = [name for name in _METHODS if not callable(getattr(handler, name, None))]
+    if missing:
+        return f"{handler!r:.80} is no handler: it has no method {', '.join(missing)}"
+    name = getattr(handler, "name", None)
+    if not isinstance(name, str) or not _NAME.match(name):
+        return f"the name {name!r:.80} of a handler: expected 1 to 100 letters, digits or '_.:-'"
+    return None

@@ -1,0 +1,245 @@
+"""The handler of objects that know their own state: data iterators, samplers, optimizers.
+
+What an object can do decides, not its class:
+
+- coroutines `save(directory)` and `load(directory)` of two phases, as Grain's iterators have them
+- `get_state()` and `set_state(state)`
+- `state_dict()` and `load_state_dict(state)`
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from ckpt._format.manifest import ItemEntry, JsonValue
+from ckpt._plan.adapt import Adapt
+from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMismatchError
+from ckpt.handlers._base import (
+    Deferred,
+    ItemReader,
+    ItemWriter,
+    entry_data,
+    text_of,
+)
+from ckpt.handlers._json import json_bytes, json_value
+from ckpt.handlers._pytree import PyTreeHandler, stage_tree
+from ckpt.handlers._tree_file import encode_tree, load_tree
+from ckpt.handlers._two_phase import begin_save, finish_load
+
+__all__ = ["StatefulHandler"]
+
+# What is stored is the state of one process, and called so, as Grain's own files are. Where several
+# processes save, the engine keeps their files apart.
+_PROCESSES = 1
+_STEM = f"process_0-of-{_PROCESSES}"
+_SUFFIXES = {"bytes": ".bin", "json": ".json", "tree_file": ".tree"}
+_AS_IT_IS = Adapt()
+_OTHER_PROCESS = re.compile(r"(?:^|/)process_\d+-of-(\d+)\.")
+# In the order in which they are looked for, each with what it is called in the manifest.
+_TWO_PHASES = "save_load"
+_PROTOCOLS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        _TWO_PHASES: ("save", "load"),
+        "get_state": ("get_state", "set_state"),
+        "state_dict": ("state_dict", "load_state_dict"),
+    }
+)
+
+
+class StatefulHandler:
+    """Saves the state of an object, and sets it on an object like it."""
+
+    name = "stateful"
+    per_process = True
+
+    def accepts(self, item: Any) -> bool:
+        """Tell whether `item` has one of the protocols; what jax takes for a tree has not."""
+        return _protocol_of(item) is not None and jax.tree_util.all_leaves([item])
+
+    async def stage(self, item: Any, writer: ItemWriter) -> Awaitable[ItemEntry]:
+        """Ask the object for its state; see `Handler.stage`.
+
+        Raises:
+            InvalidArgumentError: The object has none of the protocols.
+            UnsupportedLeafError: The state is neither bytes nor JSON values nor a tree of leaves
+                that can be stored.
+        """
+        protocol = _protocol_of(item)
+        if protocol is None:
+            raise InvalidArgumentError(
+                f"an object of type {type(item).__name__} has no state to ask for: it needs "
+                "get_state and set_state, state_dict and load_state_dict, or coroutines save and "
+                "load"
+            )
+        data: dict[str, JsonValue] = {"protocol": protocol, "process_count": _PROCESSES}
+        if protocol == _TWO_PHASES:
+            return await self._stage_files(item, writer, data)
+        alone = writer.processes == 1
+        state = await writer.in_thread(_taken, item, _PROTOCOLS[protocol][0], alone)
+        if not isinstance(state, _Encoded):
+            return await self._stage_tree(state, writer, data)
+
+        async def commit() -> ItemEntry:
+            await writer.write_file(_STEM + _SUFFIXES[state.form], state.data)
+            entry = ItemEntry(handler=self.name, nbytes=len(state.data))
+            return entry.model_copy(update={"data": {**data, "form": state.form}})
+
+        return Deferred(commit)
+
+    async def _stage_tree(
+        self, state: Any, writer: ItemWriter, data: dict[str, JsonValue]
+    ) -> Awaitable[ItemEntry]:
+        # A state comes back as it was: formats are for the arrays of models.
+        tree = await stage_tree(state, writer, self.name, formatted=False)
+
+        async def commit() -> ItemEntry:
+            return (await tree).model_copy(update={"data": {**data, "form": "tree"}})
+
+        return Deferred(commit)
+
+    async def _stage_files(
+        self, item: Any, writer: ItemWriter, data: dict[str, JsonValue]
+    ) -> Awaitable[ItemEntry]:
+        save = await begin_save(item, writer)
+
+        async def commit() -> ItemEntry:
+            sizes = await save.finish(writer)
+            entry = ItemEntry(handler=self.name, nbytes=sum(sizes.values()))
+            return entry.model_copy(update={"data": {**data, "files": sorted(sizes)}})
+
+        return Deferred(commit, save.close)
+
+    async def load(self, entry: ItemEntry, like: Any, adapt: Adapt, reader: ItemReader) -> Any:
+        """Set the state on `like` and return it; without it return the state itself.
+
+        The state of two-phase objects is a dict of their files' bytes, or the value of the one
+        JSON file. For a state that is a tree, `like` can also be a target of that tree.
+
+        Raises:
+            TargetMismatchError: `like` has not the protocol with which the state was saved, or
+                another number of processes saved it.
+            CorruptCheckpointError: What is stored is damaged.
+        """
+        data = entry_data(entry, self.name)
+        protocol = text_of(data, "protocol")
+        if protocol not in _PROTOCOLS:
+            raise CorruptCheckpointError(f"{protocol!r:.40} is no way to save a state")
+        names = _files_of(data) if protocol == _TWO_PHASES else []
+        _check_processes(data, names)
+        is_tree = data.get("form") in ("tree", "tree_file")
+        if like is not None and is_tree and not jax.tree_util.all_leaves([like]):
+            return await self._read_state(entry, text_of(data, "form"), reader, like, adapt)
+        if like is not None and not _has(like, protocol):
+            raise TargetMismatchError(
+                f"the state was saved with {' and '.join(_PROTOCOLS[protocol])}; like= must be an "
+                f"object that has them, and is {like!r:.80}"
+            )
+        if protocol == _TWO_PHASES:
+            if like is None:
+                return await _raw_files(names, reader)
+            await finish_load(like, names, reader)
+            return like
+        state = await self._read_state(entry, text_of(data, "form"), reader)
+        if like is None:
+            return state
+        await reader.in_thread(getattr(like, _PROTOCOLS[protocol][1]), state)
+        return like
+
+    async def _read_state(
+        self,
+        entry: ItemEntry,
+        form: str,
+        reader: ItemReader,
+        like: Any = None,
+        adapt: Adapt = _AS_IT_IS,
+    ) -> Any:
+        if form == "tree":
+            tree = entry.model_copy(update={"handler": PyTreeHandler.name})
+            return await PyTreeHandler().load(tree, like, adapt, reader)
+        if form not in _SUFFIXES:
+            raise CorruptCheckpointError(f"{form!r:.40} is no form of a state")
+        found = await reader.read_file(_STEM + _SUFFIXES[form])
+        if form == "tree_file":
+            return await load_tree(found, like, adapt, reader)
+        return found if form == "bytes" else await reader.in_thread(json_value, found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """A state that is one file."""
+
+    form: str
+    data: bytes
+
+
+def _taken(item: Any, method: str, alone: bool) -> Any:
+    """Return the state as a file, or the tree that it is where one process saves alone."""
+    state = getattr(item, method)()
+    if isinstance(state, bytes | bytearray):
+        return _Encoded("bytes", bytes(state))
+    try:
+        return _Encoded("json", json_bytes(state))
+    except InvalidArgumentError:
+        return state if alone else _Encoded("tree_file", encode_tree(state))
+
+
+def _protocol_of(item: Any) -> str | None:
+    return next((protocol for protocol in _PROTOCOLS if _has(item, protocol)), None)
+
+
+def _has(item: Any, protocol: str) -> bool:
+    # Methods of the class: an object that makes up attributes when asked has everything.
+    kind = type(item)
+    found = [getattr(kind, name, None) for name in _PROTOCOLS[protocol]]
+    if isinstance(item, type) or not all(map(callable, found)):
+        return False
+    if protocol != _TWO_PHASES:
+        return not any(map(inspect.iscoroutinefunction, found))
+    return all(inspect.iscoroutinefunction(each) and _takes_one(each) for each in found)
+
+
+def _takes_one(method: Any) -> bool:
+    """Tell whether a method needs one argument beside the object."""
+    try:
+        inspect.signature(method).bind(None, None)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _files_of(data: dict[str, JsonValue]) -> list[str]:
+    files = data.get("files")
+    if not isinstance(files, list) or not all(isinstance(each, str) for each in files):
+        raise CorruptCheckpointError("its entry in the manifest lacks the list of its files")
+    return [str(each) for each in files]
+
+
+def _check_processes(data: dict[str, JsonValue], names: Sequence[str]) -> None:
+    counts = {data.get("process_count")}
+    for name in names:
+        match = _OTHER_PROCESS.search(name)
+        if match is not None and len(match[1]) < 10:
+            counts.add(int(match[1]))
+    wrong = next((count for count in counts if count != _PROCESSES), _PROCESSES)
+    if type(wrong) is not int:
+        raise CorruptCheckpointError("its entry in the manifest lacks the number of processes")
+    if wrong != _PROCESSES:
+        raise TargetMismatchError(
+            f"the state is that of one of {wrong} processes, and this run has {_PROCESSES}: a data "
+            "iterator cannot be dealt out anew. Restore with as many processes, or without this "
+            "item"
+        )
+
+
+async def _raw_files(names: Sequence[str], reader: ItemReader) -> Any:
+    found = {name: await reader.read_file(name) for name in names}
+    if len(found) == 1 and names[0].endswith(".json"):
+        return await reader.in_thread(json_value, found[names[0]])
+    return found

@@ -1,1 +1,0 @@
-"""Pure planning: what a tree is, where its bytes go, which bytes a target needs. No I/O here."""

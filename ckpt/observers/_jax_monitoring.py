@@ -1,0 +1,73 @@
+"""An observer that tells `jax.monitoring`, under the names of `names.JAX`."""
+
+from __future__ import annotations
+
+from ckpt._events import Event
+from ckpt.errors import InvalidArgumentError
+from ckpt.observers._names import BYTES, JAX
+from ckpt.observers._operations import Operations
+
+__all__ = ["JaxMonitoring"]
+
+
+class JaxMonitoring:
+    """Records saves, restores and the rest through `jax.monitoring`.
+
+    Whatever listens there already is told: once for each operation, when it has ended, how it
+    ended, and where it was done how long it and its phases took. The names are those in
+    docs/observing.md, each behind the prefix and a slash: `/ckpt/save/ok`.
+
+        mgr = ckpt.CheckpointManager(root, observers=[ckpt.observers.JaxMonitoring()])
+
+    Any number of managers may share one.
+
+    Args:
+        prefix: What every name begins with.
+
+    Raises:
+        InvalidArgumentError: The prefix is no text, or is empty.
+    """
+
+    def __init__(self, prefix: str = "/ckpt") -> None:
+        if type(prefix) is not str or not prefix.rstrip("/"):
+            raise InvalidArgumentError(
+                f"JaxMonitoring(prefix={prefix!r:.80}): expected a text that names begin with, "
+                "such as '/ckpt'"
+            )
+        # Here, so that tools can import the observers without jax.
+        from jax import monitoring
+
+        self._monitoring = monitoring
+        self._prefix = prefix.rstrip("/")
+        self._operations = Operations()
+
+    def __call__(self, event: Event) -> None:
+        """Take one event; called by the library."""
+        found = self._operations.take(event)
+        if found is None:
+            return
+        if found.end is not None:
+            self._record(f"{found.name}/{found.end.outcome}")
+            if found.is_ok:
+                seconds = (found.end.ended_ns - found.end.began_ns) / 1e9
+                self._record(f"{found.name}/seconds", seconds)
+                self._record(f"{found.name}/bytes", found.end.nbytes)
+        if found.is_ok:
+            for phase in found.phases:
+                self._record(f"{found.name}/{phase.name}_seconds", phase.seconds)
+                moved = BYTES.get((found.name, phase.name))
+                if moved is not None:
+                    self._record(f"{found.name}/{moved}", phase.nbytes)
+
+    def _record(self, name: str, value: float = 0) -> None:
+        known = JAX.get(name)
+        full = f"{self._prefix}/{name}"
+        # What has no place in the table is not told: every name is documented.
+        if known is None:
+            return
+        if known.kind == "event":
+            self._monitoring.record_event(full)
+        elif known.kind == "duration":
+            self._monitoring.record_event_duration_secs(full, value)
+        else:
+            self._monitoring.record_scalar(full, value)

@@ -1,0 +1,134 @@
+"""An observer that writes events as lines of JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import threading
+from types import TracebackType
+from typing import Protocol
+
+from ckpt._events import Event
+from ckpt.errors import InvalidArgumentError, StorageError
+from ckpt.observers._clock import unix_offset_ns
+from ckpt.observers._tracing.files import PathLike
+from ckpt.observers._tracing.timeline import END
+from ckpt.observers._tracing.tracks import Value, plain
+
+__all__ = ["JsonLines", "TextFile"]
+
+
+class TextFile(Protocol):
+    """What `JsonLines` needs of an open file."""
+
+    def write(self, text: str, /) -> object:
+        """Write text."""
+
+    def flush(self) -> object:
+        """Hand on what was written."""
+
+
+class JsonLines:
+    """Appends one JSON object to a file for every operation that has ended.
+
+    Each is a line of its own, with the keys `time` (of the end, in seconds since 1970),
+    `operation`, `phase`, `step`, `seconds` and `nbytes`, and where there is one `outcome`,
+    `reason`, `lane` and `batch`. A line is handed to the system as soon as it is complete.
+
+        with ckpt.observers.JsonLines("saves.jsonl") as lines:
+            mgr = ckpt.CheckpointManager(root, observers=[lines])
+
+    Any number of managers may share one, from any thread. A line that cannot be written is logged
+    and lost, as is whatever comes after `close`; no operation is disturbed by that.
+
+    Args:
+        file: The path of the file, which is made if it is not there, or an open text file. One that
+            was passed open is left open by `close`.
+        phases: Whether to write a line for every phase, too.
+
+    Raises:
+        InvalidArgumentError: `file` is neither a path nor a file that is open for writing text.
+        StorageError: The file cannot be opened.
+    """
+
+    def __init__(self, file: PathLike | TextFile, *, phases: bool = False) -> None:
+        self._lock = threading.Lock()
+        self._phases = phases
+        self._owned = None
+        self._file: TextFile | None
+        if isinstance(file, str | os.PathLike):
+            try:
+                self._owned = open(file, "a", encoding="utf-8")  # noqa: SIM115
+            except OSError as error:
+                raise StorageError(
+                    f"cannot open {os.fspath(file)}: {error.strerror or error}. Give the path of a "
+                    "file in a directory that exists, that you may write to",
+                    errno=error.errno,
+                ) from error
+            self._file = self._owned
+        elif _takes_text(file):
+            self._file = file
+        else:
+            raise InvalidArgumentError(
+                f"JsonLines({file!r:.80}): expected a path, or a file that is open for writing text"
+            )
+
+    def __call__(self, event: Event) -> None:
+        """Write one event; called by the library.
+
+        Raises:
+            OSError: The file could not be written.
+        """
+        if event.phase != END and not self._phases:
+            return
+        told: dict[str, Value] = {
+            "time": round((event.ended_ns + unix_offset_ns()) / 1e9, 6),
+            "operation": event.operation,
+            "phase": event.phase,
+            "step": event.step,
+            "seconds": (event.ended_ns - event.began_ns) / 1e9,
+            "nbytes": event.nbytes,
+        }
+        for name in ("outcome", "reason", "lane", "batch"):
+            value = getattr(event, name)
+            if value is not None:
+                told[name] = plain(value)
+        line = json.dumps(told, allow_nan=False) + "\n"
+        with self._lock:
+            if self._file is not None:
+                self._file.write(line)
+                self._file.flush()
+
+    def close(self) -> None:
+        """Close the file if it was given by its path; what comes later is not written.
+
+        Raises:
+            StorageError: What was written before could not be stored.
+        """
+        with self._lock:
+            owned, self._owned, self._file = self._owned, None, None
+        if owned is None:
+            return
+        try:
+            owned.close()
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {owned.name}: {error.strerror or error}", errno=error.errno
+            ) from error
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _takes_text(file: object) -> bool:
+    methods = (getattr(file, name, None) for name in ("write", "flush"))
+    return all(map(callable, methods)) and not isinstance(file, io.RawIOBase | io.BufferedIOBase)

@@ -1,0 +1,129 @@
+"""Phases put together until their operation has ended, in memory that is bounded.
+
+Those who count and measure want to be told once for each operation, not for each of thousands of
+batches. So the phases of one kind become one `Phase`, and are handed out at the end.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from ckpt._events import Event
+from ckpt.observers._tracing.intervals import Interval, measure, merge
+from ckpt.observers._tracing.timeline import END, PREEMPTED
+
+__all__ = ["ObservedOperation", "Operations", "Phase"]
+
+# Operations under way at once. One that never ends is forgotten when that many others have come.
+_MOST_UNDER_WAY = 256
+# They lie outside of the save they belong to: steps are deleted after it has ended, and the time
+# that would have been lost is the one before it.
+_ALONE = ("preserve", PREEMPTED)
+# Stretches of time of one phase that are kept apart before neighbours are put together.
+_MOST_STRETCHES = 4096
+
+
+@dataclass(slots=True)
+class Phase:
+    """Every phase of one kind of one operation, taken together.
+
+    Attributes:
+        name: The phase.
+        began_ns: When the first of them began.
+        ended_ns: When the last of them ended.
+        nbytes: The bytes that they told of.
+        count: How many there were.
+    """
+
+    name: str
+    began_ns: int
+    ended_ns: int
+    nbytes: int = 0
+    count: int = 0
+    _stretches: list[Interval] = field(default_factory=list)
+
+    def add(self, event: Event) -> None:
+        """Take one more."""
+        self.began_ns = min(self.began_ns, event.began_ns)
+        self.ended_ns = max(self.ended_ns, event.ended_ns)
+        self.nbytes += event.nbytes
+        self.count += 1
+        self._stretches.append((event.began_ns, event.ended_ns))
+        if len(self._stretches) > _MOST_STRETCHES:
+            merged = merge(self._stretches)
+            # What is left has gaps. Those of the older half, far apart or not, are given up.
+            half = merged[: -_MOST_STRETCHES // 2]
+            older = [(half[0][0], half[-1][1])] if half else []
+            self._stretches = older + merged[-_MOST_STRETCHES // 2 :]
+
+    @property
+    def moved(self) -> int:
+        """The bytes that they moved; those of a plan are still to be moved."""
+        return 0 if self.name == "plan" else self.nbytes
+
+    @property
+    def seconds(self) -> float:
+        """For how long at least one of them was running."""
+        return measure(self._stretches) / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedOperation:
+    """An operation that has ended, or a phase that stands alone.
+
+    Attributes:
+        name: `"save"`, `"restore"`, `"verify"` or `"delete"`.
+        step: The step, or None for a one-shot checkpoint.
+        end: How it ended; None for a phase that stands alone.
+        phases: What it consisted of, in the order in which the first of each kind ended.
+    """
+
+    name: str
+    step: int | None
+    end: Event | None
+    phases: tuple[Phase, ...]
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether what it tells is of something that was done."""
+        return self.end is None or self.end.outcome == "ok"
+
+
+class Operations:
+    """Operations under way. May be used from any thread.
+
+    Events say which step they are about, not of which manager: two managers that save a step of the
+    same number at the same time are taken for one until the first of them has ended.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Ordered by their last event, the oldest first.
+        self._under_way: dict[tuple[str, int | None], dict[str, Phase]] = {}
+
+    def take(self, event: Event) -> ObservedOperation | None:
+        """Take one event; return what is complete with it, or None."""
+        if event.phase in _ALONE:
+            return ObservedOperation(event.operation, event.step, None, (_one(event),))
+        key = (event.operation, event.step)
+        with self._lock:
+            phases = self._under_way.pop(key, {})
+            if event.phase != END:
+                self._under_way[key] = phases
+                known = phases.setdefault(
+                    event.phase, Phase(event.phase, event.began_ns, event.ended_ns)
+                )
+                known.add(event)
+                if len(self._under_way) > _MOST_UNDER_WAY:
+                    del self._under_way[next(iter(self._under_way))]
+                return None
+        # What had ended before this one began is of another one, which never ended.
+        own = tuple(phase for phase in phases.values() if phase.ended_ns > event.began_ns)
+        return ObservedOperation(event.operation, event.step, event, own)
+
+
+def _one(event: Event) -> Phase:
+    phase = Phase(event.phase, event.began_ns, event.ended_ns)
+    phase.add(event)
+    return phase

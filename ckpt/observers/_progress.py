@@ -1,0 +1,282 @@
+"""An observer that shows how far saves, restores and verifications are."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import sys
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ckpt._events import Event
+from ckpt.errors import InvalidArgumentError
+from ckpt.observers._tracing.timeline import END
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+__all__ = ["ProgressBar"]
+
+# What takes less is not shown; it would only flicker.
+_DELAY_NS = 300_000_000
+# Between two drawings.
+_PAUSE_NS = 100_000_000
+# Phases after which there is something to show.
+_SHOWN = {"save": {"wait", "plan", "stage", "write"}, "restore": {"plan", "read"}}
+_SHOWN["verify"] = _SHOWN["restore"]
+# One that never ends is forgotten when that many others have come.
+_MOST_BARS = 8
+_WIDTH = 100
+
+
+@dataclass(slots=True, eq=False)
+class _Bar:
+    """How far one operation is, in bytes.
+
+    Attributes:
+        began_ns: When it began.
+        total: The bytes that it is to move; None until its plan has told.
+        done: Those that it has moved.
+        task: Where it is shown, if it is.
+    """
+
+    began_ns: int
+    total: int | None = None
+    done: int = 0
+    task: TaskID | None = None
+    _staged: dict[int | None, list[int]] = field(default_factory=dict)
+
+    def take(self, event: Event) -> None:
+        """Take one of its phases."""
+        if event.phase == "plan" and event.nbytes:
+            self.total = (self.total or 0) + event.nbytes
+        elif event.operation != "save" and event.phase == "read":
+            self.done += event.nbytes
+        elif event.phase == "stage":
+            self._staged.setdefault(event.batch, []).append(event.nbytes)
+        elif event.phase == "write" and event.batch is not None:
+            # What was planned counts: compressed it is less. Small files are not in the plan.
+            sizes = self._staged.get(event.batch)
+            self.done += sizes.pop(0) if sizes else event.nbytes
+        if self.total is not None:
+            self.done = min(self.done, self.total)
+
+
+class _Screen(Protocol):
+    """Where bars are drawn. All of `progress` is this library's own."""
+
+    progress: Progress
+
+    def draw(self) -> None:
+        """Draw the bars as they are."""
+
+    def clear(self) -> None:
+        """Take them away."""
+
+
+class ProgressBar:
+    """Shows a bar for every save, restore and verification, while it takes more than a moment.
+
+    In a terminal it is drawn on standard error, in a notebook below the cell. Where neither is
+    there, as in a batch job, nothing is shown, and so it is without the package rich:
+    `pip install 'ckpt-jax[progress]'`. A bar disappears when its operation has ended, also if it
+    failed. The cursor is never hidden, and there is no thread behind it.
+
+        with ckpt.sync.CheckpointManager(root, observers=[ckpt.observers.ProgressBar()]) as mgr:
+            mgr.save(step, state)
+
+    Any number of managers may share one.
+
+    Args:
+        console: A rich console to draw on if it is interactive; None for standard error or the
+            notebook.
+
+    Raises:
+        InvalidArgumentError: `console` is none.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        # Without rich, a console of it cannot be there to be checked.
+        if console is not None and not hasattr(console, "is_interactive"):
+            raise InvalidArgumentError(
+                f"ProgressBar(console={console!r:.80}): expected a rich.console.Console, or None"
+            )
+        self._console = console
+        self._lock = threading.Lock()
+        self._bars: dict[tuple[str, int | None], _Bar] = {}
+        self._screen: _Screen | None = None
+        self._notebook: _Notebook | None = None
+        self._drawn_ns = 0
+        self._is_off = not _has_rich()
+
+    def __call__(self, event: Event) -> None:
+        """Take one event; called by the library."""
+        if self._is_off:
+            return
+        with self._lock:
+            try:
+                self._take(event)
+            except Exception:
+                # The terminal has gone, say. Told once, by who called.
+                self._is_off = True
+                with contextlib.suppress(Exception):
+                    self._clear()
+                raise
+
+    def _take(self, event: Event) -> None:
+        key = (event.operation, event.step)
+        if event.phase == END:
+            self._drop(key)
+        elif event.phase in _SHOWN.get(event.operation, ()):
+            if key not in self._bars:
+                self._bars[key] = _Bar(event.began_ns)
+                if len(self._bars) > _MOST_BARS:
+                    self._drop(next(iter(self._bars)))
+            self._bars[key].take(event)
+            self._show(event.ended_ns)
+
+    def _show(self, now_ns: int) -> None:
+        """Draw what has been going on for a while, if it was not drawn just now."""
+        shown = [key for key, bar in self._bars.items() if now_ns - bar.began_ns >= _DELAY_NS]
+        if not shown or now_ns - self._drawn_ns < _PAUSE_NS:
+            return
+        if self._screen is None:
+            self._screen = self._open()
+            if self._screen is None:
+                return
+            # Whoever ends the program amid an operation gets a clean line to write on.
+            atexit.register(self._clear)
+        self._drawn_ns = now_ns
+        for key in shown:
+            bar = self._bars[key]
+            if bar.task is None:
+                operation, step = key
+                name = operation if step is None else f"{operation} step {step}"
+                bar.task = self._screen.progress.add_task(name, total=bar.total, completed=bar.done)
+            else:
+                self._screen.progress.update(bar.task, completed=bar.done, total=bar.total)
+        self._screen.draw()
+
+    def _open(self) -> _Screen | None:
+        """Return where to draw, or None if nobody looks."""
+        console = self._console
+        if console is None and getattr(_shell(), "kernel", None) is not None:
+            self._notebook = self._notebook or _Notebook()
+            return self._notebook
+        if console is None:
+            # What rich takes for a terminal depends on variables that batch jobs set, too.
+            if sys.stderr is None or not sys.stderr.isatty():
+                return None
+            from rich.console import Console
+
+            console = Console(stderr=True)
+        return _Terminal(console) if console.is_interactive else None
+
+    def _drop(self, key: tuple[str, int | None]) -> None:
+        bar = self._bars.pop(key, None)
+        if self._screen is None or bar is None or bar.task is None:
+            return
+        self._screen.progress.remove_task(bar.task)
+        if not any(other.task is not None for other in self._bars.values()):
+            self._clear()
+
+    def _clear(self) -> None:
+        atexit.unregister(self._clear)
+        screen, self._screen = self._screen, None
+        if screen is not None:
+            screen.clear()
+
+
+class _Terminal:
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self.progress = _progress_on(console)
+        # In one write, so that the cursor is not hidden for a moment even.
+        with console:
+            self.progress.start()
+            console.show_cursor(True)
+
+    def draw(self) -> None:
+        self.progress.refresh()
+
+    def clear(self) -> None:
+        self.progress.stop()
+
+
+class _Notebook:
+    """Draws text below the cell that runs, at one place for all saves that it makes.
+
+    What rich does in notebooks takes ipywidgets, and leaves a trace of every bar.
+    """
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        self._console = Console(
+            file=io.StringIO(), width=_WIDTH, force_jupyter=False, color_system=None
+        )
+        self.progress = _progress_on(self._console)
+        self._handle: Any = None
+        self._cell: object = None
+
+    def draw(self) -> None:
+        with self._console.capture() as drawn:
+            self._console.print(self.progress)
+        self._put(drawn.get())
+
+    def clear(self) -> None:
+        self._put("")
+
+    def _put(self, text: str) -> None:
+        data = {"text/plain": text}
+        cell = getattr(_shell(), "execution_count", None)
+        if text and (self._handle is None or cell != self._cell):
+            # It is there, as there is a notebook.
+            display = sys.modules["IPython.display"].display
+            self._handle = display(data, raw=True, display_id=True)
+            self._cell = cell
+        else:
+            self._handle.update(data, raw=True)
+
+
+def _has_rich() -> bool:
+    try:
+        import rich.progress  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _shell() -> Any:
+    """Return the shell of IPython that this runs in, or None."""
+    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+
+
+def _progress_on(console: Console) -> Progress:
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        # Decimal units, as the speed has them.
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        # Drawn when there is something new, by the thread that tells of it.
+        auto_refresh=False,
+        transient=True,
+        # Replacing the streams of a program from another thread would break those who do it, too.
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )

@@ -1,0 +1,128 @@
+"""An observer that keeps Prometheus metrics, under the names of `names.PROMETHEUS`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ckpt._events import Event
+from ckpt.errors import InvalidArgumentError
+from ckpt.observers._clock import unix_offset_ns
+from ckpt.observers._names import BUCKETS, PROMETHEUS
+from ckpt.observers._operations import Operations
+from ckpt.observers._optional import missing
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+__all__ = ["Prometheus"]
+
+
+class Prometheus:
+    """Keeps Prometheus metrics of saves, restores and the rest.
+
+    It counts operations by outcome and the bytes they moved, keeps histograms of how long they and
+    their phases took, and tells which step was committed last and when. The names are those in
+    docs/observing.md, behind the prefix: `ckpt_operations_total`. Serving them is up to you, with
+    `prometheus_client.start_http_server` for example. Needs the package prometheus-client:
+    `pip install 'ckpt-jax[prometheus]'`.
+
+        mgr = ckpt.CheckpointManager(root, observers=[ckpt.observers.Prometheus()])
+
+    A registry takes one for each prefix; any number of managers may share it.
+
+    Args:
+        registry: Where the metrics are registered; None for prometheus-client's global registry.
+        prefix: What their names begin with.
+
+    Raises:
+        CheckpointError: prometheus-client is not installed.
+        InvalidArgumentError: The registry has metrics of these names already, or the prefix cannot
+            begin the name of a metric.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None, prefix: str = "ckpt") -> None:
+        try:
+            import prometheus_client as client
+        except ImportError as error:
+            raise missing("Prometheus()", "prometheus-client", "prometheus") from error
+        if type(prefix) is not str or not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", prefix):
+            raise InvalidArgumentError(
+                f"Prometheus(prefix={prefix!r:.80}): expected letters, digits and underscores, "
+                "such as 'ckpt'"
+            )
+        if registry is None:
+            registry = client.REGISTRY
+        elif not isinstance(registry, client.CollectorRegistry):
+            raise InvalidArgumentError(
+                f"Prometheus(registry={registry!r:.80}): expected a "
+                "prometheus_client.CollectorRegistry, or None for the global one"
+            )
+        self._counters = {
+            name: client.Counter(f"{prefix}_{name}", known.meaning, known.labels, registry=None)
+            for name, known in PROMETHEUS.items()
+            if known.kind == "counter"
+        }
+        self._histograms = {
+            name: client.Histogram(
+                f"{prefix}_{name}", known.meaning, known.labels, registry=None, buckets=BUCKETS
+            )
+            for name, known in PROMETHEUS.items()
+            if known.kind == "histogram"
+        }
+        self._gauges = {
+            name: client.Gauge(f"{prefix}_{name}", known.meaning, registry=None)
+            for name, known in PROMETHEUS.items()
+            if known.kind == "gauge"
+        }
+        for gauge in self._gauges.values():
+            # It would begin as 0, which is a step, too.
+            gauge.set(math.nan)
+        self._operations = Operations()
+        _register(
+            registry,
+            [*self._counters.values(), *self._histograms.values(), *self._gauges.values()],
+        )
+
+    def __call__(self, event: Event) -> None:
+        """Take one event; called by the library."""
+        found = self._operations.take(event)
+        if found is None:
+            return
+        if found.end is not None:
+            self._take_end(found.name, found.end)
+        if found.is_ok:
+            for phase in found.phases:
+                labels = (found.name, phase.name)
+                self._histograms["phase_seconds"].labels(*labels).observe(phase.seconds)
+                if phase.moved:
+                    self._counters["phase_bytes_total"].labels(*labels).inc(phase.moved)
+
+    def _take_end(self, operation: str, end: Event) -> None:
+        self._counters["operations_total"].labels(operation, end.outcome).inc()
+        if end.outcome != "ok":
+            return
+        seconds = (end.ended_ns - end.began_ns) / 1e9
+        self._histograms["operation_seconds"].labels(operation).observe(seconds)
+        if operation == "save" and end.step is not None:
+            self._gauges["last_committed_step"].set(end.step)
+            instant = (end.ended_ns + unix_offset_ns()) / 1e9
+            self._gauges["last_committed_timestamp_seconds"].set(instant)
+
+
+def _register(registry: CollectorRegistry, metrics: Sequence[Counter | Histogram | Gauge]) -> None:
+    """Register all of `metrics`, or none."""
+    registered: list[Counter | Histogram | Gauge] = []
+    try:
+        for metric in metrics:
+            registry.register(metric)
+            registered.append(metric)
+    except ValueError as error:
+        for metric in registered:
+            registry.unregister(metric)
+        raise InvalidArgumentError(
+            f"these metrics are in the registry already: {error}. Make one Prometheus and give it "
+            "to every manager, or pass another prefix or registry"
+        ) from error

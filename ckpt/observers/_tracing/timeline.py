@@ -1,0 +1,216 @@
+"""What happened when: the phases of saves and restores beside the caller's own work. Pure.
+
+The phase `end` is the whole of an operation, so it says where one save of a step ends and another
+begins, and no more. The phase `preempted` is no work at all: it says what would have been lost.
+
+Three instants make up a save. It *begins* where its first phase begins, or where the caller's own
+`"blocked"` span around the call of `save()` does. `save()` *returns*, and the caller goes on, at
+the end of that span; where there is none, at the end of the `blocked` phase. It is *published* at
+the end of its `publish` phase. From its beginning to its return it blocks the caller; from its
+return until it is published it runs in the background.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckpt._events import Event
+from ckpt.observers._tracing.intervals import (
+    Interval,
+    intersect,
+    measure,
+    merge,
+)
+
+__all__ = ["BLOCKED", "END", "PREEMPTED", "SaveTimes", "Span", "Timeline"]
+
+BLOCKED = "blocked"
+END = "end"
+PREEMPTED = "preempted"
+# Those that a save may begin with.
+_FIRST = ("wait", BLOCKED, "plan")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A piece of the caller's own work.
+
+    Attributes:
+        name: What it is, such as `"train step"`. `"blocked"` is special: the time that a call of
+            `save()` took.
+        began_ns: Monotonic clock (`time.perf_counter_ns`) at the start.
+        ended_ns: The same clock at the end.
+        thread: The name of the thread it ran in.
+        args: Plain values that belong to it, such as the number of the step.
+    """
+
+    name: str
+    began_ns: int
+    ended_ns: int
+    thread: str = ""
+    args: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTimes:
+    """The instants of one save, on the clock of its events.
+
+    Attributes:
+        step: The step, or None for a one-shot checkpoint.
+        began_ns: When it was asked for.
+        returned_ns: When the caller went on.
+        published_ns: When it was durable; None if no `publish` phase is known of.
+    """
+
+    step: int | None
+    began_ns: int
+    returned_ns: int
+    published_ns: int | None
+
+    @property
+    def blocked(self) -> Interval:
+        """The time for which the caller waited."""
+        return self.began_ns, self.returned_ns
+
+    @property
+    def background(self) -> Interval:
+        """The time from the return of `save()` until it was published; empty if it was not."""
+        ended = self.returned_ns if self.published_ns is None else self.published_ns
+        return self.returned_ns, ended
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Events of one or more operations, and the spans of the caller beside them.
+
+    Attributes:
+        events: Phases of saves and restores, in any order.
+        spans: The caller's own work, in any order.
+    """
+
+    events: tuple[Event, ...] = ()
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps that events are about, ascending."""
+        return tuple(sorted({event.step for event in self.events if event.step is not None}))
+
+    def only(self, step: int | None = None, operation: str | None = None) -> Timeline:
+        """Return the part about one step, one kind of operation, or both.
+
+        Args:
+            step: The step; None for all.
+            operation: `"save"`, `"restore"`, `"verify"` or `"delete"`; None for all.
+
+        Returns:
+            Those events, and the spans that were running between the first and the last of them.
+        """
+        if step is None and operation is None:
+            return self
+        events = tuple(
+            event
+            for event in self.events
+            if step in (None, event.step) and operation in (None, event.operation)
+        )
+        if not events:
+            return Timeline()
+        # What was nearly lost lies before, and what ran then did not run beside the save.
+        near = [event for event in events if event.phase != PREEMPTED] or events
+        began = min(event.began_ns for event in near)
+        ended = max(event.ended_ns for event in near)
+        touching = (span for span in self.spans if span.began_ns <= ended)
+        return Timeline(events, tuple(span for span in touching if span.ended_ns >= began))
+
+    def saves(self) -> tuple[SaveTimes, ...]:
+        """Return the saves in the order of their first phases.
+
+        Events name their step and no more. A step that is planned again after it was published, or
+        after the save of it has ended, is a save of its own. One that was skipped is none.
+        """
+        runs: dict[int | None, list[list[Event]]] = {}
+        for event in sorted(self.events, key=_place):
+            if event.operation == "save" and event.phase != PREEMPTED:
+                of_step = runs.setdefault(event.step, [[]])
+                if event.phase in _FIRST and _is_over(of_step[-1]):
+                    of_step.append([])
+                of_step[-1].append(event)
+        blocked = [span for span in self.spans if span.name == BLOCKED]
+        worked = (
+            [event for event in run if event.phase != END]
+            for of_step in runs.values()
+            for run in of_step
+        )
+        found = [_times(run, blocked) for run in worked if run]
+        return tuple(sorted(found, key=lambda save: save.began_ns))
+
+    def overlapped(self) -> list[Interval]:
+        """Return when a save was in the background and a span of the caller was running, merged.
+
+        Every span counts but those named `"blocked"`, so give spans to useful work only.
+        """
+        working = [(s.began_ns, s.ended_ns) for s in self.spans if s.name != BLOCKED]
+        return intersect((save.background for save in self.saves()), working)
+
+    @property
+    def overlap_ratio(self) -> float | None:
+        """The share of the saves' background time during which the caller was at work.
+
+        The background time of a save runs from the return of `save()` until it is published (see
+        the top of this module); of it, the time counts during which at least one span of the
+        caller other than `"blocked"` was running. 1.0 means that training never paused for the
+        save once `save()` had returned; what `save()` itself took is not part of it. Several saves
+        are taken together, time they share counting once. None where no save has background time.
+        """
+        return _share(self.overlapped(), [save.background for save in self.saves()])
+
+    @property
+    def staging_overlap_ratio(self) -> float | None:
+        """The share of the time spent staging during which a write was under way.
+
+        The time spent staging is that in which at least one `stage` phase was running; of it, the
+        time counts in which at least one `write` phase was running, too. 0.0 means that nothing
+        was written before everything was copied. None where nothing was staged.
+        """
+        staging, writing = (
+            [(e.began_ns, e.ended_ns) for e in self.events if e.phase == phase]
+            for phase in ("stage", "write")
+        )
+        return _share(intersect(staging, writing), staging)
+
+
+def _place(event: Event) -> int:
+    """Return what events are sorted by: a whole comes after its parts."""
+    return event.ended_ns if event.phase == END else event.began_ns
+
+
+def _is_over(run: Sequence[Event]) -> bool:
+    # The end of another save of this step, refused while this one goes on, began later than this.
+    return any(
+        event.phase == "publish" or (event.phase == END and event.began_ns <= run[0].began_ns)
+        for event in run
+    )
+
+
+def _times(run: Sequence[Event], blocked: Sequence[Span]) -> SaveTimes:
+    began = min(event.began_ns for event in run)
+    # An event comes when its phase has ended: a save cut off in the middle has fewer.
+    returned = _last(run, BLOCKED) or _last(run, "stage", "snapshot") or _last(run, "plan") or began
+    # A save that waits for an earlier one is inside the earlier one's time, but the first phase of
+    # a save is inside its own call and no other.
+    calls = [span for span in blocked if span.began_ns <= began < span.ended_ns]
+    if calls:
+        began = min(span.began_ns for span in calls)
+        returned = max(span.ended_ns for span in calls)
+    return SaveTimes(run[0].step, began, returned, _last(run, "publish"))
+
+
+def _last(run: Sequence[Event], *phases: str) -> int | None:
+    """Return the end of the last of these phases, None if there is none."""
+    return max((event.ended_ns for event in run if event.phase in phases), default=None)
+
+
+def _share(part: Iterable[Interval], whole: Iterable[Interval]) -> float | None:
+    merged = merge(whole)
+    return measure(part) / measure(merged) if merged else None

@@ -1,0 +1,213 @@
+"""An observer that keeps what it is told, and writes it as a trace that Perfetto can open."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ckpt._events import Event
+from ckpt.errors import InvalidArgumentError
+from ckpt.observers._tracing.files import PathLike, write_file
+from ckpt.observers._tracing.timeline import Span, Timeline
+from ckpt.observers._tracing.tracks import (
+    SPANS,
+    TrackEntry,
+    plain,
+    rate,
+    tracks,
+)
+
+__all__ = ["Trace"]
+
+logger = logging.getLogger("ckpt")
+
+_NAMED_STEPS = 10
+
+
+class Trace:
+    """Collects the timed phases of saves and restores, and spans of your own beside them.
+
+    Pass it as an observer, and wrap your train step in `span`:
+
+        trace = ckpt.observers.Trace()
+        with ckpt.sync.CheckpointManager(root, observers=[trace]) as mgr:
+            with trace.span("train step", step=1):
+                state = train_step(state)
+            with trace.span("blocked"):
+                mgr.save(1, state)
+        trace.save_chrome("trace.json")
+
+    Every method may be called from any thread. Give every manager a trace of its own: events say
+    which step they are about, not of which manager.
+
+    Args:
+        limit: How many events to keep at most, and how many spans. Beyond that the oldest are
+            dropped; `dropped` counts them, and the first is logged as a warning.
+
+    Raises:
+        InvalidArgumentError: `limit` is not a whole number above 0.
+    """
+
+    def __init__(self, limit: int = 100_000) -> None:
+        if type(limit) is not int or limit < 1:
+            raise InvalidArgumentError(
+                f"Trace(limit={limit!r}): expected a whole number of events, 1 or more"
+            )
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._events: deque[Event] = deque(maxlen=limit)
+        self._spans: deque[Span] = deque(maxlen=limit)
+        self._dropped = 0
+
+    def __call__(self, event: Event) -> None:
+        """Keep one event; called by the library."""
+        self._keep(self._events, event)
+
+    @property
+    def dropped(self) -> int:
+        """How many events and spans were dropped since the trace was made or cleared."""
+        return self._dropped
+
+    @contextmanager
+    def span(self, name: str, /, **args: object) -> Iterator[None]:
+        """Time the body as a piece of your own work, also if it raises.
+
+        A span named `"blocked"` around the call of `save()` says for how long that call took.
+        Spans may be nested, and may overlap, as those of asyncio tasks do.
+
+        Args:
+            name: What it is, such as `"train step"`.
+            args: Values to show with it. Numbers and strings are kept, of anything else its text:
+                so the trace keeps no array alive, but it has to wait for one to be computed.
+        """
+        told = {key: plain(value) for key, value in args.items()}
+        thread = threading.current_thread().name
+        began = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self._keep(self._spans, Span(name, began, time.perf_counter_ns(), thread, told))
+
+    def timeline(self, step: int | None = None, operation: str | None = None) -> Timeline:
+        """Return what was collected so far.
+
+        Args:
+            step: Only what happened for this step, and the spans beside it; None for everything.
+            operation: Only `"save"`, `"restore"`, `"verify"` or `"delete"`; None for all.
+
+        Raises:
+            InvalidArgumentError: There is no event of that step or operation.
+        """
+        everything = self._everything()
+        found = everything.only(step, operation)
+        if not found.events and (step, operation) != (None, None):
+            wanted = " ".join(
+                text for text in (operation, None if step is None else f"step {step}") if text
+            )
+            raise InvalidArgumentError(f"no event of {wanted}: {self._held(everything)}")
+        return found
+
+    def clear(self) -> None:
+        """Forget every event and span."""
+        with self._lock:
+            self._events.clear()
+            self._spans.clear()
+            self._dropped = 0
+
+    def save_chrome(self, path: PathLike) -> None:
+        """Write everything collected as a trace file in the JSON format of Chrome.
+
+        ui.perfetto.dev and chrome://tracing open it. Your spans, the saves and the restores are
+        processes of it; every lane and every other kind of phase is a thread, and the whole of each
+        operation, with its outcome. Time 0 is the beginning of the first event or span.
+
+        Args:
+            path: The file to write, usually `*.json`; replaced if it is there.
+
+        Raises:
+            StorageError: The file cannot be written.
+        """
+        timeline = self._everything()
+        trace = {
+            "traceEvents": chrome_events(timeline),
+            "displayTimeUnit": "ms",
+            "otherData": {"dropped": self._dropped},
+        }
+        write_file(path, json.dumps(trace, allow_nan=False).encode())
+
+    def _keep(self, kept: deque[Any], new: Event | Span) -> None:
+        with self._lock:
+            full = len(kept) == self._limit
+            self._dropped += full
+            first = full and self._dropped == 1
+            kept.append(new)
+        if first:
+            logger.warning(
+                "a trace has reached its limit of %d and drops the oldest events from now on; "
+                "make it with a higher limit, or clear() it from time to time",
+                self._limit,
+            )
+
+    def _everything(self) -> Timeline:
+        with self._lock:
+            return Timeline(tuple(self._events), tuple(self._spans))
+
+    def _held(self, everything: Timeline) -> str:
+        if not everything.events:
+            return "nothing was observed yet. Pass the trace to a manager: observers=[trace]"
+        steps = everything.steps
+        more = "... " if len(steps) > _NAMED_STEPS else ""
+        named = ", ".join(map(str, steps[-_NAMED_STEPS:]))
+        dropped = f"; {self._dropped} older ones were dropped" if self._dropped else ""
+        return f"there are {len(everything.events)} events, of steps {more}{named}{dropped}"
+
+
+def chrome_events(timeline: Timeline) -> list[dict[str, Any]]:
+    """Return the events of a timeline in the trace event format of Chrome."""
+    found = tracks(timeline)
+    # 1 is the caller, also where it has no spans.
+    groups = list(dict.fromkeys([SPANS, *(track.group for track in found)]))
+    zero = min((track.entries[0].began_ns for track in found), default=0)
+    events: list[dict[str, Any]] = []
+    for pid, group in enumerate(groups, 1):
+        named = [track for track in found if track.group == group]
+        if not named:
+            continue
+        process = "your spans" if group == SPANS else f"ckpt {group}"
+        events.append(_metadata("process_name", pid, 0, name=process))
+        events.append(_metadata("process_sort_index", pid, 0, sort_index=pid))
+        for tid, track in enumerate(named, 1):
+            events.append(_metadata("thread_name", pid, tid, name=track.label))
+            events.append(_metadata("thread_sort_index", pid, tid, sort_index=tid))
+            events.extend(_complete(entry, group, pid, tid, zero) for entry in track.entries)
+    return events
+
+
+def _metadata(what: str, pid: int, tid: int, **args: str | int) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "ts": 0, "dur": 0, "pid": pid, "tid": tid, "args": args}
+
+
+def _complete(entry: TrackEntry, group: str, pid: int, tid: int, zero: int) -> dict[str, Any]:
+    args: dict[str, Any] = dict(entry.args)
+    duration = entry.ended_ns - entry.began_ns
+    speed = rate(entry.nbytes, duration)
+    if entry.nbytes:
+        args["nbytes"] = entry.nbytes
+    if speed is not None:
+        args["GB/s"] = float(f"{speed:.4g}")
+    return {
+        "ph": "X",
+        "name": entry.name,
+        "cat": group,
+        "ts": (entry.began_ns - zero) / 1000,
+        "dur": duration / 1000,
+        "pid": pid,
+        "tid": tid,
+        "args": args,
+    }

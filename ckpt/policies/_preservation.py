@@ -1,0 +1,192 @@
+"""What to keep after a commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckpt._arguments import (
+    ask,
+    check_count,
+    check_steps,
+    name_of,
+    shown,
+    truth_of,
+    whole_number,
+    why_no_policy,
+)
+from ckpt.errors import InvalidArgumentError
+from ckpt.policies._context import SavedStep
+
+__all__ = [
+    "AnyPreservation",
+    "CustomSteps",
+    "LatestN",
+    "PreservationPolicy",
+    "PreservationPolicyLike",
+    "PreserveAll",
+    "check_preservation",
+    "steps_kept",
+]
+
+
+class PreservationPolicy(Protocol):
+    """Chooses which committed steps stay. Pure: it looks at what it is told, and nothing else."""
+
+    def keep(self, steps: Sequence[SavedStep], now: float) -> Collection[int]:
+        """Return the steps to keep, of those there are.
+
+        What is not kept is deleted, and the policy is asked again after the next commit, without
+        it. It should then still keep what it has kept before, unless newer steps take the place.
+
+        Args:
+            steps: The committed steps, ascending.
+            now: Unix seconds.
+        """
+
+
+PreservationPolicyLike = PreservationPolicy | Callable[[int], bool]
+
+
+def check_preservation(policy: object) -> None:
+    """Raise unless `policy` can decide what is kept.
+
+    Raises:
+        InvalidArgumentError: It is neither an object with the method `keep` nor a function; or it
+            is a class, is async, or decides about something else.
+    """
+    hint = why_no_policy(
+        policy,
+        "keep",
+        several="AnyPreservation",
+        other=("refusal", "this one decides when to save: save_policy=..."),
+    )
+    if hint is not None:
+        raise InvalidArgumentError(
+            f"preservation policy {shown(policy, 120)}: expected one of ckpt.policies, such as "
+            "LatestN(3), an object with keep(steps, now), or a function of a step that returns "
+            f"True for steps to keep; {hint}"
+        )
+
+
+def steps_kept(
+    policy: PreservationPolicyLike, steps: Sequence[SavedStep], now: float
+) -> frozenset[int]:
+    """Return which of `steps` a policy keeps.
+
+    Args:
+        policy: A policy, or a function that returns True for steps to keep.
+        steps: The committed steps, ascending.
+        now: Unix seconds.
+
+    Raises:
+        InvalidArgumentError: The policy raised something, or answered what is no answer, such as a
+            step that there is not. Nothing must be deleted then: who returns positions instead of
+            steps, or a list of bools, wants other steps kept than those that happen to match.
+    """
+    # What a policy does to a list must not change which steps there are.
+    steps = tuple(steps)
+    keep = getattr(policy, "keep", None)
+    if keep is None:
+        return frozenset(saved.step for saved in steps if _is_kept(policy, saved.step))
+    answer: object = ask(policy, keep, steps, now)
+    if not isinstance(answer, Iterable) or isinstance(answer, str | bytes):
+        raise _no_answer(policy, answer)
+    known = {saved.step for saved in steps}
+    kept = set()
+    for each in answer:
+        number = whole_number(each)
+        if number not in known:
+            raise _no_answer(policy, each)
+        kept.add(number)
+    return frozenset(kept)
+
+
+def _is_kept(policy: object, step: int) -> bool:
+    assert callable(policy)
+    answer: object = ask(policy, policy, step)
+    kept = truth_of(answer)
+    if kept is None:
+        raise InvalidArgumentError(
+            f"preservation policy {name_of(policy)}: returned {shown(answer, 120)} for step "
+            f"{step}; expected True or False. Nothing is deleted"
+        )
+    return kept
+
+
+def _no_answer(policy: object, answer: object) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"preservation policy {name_of(policy)}: returned {shown(answer, 120)}; expected those of "
+        "the given steps that are to be kept, as whole numbers. Nothing is deleted"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PreserveAll:
+    """Keeps every step."""
+
+    def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
+        """Return all of `steps`."""
+        return frozenset(saved.step for saved in steps)
+
+
+@dataclass(frozen=True, slots=True)
+class LatestN:
+    """Keeps the `n` greatest steps.
+
+    Raises:
+        InvalidArgumentError: `n` is not a whole number, 1 or greater.
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", check_count("LatestN", self.n))
+
+    def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
+        """Return the last `n` of `steps`."""
+        return frozenset(saved.step for saved in steps[-self.n :])
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class CustomSteps:
+    """Keeps these steps.
+
+    Raises:
+        InvalidArgumentError: One of them is not a whole number, 0 or greater.
+    """
+
+    steps: frozenset[int]
+
+    def __init__(self, steps: Iterable[int]) -> None:
+        object.__setattr__(self, "steps", check_steps("CustomSteps", steps))
+
+    def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
+        """Return the chosen ones of `steps`."""
+        return frozenset(saved.step for saved in steps if saved.step in self.steps)
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class AnyPreservation:
+    """Keeps what any of several policies keeps.
+
+    Raises:
+        InvalidArgumentError: There is none, or one of them is neither a policy nor a function.
+    """
+
+    policies: tuple[PreservationPolicyLike, ...]
+
+    def __init__(self, *policies: PreservationPolicyLike) -> None:
+        if not policies:
+            raise InvalidArgumentError("AnyPreservation(): expected one policy or more")
+        for policy in policies:
+            check_preservation(policy)
+        object.__setattr__(self, "policies", policies)
+
+    def __repr__(self) -> str:
+        return f"AnyPreservation({', '.join(map(repr, self.policies))})"
+
+    def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
+        """Return what any policy keeps of `steps`."""
+        return frozenset().union(*(steps_kept(policy, steps, now) for policy in self.policies))

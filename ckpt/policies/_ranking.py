@@ -1,0 +1,167 @@
+"""Which steps are the best by their metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ckpt._arguments import (
+    ask,
+    check_bool,
+    check_count,
+    name_of,
+    shown,
+)
+from ckpt.errors import InvalidArgumentError
+from ckpt.policies._context import SavedStep
+from ckpt.policies._preservation import AnyPreservation
+
+__all__ = ["BestN", "Metric", "Mode", "best_of", "ranking_of"]
+
+Metric = str | Callable[[Mapping[str, float]], float | None]
+Mode = Literal["min", "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class BestN:
+    """Keeps the `n` best steps by a metric.
+
+    NaN is worse than every number, and never best. Of steps that are as good the greater is better.
+
+    Attributes:
+        n: How many.
+        metric: The name of a metric; or a function that is given the metrics of a step and returns
+            a number. A step has no such metric if it was saved without metrics or without that
+            one, or if the function raises KeyError or returns None.
+        mode: Whether the smallest or the greatest number is best. There is no default: the wrong
+            one would delete the best.
+        keep_without_metrics: Keep every step that has no such metric besides. Otherwise they come
+            after all others, the greater first, and take a place among the `n` if one is left.
+
+    Raises:
+        InvalidArgumentError: One of them is not such a thing.
+    """
+
+    n: int
+    metric: Metric
+    mode: Mode
+    keep_without_metrics: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", check_count("BestN", self.n, name="n"))
+        check_metric("BestN", self.metric, self.mode)
+        check_bool("BestN", self.keep_without_metrics, name="keep_without_metrics")
+
+    def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
+        """Return the chosen ones of `steps`."""
+        ranked = sorted((_rank(saved, self.metric, self.mode), saved.step) for saved in steps)
+        without = [step for rank, step in ranked if rank == _WITHOUT]
+        best = [step for _, step in ranked]
+        if self.keep_without_metrics:
+            return frozenset((*without, *best[len(without) :][-self.n :]))
+        return frozenset(best[-self.n :])
+
+
+def check_metric(policy: str, metric: object, mode: object) -> None:
+    """Raise unless steps can be ranked by `metric` and `mode`.
+
+    Raises:
+        InvalidArgumentError: They cannot.
+    """
+    if isinstance(metric, type) or not (callable(metric) or (isinstance(metric, str) and metric)):
+        raise InvalidArgumentError(
+            f"{policy}(metric={shown(metric)}): expected the name of a metric, such as 'loss', or "
+            "a function of a step's metrics that returns a number"
+        )
+    if not isinstance(mode, str) or mode not in get_args(Mode):
+        raise InvalidArgumentError(
+            f"{policy}(mode={shown(mode)}): expected 'min' or 'max': whether the smallest or the "
+            "greatest number is best"
+        )
+
+
+def best_of(steps: Sequence[SavedStep], metric: Metric, mode: Mode) -> int | None:
+    """Return the best step by a metric; None if no step has a number for it.
+
+    Args:
+        steps: The committed steps, in any order.
+        metric: As in `BestN`.
+        mode: As in `BestN`.
+
+    Raises:
+        InvalidArgumentError: `metric` or `mode` is none, or the function raised something or
+            returned no number.
+    """
+    # The managers' call of it is what people know.
+    check_metric("best_step", metric, mode)
+    ranked = [(_rank(saved, metric, mode), saved.step) for saved in steps]
+    best = max((each for each in ranked if each[0] > _NAN), default=None)
+    return None if best is None else best[1]
+
+
+def ranking_of(policy: object) -> BestN | None:
+    """Return the `BestN` among the members of a preservation policy.
+
+    Returns:
+        The first of them; None if there is none, or if they rank by different metrics or modes.
+    """
+    found = _rankings(policy)
+    first = found[0] if found else None
+    return first if all(_is_alike(each, first) for each in found) else None
+
+
+def _is_alike(one: BestN, other: BestN | None) -> bool:
+    return other is not None and (one.metric, one.mode) == (other.metric, other.mode)
+
+
+def _rankings(policy: object) -> list[BestN]:
+    if isinstance(policy, BestN):
+        return [policy]
+    members = policy.policies if isinstance(policy, AnyPreservation) else ()
+    return [each for member in members for each in _rankings(member)]
+
+
+# What compares greater is better: no metric, NaN, numbers.
+_WITHOUT = (0, 0.0)
+_NAN = (1, 0.0)
+
+
+def _rank(saved: SavedStep, metric: Metric, mode: Mode) -> tuple[int, float]:
+    value = _value(saved, metric)
+    if value is None:
+        return _WITHOUT
+    if math.isnan(value):
+        return _NAN
+    return (2, value if mode == "max" else -value)
+
+
+def _value(saved: SavedStep, metric: Metric) -> float | None:
+    if saved.metrics is None:
+        return None
+    if isinstance(metric, str):
+        value: object = saved.metrics.get(metric)
+    else:
+        value = ask(metric, _looked_up, metric, saved.metrics)
+    if value is None:
+        return None
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError("a text is no number")
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError) as error:
+        called = repr(metric) if isinstance(metric, str) else name_of(metric)
+        raise InvalidArgumentError(
+            f"metric {called}: {shown(value)} is no number", step=saved.step
+        ) from error
+
+
+def _looked_up(
+    metric: Callable[[Mapping[str, float]], float | None], metrics: Mapping[str, float]
+) -> float | None:
+    try:
+        # A copy, as the steps are asked again after the next commit.
+        return metric(dict(metrics))
+    except KeyError:
+        return None

@@ -1,0 +1,1 @@
+"""Checkpoints on a local (POSIX) file system."""

@@ -1,0 +1,180 @@
+"""Leases: how a cleaner knows that nobody writes an attempt any more.
+
+Beside an attempt lies a lease, a small file that its writer keeps locked for as long as it lives.
+It says on which boot of which machine the writer runs, and how long the lease lasts; the writer
+renews it by touching it, so that the store's own clock, and no other, tells when it runs out.
+Blocking functions that raise `OSError`; docs/design/001-commit-protocol.md has the rule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt._settings import LONGEST_LEASE_SECONDS
+
+__all__ = [
+    "WITHOUT_LEASE_SECONDS",
+    "is_abandoned",
+    "opened_lease",
+    "renew_lease",
+    "take_lease",
+]
+
+_MAX_BYTES = 4096
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# A second in all; a cleaner needs less than a millisecond.
+_LOCK_TRIES, _LOCK_PAUSE_SECONDS = 200, 0.005
+# A lease in the moment of its birth says nothing yet; so do attempts whose lease somebody removed.
+WITHOUT_LEASE_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A lease that a cleaner has opened.
+
+    Attributes:
+        is_local: Whether the writer ran on this boot of this machine, saw the same device, and
+            had the lock.
+        seconds: How long the lease lasts after it was renewed.
+        renewed: When it was renewed last, in seconds of the store's clock.
+        free: Whether the cleaner holds its lock: True, False if somebody else does, None where the
+            file system has no such locks.
+    """
+
+    is_local: bool
+    seconds: float
+    renewed: float
+    free: bool | None
+
+
+def boot_id() -> str | None:
+    """Return the id of this boot of this machine; None where the system has none.
+
+    Containers of one machine share it, and the kernel that holds the locks. They may still have
+    mounts of their own with locks of their own; then the numbers of the devices differ.
+    """
+    try:
+        return _BOOT_ID.read_text().strip() or None
+    except OSError:
+        return None
+
+
+def take_lease(path: Path, seconds: float, mode: int | None = None) -> int:
+    """Make a lease at `path` and lock it.
+
+    Args:
+        path: The lease.
+        seconds: How long it lasts after it was renewed.
+        mode: Of these permissions it gets those that files can have; None follows the umask.
+
+    Returns:
+        The file descriptor that holds the lock until it is closed, or this process ends, however
+        it ends.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        if mode is not None:
+            os.fchmod(fd, mode & 0o666)
+        # Without the lock a free one will prove nothing: the time of the lease decides then.
+        boot = boot_id() if _locked(fd) else None
+        # Written once it is locked: whoever finds it valid and unlocked knows that its writer has
+        # ended. Not synced, since after a power cut there is no writer whose lease it could be.
+        content = {"boot": boot, "device": os.fstat(fd).st_dev, "seconds": seconds}
+        people = {"host": platform.node(), "pid": os.getpid()}
+        data = json.dumps(content | people).encode()
+        while data:
+            data = data[os.write(fd, data) :]
+    except BaseException:
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+    return fd
+
+
+def _locked(lease: int) -> bool:
+    """Lock a new lease; tell whether that worked.
+
+    A cleaner that looks at it holds the lock for a moment, or for ever if it is stopped in it.
+    """
+    for _ in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(_LOCK_PAUSE_SECONDS)
+        except OSError:
+            return False
+    return False
+
+
+def renew_lease(lease: int) -> None:
+    """Let a lease begin anew."""
+    os.utime(lease)
+
+
+@contextlib.contextmanager
+def opened_lease(path: Path) -> Iterator[Lease | None]:
+    """Look at a lease, locked for as long as the body runs if nobody else has it; None if gone."""
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        # Network file systems lock exclusively only what may be written.
+        fd = os.open(path, os.O_RDWR | flags)
+    except FileNotFoundError:
+        yield None
+        return
+    except PermissionError:
+        fd = os.open(path, os.O_RDONLY | flags)
+    try:
+        free: bool | None = True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            free = False
+        except OSError:
+            free = None
+        status = os.fstat(fd)
+        content = os.read(fd, _MAX_BYTES) if stat.S_ISREG(status.st_mode) else b""
+        is_local, seconds = _parsed(content, status.st_dev)
+        yield Lease(is_local, seconds, status.st_mtime, free)
+    finally:
+        os.close(fd)
+
+
+def _parsed(content: bytes, device: int) -> tuple[bool, float]:
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(content)
+        if isinstance(found, dict):
+            seconds, boot = found.get("seconds"), boot_id()
+            if isinstance(seconds, int | float):
+                same = boot is not None and found.get("boot") == boot
+                is_local = same and found.get("device") == device
+                return is_local, max(0.0, min(seconds, LONGEST_LEASE_SECONDS))
+    return False, WITHOUT_LEASE_SECONDS
+
+
+def is_abandoned(lease: Lease, now: Callable[[], float]) -> bool:
+    """Tell whether the writer behind a lease is dead, or must be taken for dead.
+
+    The kernel drops the lock however its owner ends, so of a writer on this boot of this machine
+    the lock alone decides. A lock that was free may mean nothing where the writer ran elsewhere,
+    since not all file systems bring locks to other machines; then the time decides.
+
+    Args:
+        lease: The lease.
+        now: Returns the time of the store's clock, in seconds.
+    """
+    if lease.free is False:
+        return False
+    if lease.free and lease.is_local:
+        return True
+    return now() - lease.renewed > lease.seconds

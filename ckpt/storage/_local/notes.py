@@ -1,0 +1,210 @@
+"""Notes: small files in folders of a root, beside its entries. Root metadata and pins are such.
+
+A note that is to last is written as an attempt is, and given its name once it is durable, so that
+a sweep finds what a dead writer left. A brief one, which says what somebody is doing at the moment,
+is made under its own name and never synced: after a power cut nobody does it any more. A folder is
+made for its first note, and goes with its last. Both get the permissions `mode`, files those of
+them that files can have; None follows the umask. Blocking functions that raise `OSError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckpt.errors import InvalidArgumentError
+from ckpt.storage._local import attempts, posix
+from ckpt.storage._local.data_files import write_block
+from ckpt.storage._local.sweep import store_time
+
+__all__ = ["ages", "drop", "put", "put_brief", "touch"]
+
+_PART = re.compile(r"^[A-Za-z0-9_.][A-Za-z0-9_.=+,@-]{0,199}\Z")
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_RENAME_NOREPLACE = 1
+# How often a folder may vanish between making it and using it, since it was empty.
+_TRIES = 100
+
+
+def put(
+    root: Path,
+    name: str,
+    data: bytes,
+    lease_seconds: float,
+    mode: int | None = None,
+    *,
+    replace: bool,
+) -> bool:
+    """Write a note, atomically and durably; False if it exists and is not to be replaced."""
+    folder, file = _parts(name)
+    attempt = attempts.begin(root, folder, lease_seconds, mode)
+    try:
+        written = attempt.path / file
+        write_block(written, memoryview(data), mode)
+        for last in _tries():
+            try:
+                with _made(root, folder, mode) as directory:
+                    if not _give_name(written, root / folder / file, replace):
+                        return False
+                    # A name that moves from one directory to another changes both.
+                    posix.fsync_path(attempt.path)
+                    os.fsync(directory)
+            except FileNotFoundError:
+                if last or not posix.is_there(written):
+                    raise
+                continue
+            posix.fsync_path(root)
+            break
+        return True
+    finally:
+        with contextlib.suppress(OSError):
+            attempts.discard(attempt)
+        attempts.end(attempt)
+
+
+def _give_name(written: Path, target: Path, replace: bool) -> bool:
+    if replace:
+        os.replace(written, target)
+        return True
+    code = posix.renameat2(written, target, _RENAME_NOREPLACE)
+    if code == errno.EEXIST:
+        return False
+    if code:
+        # Where there is no such rename, there are links, which refuse to replace as well.
+        try:
+            os.link(written, target)
+        except FileExistsError:
+            return False
+    return True
+
+
+def put_brief(root: Path, name: str, data: bytes, mode: int | None = None) -> bool:
+    """Make a note that need not outlive a power cut; False if it exists, and is left as it is.
+
+    Its name is there before its content.
+    """
+    folder, file = _parts(name)
+    for last in _tries():
+        try:
+            with _made(root, folder, mode) as directory:
+                fd = os.open(file, _NEW, 0o666, dir_fd=directory)
+        except FileExistsError:
+            return False
+        except FileNotFoundError:
+            if last:
+                raise
+            continue
+        try:
+            if mode is not None:
+                os.fchmod(fd, mode & 0o666)
+            while data:
+                data = data[os.write(fd, data) :]
+        except BaseException:
+            with contextlib.suppress(OSError):
+                drop(root, name, durable=False)
+            raise
+        finally:
+            os.close(fd)
+        break
+    return True
+
+
+def ages(root: Path, folder: str) -> dict[str, float]:
+    """Return the seconds since each note of a folder was written or touched, by name."""
+    _parts(f"{folder}/any")
+    found: dict[str, float] = {}
+    with _opened(root, folder) as directory:
+        if directory is None:
+            return {}
+        with os.scandir(directory) as entries:
+            names = [entry.name for entry in entries]
+        if not names:
+            return {}
+        # Before the notes are looked at: what is renewed meanwhile must not look older than it is.
+        now = _now(root)
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    found[name] = now - status.st_mtime
+    return found
+
+
+def _now(root: Path) -> float:
+    try:
+        return store_time(root)
+    except OSError:
+        # Who may not write here can neither renew nor remove anything: it is for show.
+        return time.time()
+
+
+def touch(root: Path, name: str) -> bool:
+    """Let the age of a note begin anew; False if it is not there."""
+    folder, file = _parts(name)
+    with _opened(root, folder) as directory:
+        if directory is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(file, dir_fd=directory, follow_symlinks=False)
+                return True
+    return False
+
+
+def drop(root: Path, name: str, *, durable: bool) -> bool:
+    """Remove a note; False if it is not there. Its folder goes, too, if it is empty then."""
+    folder, file = _parts(name)
+    with _opened(root, folder) as directory:
+        if directory is None:
+            return False
+        try:
+            os.unlink(file, dir_fd=directory)
+        except FileNotFoundError:
+            return False
+        if durable:
+            os.fsync(directory)
+    with contextlib.suppress(OSError):
+        os.rmdir(root / folder)
+    return True
+
+
+def _parts(name: str) -> tuple[str, str]:
+    folder, _, file = name.partition("/")
+    if any(part in (".", "..") or not _PART.match(part) for part in (folder, file)):
+        raise InvalidArgumentError(f"note {name!r:.120}: expected a folder and a name in it")
+    return folder, file
+
+
+def _tries() -> Iterator[bool]:
+    return (turn == _TRIES - 1 for turn in range(_TRIES))
+
+
+@contextlib.contextmanager
+def _made(root: Path, folder: str, mode: int | None) -> Iterator[int]:
+    """Open a folder of notes, made if it is not there; a link is refused."""
+    with contextlib.suppress(FileExistsError):
+        posix.make_directory(root / folder, mode)
+    fd = os.open(root / folder, _DIRECTORY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _opened(root: Path, folder: str) -> Iterator[int | None]:
+    """Open a folder of notes, or None if it is not there; a link is refused."""
+    try:
+        fd = os.open(root / folder, _DIRECTORY)
+    except FileNotFoundError:
+        yield None
+        return
+    try:
+        yield fd
+    finally:
+        os.close(fd)

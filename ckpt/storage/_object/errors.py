@@ -1,0 +1,238 @@
+"""What TensorStore says when an object store does not do as it was asked, in plain words.
+
+It raises `ValueError` with a status code in its text, which may hold what the store answered.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from typing import NamedTuple
+
+from ckpt._redaction import redact
+from ckpt.errors import StorageError
+
+__all__ = ["RequestFailed", "refused", "timed_out"]
+
+_STATUS = re.compile(r"^([A-Z_]{5,}): ?")
+_HTTP = re.compile(r"(?:http_response_code='|status_code=|HTTP response code: |HTTP/1.1 )(\d{3})")
+_DETAILS = re.compile(r" \[(?:source locations|http_response_|request_id|[a-z_]+=).*", re.DOTALL)
+_LONGEST_REASON = 300
+
+
+class _FailureKind(NamedTuple):
+    """What a failure comes to: number, advice, and what is sure of it.
+
+    Of a refusal it is sure that nothing was done, and that trying again would not help; of
+    something vain only the first. Something busy is worth trying again for as long as there is
+    time. What was not sent found no store to talk to.
+
+    All of that is said of the last time that the request was sent. Curl may have sent it before,
+    over a connection that broke, and then it may have been done.
+    """
+
+    number: int | None
+    advice: str
+    is_refusal: bool
+    is_vain: bool = False
+    is_busy: bool = False
+    was_sent: bool = True
+
+
+_NO_BUCKET = _FailureKind(
+    errno.ENOENT,
+    "The bucket is not there. Make it first, or look whether its name, the endpoint and the region "
+    "are right",
+    True,
+)
+_NO_ACCESS = _FailureKind(
+    errno.EACCES,
+    "The credentials are wrong or missing, or do not allow this. See docs/object-stores.md for "
+    "where they come from and what they have to allow; a root that may only be read is opened with "
+    "read_only=True",
+    True,
+)
+_BUSY = _FailureKind(
+    errno.EBUSY,
+    "The store asks for fewer requests. Lower concurrency=, or raise retries= of "
+    "ckpt.storage.S3 or GCS",
+    False,
+)
+# The store says that it did not do it now.
+_TURNED_AWAY = _BUSY._replace(is_vain=True, is_busy=True)
+_IN_THE_WAY = _TURNED_AWAY._replace(
+    advice="Something else was being done to the same object; try again"
+)
+_ELSEWHERE = _FailureKind(
+    errno.EREMOTE,
+    "The region or the endpoint is not the bucket's. Give the right ones as region= or endpoint= "
+    "of ckpt.storage.S3, or in AWS_REGION or AWS_ENDPOINT_URL_S3",
+    True,
+)
+_EXPIRED = _FailureKind(
+    errno.EACCES,
+    "The session that the credentials belong to is over, or was never there. Log in again, or take "
+    "credentials that renew themselves",
+    True,
+)
+_NO_ANSWER = _FailureKind(
+    errno.EHOSTUNREACH,
+    "The store does not answer. Look whether the endpoint is right and can be reached from here",
+    False,
+)
+_NO_CONNECTION = _NO_ANSWER._replace(is_vain=True, was_sent=False)
+_NO_SUCH_HOST = _NO_ANSWER._replace(is_refusal=True, was_sent=False)
+_NO_TLS = _FailureKind(
+    errno.EPROTO,
+    "The endpoint does not speak TLS as this machine does. Look whether it begins with http:// or "
+    "https://, and whose certificate it has",
+    True,
+    was_sent=False,
+)
+_NO_S3 = _FailureKind(
+    errno.EPROTO,
+    "What answers there does not speak S3. Look whether the endpoint is the address of the store, "
+    "not of its web page, and does not end with the bucket",
+    True,
+)
+_NO_CREDENTIALS = _NO_ACCESS._replace(
+    advice="There are no credentials where they were looked for. Set them, or choose another "
+    "source with credentials= of ckpt.storage.S3; see docs/object-stores.md"
+)
+_NO_CONDITIONS = _FailureKind(
+    errno.ENOTSUP,
+    "The store does not know writes with a condition (If-None-Match, If-Match), which every commit "
+    "is. Update it, take another one, or look whether the endpoint is the address of a store",
+    True,
+)
+_NOT_TAKEN = _FailureKind(errno.EINVAL, "The store does not take the request", True)
+_OTHER = _FailureKind(errno.EIO, "The store could not do it", False)
+_GARBLED = _OTHER._replace(is_vain=True, is_busy=True)
+_ELSEWHERE_CODES = re.compile(
+    "AuthorizationHeaderMalformed|PermanentRedirect|TemporaryRedirect|IllegalLocationConstraint"
+)
+_EXPIRED_CODES = re.compile("ExpiredToken|InvalidToken|TokenRefreshRequired")
+# 400, and yet right when it is sent again: it did not arrive as it was sent.
+_GARBLED_CODES = re.compile("RequestTimeout|IncompleteBody|BadDigest|ContentSHA256Mismatch")
+_MAYBE_DONE = (408, 412, 425)
+
+
+class RequestFailed(StorageError):
+    """One request to a store failed.
+
+    Attributes:
+        status: TensorStore's name for it, such as `OUT_OF_RANGE`; empty if there is none.
+        is_refusal: Whether the store surely did nothing, and would not do it later.
+        is_vain: Whether the store surely did nothing, and may do it when asked again.
+        is_busy: Whether the store itself has said so.
+        is_under_way: Whether nobody knows yet, since the request has not ended.
+        was_sent: Whether a store may have seen it, the last time it was tried.
+        is_only: Whether it surely was tried once. Otherwise the above is true of the last time, and
+            of what was not sent then nothing is sure.
+    """
+
+    def __init__(
+        self, message: str, status: str, kind: _FailureKind, *, is_under_way: bool, is_only: bool
+    ) -> None:
+        super().__init__(message, errno=kind.number)
+        self.status = status
+        self.is_refusal = kind.is_refusal and (kind.was_sent or is_only)
+        self.is_vain = kind.is_vain and (kind.was_sent or is_only)
+        self.is_busy = kind.is_busy
+        self.is_under_way = is_under_way
+        self.was_sent = kind.was_sent
+        self.is_only = is_only
+
+    def final(self) -> RequestFailed:
+        """Return the error that says that surely nothing was done, and it is not tried again."""
+        self.is_refusal = True
+        return self
+
+    def unknown(self) -> StorageError:
+        """Return the error that says that nobody knows whether it was done."""
+        return StorageError(
+            f"{self.message}. It is not known whether it was written all the same",
+            errno=self.errno,
+        )
+
+
+def timed_out(what: str, where: str, seconds: float) -> RequestFailed:
+    """Return the error of a request that took too long."""
+    return RequestFailed(
+        f"cannot {what} {where}: no answer within {seconds:.0f} s. Look whether the endpoint is "
+        "right and can be reached from here, or raise request_timeout=",
+        "DEADLINE_EXCEEDED",
+        _FailureKind(errno.ETIMEDOUT, "", is_refusal=False),
+        is_under_way=True,
+        is_only=False,
+    )
+
+
+def refused(what: str, where: str, error: Exception, *, is_only: bool = True) -> RequestFailed:
+    """Return the error of a request that TensorStore gave up.
+
+    Args:
+        what: What was tried.
+        where: The object, for the message.
+        error: What TensorStore raised.
+        is_only: Whether curl had no connection that it could have sent it over before.
+    """
+    # Also of the cause that tracebacks show: a store's answer may hold what it was asked with.
+    text = redact(str(error))
+    error.args = (text,)
+    found = _STATUS.match(text)
+    status = found[1] if found else ""
+    reason = _DETAILS.sub("", text[found.end() :] if found else text).strip()
+    reason = " ".join(reason.split())[:_LONGEST_REASON]
+    kind = _kind(status, text)
+    return RequestFailed(
+        f"cannot {what} {where}: {reason.rstrip('.') or status}. {kind.advice}",
+        status,
+        kind,
+        is_under_way=False,
+        is_only=is_only,
+    )
+
+
+def _kind(status: str, text: str) -> _FailureKind:
+    http = _HTTP.search(text)
+    code = int(http[1]) if http else 0
+    if "Failed to get credentials" in text or "Failed to create credentials" in text:
+        return _NO_CREDENTIALS
+    if _EXPIRED_CODES.search(text):
+        return _EXPIRED
+    if code in (301, 302, 307, 308) or _ELSEWHERE_CODES.search(text):
+        return _ELSEWHERE
+    if status in ("PERMISSION_DENIED", "UNAUTHENTICATED") or code in (401, 403):
+        return _NO_ACCESS
+    if "etag not found" in text or "Malformed List response" in text:
+        return _NO_S3
+    if "NoSuchBucket" in text or (status == "NOT_FOUND" and code in (0, 404)):
+        return _NO_BUCKET
+    if code == 501 or "NotImplemented" in text:
+        return _NO_CONDITIONS
+    if code == 409:
+        return _IN_THE_WAY
+    if code == 429 or "SlowDown" in text:
+        return _TURNED_AWAY
+    if code == 503:
+        return _BUSY
+    if code == 400 and _GARBLED_CODES.search(text):
+        return _GARBLED
+    if 300 <= code < 500 and code not in _MAYBE_DONE:
+        return _NOT_TAKEN
+    return _kind_without_answer(status, text)
+
+
+def _kind_without_answer(status: str, text: str) -> _FailureKind:
+    if "SSL connect error" in text or "SSL peer certificate" in text:
+        return _NO_TLS
+    if "resolve host" in text:
+        return _NO_SUCH_HOST
+    if "Could not connect" in text:
+        return _NO_CONNECTION
+    if "CURL" in text or status == "UNAVAILABLE":
+        return _NO_ANSWER
+    if status in ("INVALID_ARGUMENT", "OUT_OF_RANGE"):
+        return _NOT_TAKEN
+    return _OTHER

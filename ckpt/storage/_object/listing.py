@@ -1,0 +1,62 @@
+"""Which entries there are in an object store.
+
+The store lists objects, not folders, so a list grows with all that lies in the steps. Therefore a
+large root is listed whole only now and then; in between only the names are, that writers of this
+library leave beside the steps before they commit them. What other tools copy into a large root is
+found a little later.
+"""
+
+from __future__ import annotations
+
+import time
+
+from ckpt._format.manifest import FILE_NAME
+from ckpt.storage._object.client import ObjectClient
+from ckpt.storage._object.leases import record_names
+from ckpt.storage._object.names import NAMES
+
+__all__ = ["StepListing"]
+
+# The store hands out that many keys at a time: a list of fewer takes one request in any case.
+_ONE_REQUEST = 1000
+_LEAST_SECONDS = 60.0
+# Listing the whole root takes this part of the time, at most.
+_SHARE = 0.01
+_OWN = ".ckpt-"
+
+
+class StepListing:
+    """Lists the entries of one root. Its coroutines run on one event loop."""
+
+    def __init__(self, keys: ObjectClient) -> None:
+        """List what lies below `keys`."""
+        self._keys = keys
+        # Entries that no writer of this library has named: they were copied there.
+        self._copied: frozenset[str] = frozenset()
+        self._next = 0.0
+
+    async def entries(self) -> list[str]:
+        """Return the names below which there is, or was a moment ago, a manifest."""
+        if time.monotonic() < self._next:
+            names = await self._keys.list(f"{NAMES}/")
+            return sorted(self._copied | _entries_of(names))
+        began = time.monotonic()
+        found = await self._keys.list("")
+        start = f"{NAMES}/"
+        named = _entries_of([key.removeprefix(start) for key in found if key.startswith(start)])
+        end = f"/{FILE_NAME}"
+        there = {key.removesuffix(end) for key in found if key.endswith(end)}
+        there = {name for name in there if "/" not in name and not name.startswith(_OWN)}
+        self._copied = frozenset(there - named)
+        if len(found) >= _ONE_REQUEST:
+            now = time.monotonic()
+            self._next = now + max(_LEAST_SECONDS, (now - began) / _SHARE)
+        return sorted(there)
+
+    async def is_empty(self) -> bool:
+        """Tell whether there is nothing below the root."""
+        return not await self._keys.list("")
+
+
+def _entries_of(names: list[str]) -> set[str]:
+    return {found[0] for name in names if (found := record_names(name)) is not None}

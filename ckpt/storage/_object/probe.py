@@ -1,0 +1,63 @@
+"""Whether a store heeds the conditions of writes, which a commit rests on."""
+
+from __future__ import annotations
+
+import errno
+import uuid
+
+from ckpt.errors import StorageError
+from ckpt.storage._object.client import MISSING, ObjectClient
+
+__all__ = ["FOLDER", "probe"]
+
+FOLDER = ".ckpt-probe"
+
+
+async def probe(keys: ObjectClient) -> None:
+    """Write one object several times, with conditions that do not hold; remove it.
+
+    Raises:
+        StorageError: The store does not heed them, or refused.
+    """
+    key = f"{FOLDER}/{uuid.uuid4().hex}"
+    first = await keys.swap(key, f"1 {key}".encode(), MISSING)
+    if first.generation is None:
+        await keys.refuse_missing()
+        raise _broken(keys, "says that a new object exists")
+    try:
+        again = await keys.swap(key, f"2 {key}".encode(), MISSING)
+        if again.generation is not None:
+            await _refuse_no_store(keys, key)
+            raise _broken(keys, "replaces an object that is to be made only where there is none")
+        stale = await keys.swap(key, f"3 {key}".encode(), _another(first.generation))
+        if stale.generation is not None:
+            raise _broken(keys, "replaces an object that somebody else has changed")
+    finally:
+        await keys.delete(key)
+
+
+async def _refuse_no_store(keys: ObjectClient, key: str) -> None:
+    """Raise if what was written is not there: many servers say yes to whatever they are asked."""
+    found = await keys.get(key)
+    if found is None or not found.data.endswith(f" {key}".encode()):
+        raise StorageError(
+            f"{keys.location}: what answers there says that it has written an object, and does not "
+            "have it. It is no store: look whether the endpoint is right",
+            errno=errno.EREMOTE,
+        )
+
+
+def _broken(keys: ObjectClient, what: str) -> StorageError:
+    return StorageError(
+        f"{keys.location}: the store {what}: it ignores the conditions of writes "
+        "(If-None-Match, If-Match), so of two writers of a step one could destroy the other's. "
+        "Update the store, take another one, or, if nobody else ever writes here, say so with "
+        "single_writer=True of ckpt.storage.S3 or GCS"
+    )
+
+
+def _another(generation: bytes) -> bytes:
+    """Return a generation that looks like this one and is not."""
+    place = len(generation) // 2
+    byte = generation[place]
+    return generation[:place] + (b"0" if byte != ord("0") else b"1") + generation[place + 1 :]

@@ -1,0 +1,379 @@
+"""Entries in an object store: S3, GCS, or the memory of this process.
+
+What is done is in `storage.object_attempts` and its neighbours; here it is given the shape that
+all stores have. docs/design/006-object-stores.md tells why it is safe.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import uuid
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import anyio
+
+from ckpt._format.manifest import FILE_NAME
+from ckpt._settings import Timeouts
+from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
+from ckpt.storage._base import UNKNOWN_SIZE, Attempt
+from ckpt.storage._object import attempts, leases, notes
+from ckpt.storage._object.attempts import ObjectAttempt
+from ckpt.storage._object.client import KeyValueStore, ObjectClient, StoredObject
+from ckpt.storage._object.concurrency import each
+from ckpt.storage._object.config import Memory, StoreConfig
+from ckpt.storage._object.connection import connect
+from ckpt.storage._object.errors import RequestFailed
+from ckpt.storage._object.leases import Sightings
+from ckpt.storage._object.listing import StepListing
+from ckpt.storage._object.names import GONE, is_gone
+from ckpt.storage._object.probe import probe
+from ckpt.storage._object.removal import remove, remove_replaced
+from ckpt.storage._object.sweep import sweep
+
+__all__ = ["ObjectStorage"]
+
+logger = logging.getLogger("ckpt")
+
+T = TypeVar("T")
+# One PUT takes at most 5 GB, and its body is held in memory.
+_LARGEST_FILE_BYTES = 1 << 30
+# Measured at 100 MB/s and 40 ms: 0.81 of the bandwidth, beside 0.75 with objects of 48 MiB.
+_USUAL_FILE_BYTES = 16 << 20
+# Parts of a read that are under way together: a stream of its own for each hides the latency.
+_PART_BYTES = 8 << 20
+# Files that are copied whole through this machine, and manifests that are parsed, at once.
+_COPIES, _PARSED = 4, 16
+
+
+class ObjectStorage:
+    """A root in an object store."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        timeouts: Timeouts,
+        *,
+        create: bool = True,
+        open_store: Callable[[], tuple[KeyValueStore, KeyValueStore]] | None = None,
+    ) -> None:
+        """Use the place that `config` names.
+
+        Args:
+            config: The place.
+            timeouts: How long leases last.
+            create: Whether `prepare` takes a place where there is nothing yet.
+            open_store: Gives another store in place of the one that `config` names; see
+                `ObjectClient`.
+        """
+        self._connection = connect(config)
+        self._keys = ObjectClient(
+            self._connection.location,
+            self._connection.endpoint,
+            open_store or self._connection.open,
+            config.request_timeout,
+            config.concurrency,
+            0 if isinstance(config, Memory) else config.retries,
+        )
+        self._timeouts = timeouts
+        self._create = create
+        self._heeds_conditions = isinstance(config, Memory) or config.single_writer
+        self._lists = StepListing(self._keys)
+        self._sightings = Sightings()
+        self._copies: anyio.Semaphore | None = None
+        self._answered = False
+
+    @property
+    def location(self) -> str:
+        """The URL of the root."""
+        return self._connection.location
+
+    @property
+    def lease_seconds(self) -> float:
+        """How long the attempts of a writer that does not renew its leases are left alone."""
+        return self._timeouts.lease
+
+    @property
+    def usual_file_bytes(self) -> int:
+        """Nothing of an object is on its way before all of it was copied and hashed."""
+        return _USUAL_FILE_BYTES
+
+    @property
+    def largest_file_bytes(self) -> int:
+        """What one request can write, and memory can hold."""
+        return _LARGEST_FILE_BYTES
+
+    @property
+    def keeps_others(self) -> bool:
+        """Only the objects of an entry are removed with it."""
+        return True
+
+    async def prepare(self) -> None:
+        """Check, once, that the store heeds the conditions of writes."""
+        if not self._create:
+            await self._refuse_emptiness()
+        if not self._heeds_conditions:
+            await probe(self._keys)
+            self._heeds_conditions = True
+
+    async def _refuse_emptiness(self) -> None:
+        if await self._lists.is_empty():
+            raise StorageError(
+                f"cannot list the directory {self.location}: it is not there, and create=False was "
+                "given",
+                errno=errno.ENOENT,
+            )
+        self._create = True
+
+    async def entries(self) -> list[str]:
+        """Return the names below which there is a manifest."""
+        if not self._create:
+            await self._refuse_emptiness()
+        return await self._lists.entries()
+
+    async def exists(self, entry: str) -> bool:
+        """Tell whether an entry has a manifest."""
+        return await self._stamp(entry, FILE_NAME) is not None
+
+    async def files(self, entry: str) -> dict[str, int | None]:
+        """Return the objects below an entry; the store does not tell their sizes."""
+        return dict.fromkeys(await self._keys.list(f"{entry}/"), UNKNOWN_SIZE)
+
+    async def read(self, entry: str, path: str, limit: int) -> bytes | None:
+        """Return a small file of an entry, or None; see `Storage.read`."""
+        found = await self._keys.get(self._key(entry, path))
+        if found is None or (path == FILE_NAME and is_gone(found.data)):
+            if not self._answered:
+                # Reading from a bucket that is not there finds nothing; listing it says why.
+                await self._keys.refuse_missing()
+                self._answered = True
+            return None
+        self._answered = True
+        if len(found.data) > limit:
+            raise CorruptCheckpointError(
+                f"{self.location}/{entry}/{path}: it has {len(found.data)} bytes, more than {limit}"
+            )
+        return found.data
+
+    async def stamps(self, entries: Sequence[str], path: str) -> list[Hashable | None]:
+        """Return the generation of a file of each entry; see `Storage.stamps`."""
+        found: dict[str, Hashable | None] = {}
+
+        async def look(entry: str) -> None:
+            found[entry] = await self._stamp(entry, path)
+
+        await each(look, entries)
+        return [found[entry] for entry in entries]
+
+    async def _stamp(self, entry: str, path: str) -> Hashable | None:
+        first = await self._keys.first(self._key(entry, path))
+        if first is None or (path == FILE_NAME and GONE.startswith(first.data or b"-")):
+            return None
+        return first.generation
+
+    async def read_each(
+        self, entries: Sequence[str], path: str, limit: int, parse: Callable[[bytes], T]
+    ) -> list[T | None]:
+        """Read a small file of each entry; see `Storage.read_each`."""
+        found: dict[str, T | None] = dict.fromkeys(entries)
+        parsers = anyio.Semaphore(_PARSED)
+
+        async def look(entry: str) -> None:
+            async with parsers:
+                data = await self._keys.get(self._key(entry, path))
+                if data is not None and len(data.data) <= limit:
+                    found[entry] = await anyio.to_thread.run_sync(parse, data.data)
+
+        await each(look, entries)
+        return [found[entry] for entry in entries]
+
+    async def begin(self, entry: str) -> Attempt:
+        """Make the record of an attempt."""
+        token = uuid.uuid4().hex
+        record = await leases.make(self._keys, entry, token, self._timeouts.lease, "writing")
+        if record is None:
+            await self._keys.refuse_missing()
+            raise StorageError(f"{self.location}/{entry}: the store does not make a new object")
+        return ObjectAttempt(entry, token, record)
+
+    async def join(self, entry: str, attempt: str) -> Attempt:
+        """Look for the record of an attempt of another process; see `Storage.join`."""
+        if await self._keys.get(leases.record_key(entry, attempt)) is None:
+            await self._keys.refuse_missing()
+            endpoint = self._connection.endpoint
+            raise StorageError(
+                f"{self.location}/{entry}{f' at {endpoint}' if endpoint else ''}: the attempt that "
+                "process 0 has begun is not here. Do all processes use the same store, endpoint "
+                "and credentials? memory:// is for one process"
+            )
+        return ObjectAttempt(entry, attempt, None)
+
+    async def renew(self, attempt: Attempt) -> None:
+        """Write the record of an attempt anew."""
+        record = _own(attempt).record
+        if record is not None and not await record.renew(self._keys):
+            raise leases.lost(f"{self.location}/{attempt.entry}")
+
+    async def write(self, attempt: Attempt, path: str, data: bytes) -> None:
+        """Write a new object of the attempt; its manifest is kept until it is published."""
+        own = _own(attempt)
+        if path == FILE_NAME:
+            own.manifest = data
+        else:
+            await self._put(own, path, data)
+
+    async def write_block(self, attempt: Attempt, path: str, data: memoryview) -> None:
+        """Write a new object of the attempt."""
+        await self._put(_own(attempt), path, data)
+
+    async def _put(self, own: ObjectAttempt, path: str, data: bytes | memoryview) -> None:
+        if len(data) > _LARGEST_FILE_BYTES:
+            raise StorageError(
+                f"{self.location}/{own.entry}: {path!r:.200} has {len(data)} bytes, and object "
+                f"stores take at most {_LARGEST_FILE_BYTES} at once. Split it, or save it to a "
+                "file system",
+                errno=errno.EFBIG,
+            )
+        try:
+            await self._keys.put(self._key(own.entry, own.id, path), data)
+        except RequestFailed as error:
+            own.abandoned = own.abandoned or error.is_under_way
+            raise
+
+    async def link(self, attempt: Attempt, path: str, folder: str = "") -> None:
+        """Copy an object of the attempt's entry, through this machine; see `Storage.link`."""
+        self._copies = self._copies or anyio.Semaphore(_COPIES)
+        async with self._copies:
+            place = f"{attempt.entry}/{folder}" if folder else attempt.entry
+            found = await self._keys.get(self._key(place, path))
+            if found is None:
+                raise CorruptCheckpointError(
+                    f"{self.location}/{place}/{path}: it is not there. The step was damaged after "
+                    "it was committed"
+                )
+            await self._put(_own(attempt), path, found.data)
+
+    async def read_block(self, entry: str, path: str, offset: int, target: memoryview) -> None:
+        """Fill `target` from an object of an entry, with several requests if it is large."""
+        key = self._key(entry, path)
+
+        async def fill(start: int) -> None:
+            part = target[start : start + _PART_BYTES]
+            if not await self._keys.fill(key, offset + start, part):
+                raise CorruptCheckpointError(
+                    f"{self.location}/{key}: it is not there, or is shorter than "
+                    f"{offset + len(target)} bytes. The step was damaged after it was committed; "
+                    "restore another one"
+                )
+
+        if len(target) <= _PART_BYTES:
+            if target:
+                await fill(0)
+            return
+        await each(fill, range(0, len(target), _PART_BYTES))
+
+    def database_spec(self, entry: str, path: str) -> Any:
+        """Return what TensorStore opens the folder `path` of an entry by."""
+        return self._connection.spec(self._key(entry, path) + "/")
+
+    async def publish(
+        self, attempt: Attempt, *, overwrite: bool, replacing: str | None = None
+    ) -> None:
+        """Put the manifest where there is none; with `overwrite` in place of the one there."""
+        # Nothing may come between the store and our knowing what it did.
+        with anyio.CancelScope(shield=True):
+            own = _own(attempt)
+            replaced = await attempts.publish(
+                self._keys, own, overwrite=overwrite, replacing=replacing
+            )
+            await self._clean_up(own, replaced)
+
+    async def _clean_up(self, own: ObjectAttempt, replaced: StoredObject | None) -> None:
+        """Remove what an attempt that was committed needs no more, and what it has replaced."""
+        record, own.record = own.record, None
+        try:
+            if replaced is not None and not is_gone(replaced.data):
+                await remove_replaced(self._keys, own.entry, replaced, self._timeouts.lease)
+            # Last: by it a cleaner knows that something may be left to do.
+            if record is not None:
+                await self._keys.delete(record.key)
+        except StorageError as error:
+            logger.warning("what was replaced at %s is left: %s", self.location, error)
+
+    async def discard(self, attempt: Attempt, *, joined: bool = False) -> None:
+        """Remove what was written of an attempt; a later sweep removes what will not go."""
+        own = _own(attempt)
+        own.abandoned = own.abandoned or joined
+        try:
+            await attempts.discard(self._keys, own)
+        except StorageError as error:
+            logger.warning("an attempt could not be removed, a later run will: %s", error)
+
+    async def remove(self, entry: str, *, attempt: str | None = None) -> bool:
+        """Remove the manifest of an entry, then its objects, and no others."""
+        with anyio.CancelScope(shield=True):
+            removed = await remove(self._keys, entry, attempt, self._timeouts.lease)
+        return removed
+
+    async def move(self, entry: str, trash: str) -> str | None:
+        """Refuse: objects cannot be renamed."""
+        raise _no_trash(self.location)
+
+    async def prepare_trash(self, trash: str) -> None:
+        """Refuse: objects cannot be renamed."""
+        raise _no_trash(self.location)
+
+    async def set_aside(self, entry: str, paths: Sequence[str]) -> str:
+        """Leave the objects where they are; see `keeps_others`."""
+        return f"{self.location}/{entry}"
+
+    async def sweep(self) -> list[str]:
+        """Remove what dead writers left; see `storage.object_sweeping`."""
+        return await sweep(self._keys, self._sightings, self._timeouts.lease)
+
+    async def put_note(
+        self, name: str, data: bytes, *, replace: bool, durable: bool = True
+    ) -> bool:
+        """Write a small object of the root; see `Storage.put_note`."""
+        return await notes.put(self._keys, name, data, replace=replace)
+
+    async def read_note(self, name: str, limit: int) -> bytes | None:
+        """Return a small object of the root, or None; see `Storage.read_note`."""
+        folder, _, file = notes.check_name(name).partition("/")
+        return await self.read(folder, file, limit)
+
+    async def notes(self, folder: str) -> dict[str, float]:
+        """Return for how long the objects of a folder were seen unchanged."""
+        return await notes.ages(self._keys, folder, self._sightings)
+
+    async def touch_note(self, name: str) -> bool:
+        """Let the age of a small object of the root begin anew."""
+        return await notes.touch(self._keys, name)
+
+    async def drop_note(self, name: str, *, durable: bool = True) -> bool:
+        """Remove a small object of the root."""
+        return await notes.drop(self._keys, name)
+
+    def _key(self, *names: str) -> str:
+        """Return the key of a file.
+
+        Raises:
+            CorruptCheckpointError: Its path comes from a file that would lead somewhere else.
+        """
+        key = "/".join(names)
+        if any(part in ("", ".", "..") for part in key.split("/")):
+            raise CorruptCheckpointError(f"{self.location}: {key!r:.200} is no path of a file")
+        return key
+
+
+def _no_trash(location: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"Deletion(trash=...): {location} is an object store, where nothing can be moved. Switch "
+        "on the versioning of the bucket instead: it keeps what is deleted"
+    )
+
+
+def _own(attempt: Attempt) -> ObjectAttempt:
+    assert isinstance(attempt, ObjectAttempt)
+    return attempt

@@ -1,0 +1,69 @@
+"""Stores that other packages bring along, by the scheme of their URLs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import traceback
+from typing import Any
+
+from ckpt._redaction import redact
+from ckpt._settings import Timeouts
+from ckpt.errors import CheckpointError, InvalidArgumentError
+from ckpt.storage._base import Storage
+
+__all__ = ["ENTRY_POINTS", "open_installed", "schemes"]
+
+# The group in which packages register schemes.
+ENTRY_POINTS = "ckpt.storage"
+_BUILT_IN = ("file", "gs", "memory", "s3")
+
+
+def schemes() -> list[str]:
+    """Return the schemes of all stores that are built in or installed."""
+    return sorted({*_BUILT_IN, *(point.name for point in _points())})
+
+
+def open_installed(scheme: str, url: str, timeouts: Timeouts, *, create: bool) -> Storage | None:
+    """Return the storage that an installed package makes of a URL; None if there is none.
+
+    What is registered is called as `open(url, timeouts, create)`.
+
+    Raises:
+        InvalidArgumentError: The package cannot be used, or does not take the URL.
+        CheckpointError: What it raised, where it is one of the library's own.
+    """
+    point = next((each for each in _points() if each.name == scheme), None)
+    if point is None:
+        return None
+    try:
+        opened: Any = point.load()(url, timeouts, create)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"path={_shown(url)}: {point.value!r:.120}, which is installed for {scheme}://, raised "
+            f"{type(error).__name__}: {error}"
+        ) from _if_harmless(error)
+    missing = [name for name in dir(Storage) if name[0] != "_" and not hasattr(opened, name)]
+    if missing:
+        raise InvalidArgumentError(
+            f"path={_shown(url)}: {point.value!r:.120}, which is installed for {scheme}://, gave "
+            f"{type(opened).__name__}, which is no storage: it has no {', '.join(missing[:5])}"
+        )
+    storage: Storage = opened
+    return storage
+
+
+def _points() -> list[importlib.metadata.EntryPoint]:
+    return list(importlib.metadata.entry_points(group=ENTRY_POINTS))
+
+
+def _if_harmless(error: Exception) -> Exception | None:
+    """Return an error unless a traceback would show secrets with it."""
+    shown = "".join(traceback.format_exception(error))
+    return error if redact(shown) == shown else None
+
+
+def _shown(value: object) -> str:
+    # Before it is cut: a part of a secret is not recognized.
+    return redact(repr(value))[:120]

@@ -1,0 +1,206 @@
+"""Paths, URLs and stores as users give them, to storage."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from ckpt._redaction import redact
+from ckpt._settings import Timeouts
+from ckpt.errors import InvalidArgumentError
+from ckpt.storage._base import Storage
+from ckpt.storage._local.storage import LocalStorage
+from ckpt.storage._object.config import (
+    GCS,
+    S3,
+    Memory,
+    StoreConfig,
+    parent_of,
+)
+from ckpt.storage._object.storage import ObjectStorage
+from ckpt.storage._plugins import open_installed, schemes
+
+__all__ = ["PathLike", "check_trash", "open_entry", "open_root"]
+
+# A path, a URL, or a store.
+PathLike = str | os.PathLike[str] | S3 | GCS | Memory
+
+_DEFAULT_TIMEOUTS = Timeouts()
+# With the set-group bit, so that a group keeps what its members make.
+_MOST_PERMISSIONS = 0o7777
+_OWNER = 0o700
+_STORES: dict[str, Callable[[str], StoreConfig]] = {"s3": S3, "gs": GCS, "memory": Memory}
+# As other programs call them.
+_OTHER_NAMES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):(/?)")
+
+
+def open_root(
+    path: PathLike,
+    timeouts: Timeouts = _DEFAULT_TIMEOUTS,
+    *,
+    create: bool = True,
+    permission_mode: int | None = None,
+) -> Storage:
+    """Return the storage whose root is `path`.
+
+    Args:
+        path: The root: a path, a URL or a store.
+        timeouts: How long leases last.
+        create: Whether the root is made if it is not there.
+        permission_mode: Permissions of new directories; files get those that files can have. None
+            lets both follow the umask.
+
+    Raises:
+        InvalidArgumentError: It is not a path, or of a kind of storage this version lacks; or the
+            mode is none that the owner could use, or the store has none.
+    """
+    if permission_mode is not None and (
+        type(permission_mode) is not int
+        or not 0 <= permission_mode <= _MOST_PERMISSIONS
+        or permission_mode & _OWNER != _OWNER
+    ):
+        raise InvalidArgumentError(
+            f"permission_mode={permission_mode!r:.60}: expected the permissions of a directory in "
+            "which its owner may do everything, such as 0o750"
+        )
+    local = _place(path)
+    if isinstance(local, Path):
+        return LocalStorage(local, timeouts, create=create, mode=permission_mode)
+    if permission_mode is not None:
+        raise InvalidArgumentError(
+            f"permission_mode={permission_mode:#o}: objects have no such permissions. Set the "
+            "policy of the bucket instead"
+        )
+    return _open_remote(local, timeouts, create=create)
+
+
+def check_trash(
+    root: PathLike, trash: str | os.PathLike[str], is_step: Callable[[str], bool]
+) -> None:
+    """Raise if steps of a root cannot be kept apart from those moved into its trash folder.
+
+    Args:
+        root: The root.
+        trash: A folder below it, or an absolute path.
+        is_step: Tells whether a directory of the root may be a step.
+
+    Raises:
+        InvalidArgumentError: It is the root, or may be a step of it, or lies in one.
+    """
+    local = _place(root)
+    if not isinstance(local, Path):
+        raise InvalidArgumentError(
+            f"Deletion(trash={os.fspath(trash)!r:.120}): nothing can be moved in an object store. "
+            "Leave trash away, and switch on the versioning of the bucket instead: it keeps what "
+            "is deleted"
+        )
+    top = Path(os.path.realpath(local))
+    folder = Path(os.path.realpath(top / trash))
+    if not folder.is_relative_to(top):
+        return
+    parts = folder.relative_to(top).parts
+    if len(parts) != 1 or is_step(parts[0]) or parts[0] == "metadata" or parts[0].startswith("."):
+        raise InvalidArgumentError(
+            f"Deletion(trash={os.fspath(trash)!r:.120}): expected a folder of its own directly "
+            f"below {_shown(root)}, that is no step and not 'metadata', or one elsewhere"
+        )
+
+
+def open_entry(path: PathLike, *, follow: bool = False) -> tuple[Storage, str]:
+    """Return the storage and the entry of a single checkpoint at `path`.
+
+    Args:
+        path: The path.
+        follow: Take what a symbolic link of that name leads to, for readers: the links that a user
+            names are trusted, those in a checkpoint are not.
+
+    Raises:
+        InvalidArgumentError: As `open_root`; or the path has no last name.
+    """
+    given = _place(path)
+    if isinstance(given, S3 | GCS | Memory):
+        parent, name = parent_of(given)
+        return ObjectStorage(parent, _DEFAULT_TIMEOUTS), name
+    if isinstance(given, _Url):
+        parent_url, _, name = given.text.rstrip("/").rpartition("/")
+        if not name or parent_url.endswith(":/"):
+            raise InvalidArgumentError(
+                f"path={_shown(path)}: expected the URL of a checkpoint, not of a root"
+            )
+        return _open_remote(_Url(given.scheme, parent_url), _DEFAULT_TIMEOUTS, create=True), name
+    local = Path(os.path.realpath(given) if follow else os.path.abspath(given))
+    if not local.name:
+        raise InvalidArgumentError(
+            f"path={_shown(path)}: expected the path of a directory, not a root"
+        )
+    return LocalStorage(local.parent, _DEFAULT_TIMEOUTS), local.name
+
+
+@dataclass(frozen=True, slots=True)
+class _Url:
+    """A URL of a scheme that is not built in."""
+
+    scheme: str
+    text: str
+
+
+def _open_remote(place: StoreConfig | _Url, timeouts: Timeouts, *, create: bool) -> Storage:
+    if not isinstance(place, _Url):
+        return ObjectStorage(place, timeouts, create=create)
+    storage = open_installed(place.scheme, place.text, timeouts, create=create)
+    if storage is None:
+        usual = _OTHER_NAMES.get(place.scheme)
+        advice = (
+            "Install the package that brings it, or give a path of a local or mounted file system"
+        )
+        raise InvalidArgumentError(
+            f"path={_shown(place.text)}: no storage is known for {place.scheme!r:.40}, only "
+            f"{', '.join(schemes())}. {f'Use {usual}://' if usual else advice}"
+        )
+    return storage
+
+
+def _place(path: PathLike) -> Path | StoreConfig | _Url:
+    if isinstance(path, S3 | GCS | Memory):
+        return path
+    try:
+        text: object = os.fspath(path)
+    except TypeError as error:
+        raise InvalidArgumentError(
+            f"path={_shown(path)}: expected a string or a path object, not {type(path).__name__}"
+        ) from error
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise InvalidArgumentError(f"path={_shown(text)}: expected the path of a directory")
+    scheme = _SCHEME.match(text)
+    if scheme is None:
+        return Path(text)
+    kind = scheme[1].lower()
+    if not scheme[2] and kind not in _OTHER_NAMES and kind not in schemes():
+        return Path(text)
+    if kind in _STORES:
+        return _STORES[kind](text)
+    if not scheme[2]:
+        raise InvalidArgumentError(
+            f"path={_shown(text)}: expected a URL such as '{_OTHER_NAMES.get(kind, kind)}://...'. "
+            f"Write ./{kind}:... for a path of that name"
+        )
+    if kind != "file":
+        return _Url(kind, text)
+    parts = urlsplit(text)
+    if parts.query or parts.fragment or "\0" in unquote(parts.path):
+        raise InvalidArgumentError(
+            f"path={_shown(text)}: a file URL has no query and no fragment; write %3F and %23"
+        )
+    if parts.netloc not in ("", "localhost"):
+        raise InvalidArgumentError(f"path={_shown(text)}: a file URL of another host")
+    return Path(unquote(parts.path))
+
+
+def _shown(path: object) -> str:
+    # Before it is cut: a part of a secret is not recognized.
+    return redact(repr(path))[:120]

@@ -1,0 +1,1 @@
+"""Conformance suites for handlers and stores of other packages, run on real checkpoints."""

@@ -1,0 +1,225 @@
+"""What the checks of stores share: the case, entries made of known bytes, and looks at them.
+
+`ckpt.testing.conformance.stores` is where this is used from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any, TypeVar
+
+import anyio
+import tensorstore as ts  # noqa: TID251  (as those who restore do)
+
+from ckpt._format.digests import digest
+from ckpt._format.manifest import (
+    FILE_NAME,
+    FOLDER,
+    MAX_BYTES,
+    FileEntry,
+    Manifest,
+    decode,
+    encode,
+)
+from ckpt._settings import Timeouts
+from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
+from ckpt.storage._base import Attempt, Storage
+from ckpt.storage._manifests import lies_in
+
+__all__ = [
+    "DATA",
+    "SMALL",
+    "StoreCase",
+    "assert_whole",
+    "content",
+    "files_of",
+    "let_go",
+    "manifest_of",
+    "opened",
+    "publish",
+    "read_all",
+    "read_folder",
+    "refused",
+    "together",
+    "write",
+]
+
+T = TypeVar("T")
+# The files of every entry: a small one, and a data file.
+SMALL, DATA = "item/small.json", "item/d/0"
+_LONG_LEASE = 3600.0
+
+
+def let_go(attempt: Attempt) -> None:
+    """Do nothing: the writer just does not come back."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCase:
+    """A kind of store.
+
+    Attributes:
+        fresh: Makes an empty root, and returns what opens it: a function of how long to wait, that
+            makes a new storage each time, as another process would have one.
+        abandon: Lets go of an attempt as the death of its writer would.
+        lease_seconds: How long the leases of the checks of dead writers last. They take a few times
+            as long, and a store that is slower than a fourth of it fails them.
+    """
+
+    fresh: Callable[[], Callable[[Timeouts], Storage]]
+    abandon: Callable[[Attempt], None] = let_go
+    lease_seconds: float = 1.0
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    case: StoreCase, count: int = 1, lease: float = _LONG_LEASE
+) -> AsyncIterator[list[Storage]]:
+    """Open a fresh root `count` times, as so many processes would."""
+    opens = case.fresh()
+    storages = [opens(Timeouts(lease=lease)) for _ in range(count)]
+    for storage in storages:
+        await storage.prepare()
+    yield storages
+
+
+def content(seed: object, nbytes: int) -> bytes:
+    """Return bytes that are others for every seed."""
+    return Random(str(seed)).randbytes(nbytes)
+
+
+def manifest_of(attempt: Attempt, files: dict[str, bytes]) -> bytes:
+    """Return the manifest of an attempt that wrote these files."""
+    return encode(
+        Manifest(
+            format="ckpt",
+            version=1,
+            requires=[FOLDER] if attempt.folder else [],
+            step=None,
+            attempt=attempt.id,
+            folder=attempt.folder,
+            unnamed=True,
+            items={},
+            created_ns=1,
+            committed_ns=1,
+            writer={},
+            process_count=1,
+            files={
+                path: FileEntry(size=len(data), digest=digest(memoryview(data)))
+                for path, data in files.items()
+            },
+        )
+    )
+
+
+async def write(
+    storage: Storage, entry: str, seed: object = 0, nbytes: int = 5000, *, manifest: bool = True
+) -> Attempt:
+    """Write an attempt whose files are made of `seed`; it is not published."""
+    attempt = await storage.begin(entry)
+    files = {SMALL: content(f"{seed} small", 100), DATA: content(seed, nbytes)}
+    await storage.write(attempt, SMALL, files[SMALL])
+    await storage.write_block(attempt, DATA, memoryview(files[DATA]))
+    if manifest:
+        await storage.write(attempt, FILE_NAME, manifest_of(attempt, files))
+    return attempt
+
+
+async def publish(
+    storage: Storage, entry: str, seed: object = 0, *, overwrite: bool = False, nbytes: int = 5000
+) -> Attempt:
+    """Write an attempt and publish it; one that lost is discarded."""
+    attempt = await write(storage, entry, seed, nbytes)
+    try:
+        await storage.publish(attempt, overwrite=overwrite)
+    except CheckpointError:
+        await storage.discard(attempt)
+        raise
+    return attempt
+
+
+async def read_all(storage: Storage, entry: str) -> tuple[Manifest, dict[str, bytes]] | None:
+    """Return the manifest of an entry and its files, or None if it is not there.
+
+    Raises:
+        CorruptCheckpointError: A file is missing or cut; whoever reads while others write looks
+            again, as readers do.
+    """
+    data = await storage.read(entry, FILE_NAME, MAX_BYTES)
+    if data is None:
+        return None
+    manifest = decode(data, where=entry)
+    folder = lies_in(entry, manifest).removeprefix(entry).strip("/")
+    found = {}
+    for path, known in manifest.files.items():
+        block = bytearray(known.size)
+        place = f"{folder}/{path}" if folder else path
+        with memoryview(block) as target:
+            await storage.read_block(entry, place, 0, target)
+        if digest(memoryview(block)) != known.digest:
+            raise CorruptCheckpointError(f"{entry}/{place}: other bytes than were written")
+        found[path] = bytes(block)
+    return manifest, found
+
+
+async def read_folder(spec: Any) -> dict[str, bytes]:
+    """Return what TensorStore finds where `Storage.database_spec` tells it to look, by path."""
+
+    def read() -> dict[str, bytes]:
+        store = ts.KvStore.open(spec).result()
+        return {key.decode(): store.read(key).result().value for key in store.list().result()}
+
+    return await anyio.to_thread.run_sync(read)
+
+
+async def files_of(storage: Storage, entry: str) -> list[str]:
+    """Return the files below an entry; none where that is not there, which may be an error."""
+    try:
+        return [*await storage.files(entry)]
+    except StorageError:
+        assert not await storage.exists(entry), "the files of an entry that exists"
+        return []
+
+
+async def assert_whole(
+    storage: Storage, entry: str, seed: object = 0, attempt: Attempt | None = None
+) -> None:
+    """The entry is there, of that attempt, and holds what was made of `seed`."""
+    found = await read_all(storage, entry)
+    assert found is not None, f"{entry} is not there"
+    manifest, files = found
+    assert attempt is None or manifest.attempt == attempt.id, f"{entry} is of another attempt"
+    wanted = {SMALL: content(f"{seed} small", 100), DATA: content(seed, len(files[DATA]))}
+    assert files == wanted, f"{entry} holds other bytes"
+
+
+@contextlib.contextmanager
+def refused(kind: type[BaseException], what: str, *names: str) -> Iterator[None]:
+    """The body raises an error of that kind whose message holds the names."""
+    try:
+        yield
+    except kind as error:
+        message = str(error)
+    else:
+        raise AssertionError(f"asked to {what}, the store did")
+    unnamed = [name for name in names if name not in message]
+    assert not unnamed, f"asked to {what}, the error does not name {unnamed}: {message}"
+
+
+async def together(*calls: Callable[[], Awaitable[Any]]) -> list[Any]:
+    """Run calls at once; return what each gave, or the error of the library that it raised."""
+    results: list[Any] = [None] * len(calls)
+
+    async def run(place: int, call: Callable[[], Awaitable[Any]]) -> None:
+        try:
+            results[place] = await call()
+        except CheckpointError as error:
+            results[place] = error
+
+    async with anyio.create_task_group() as group:
+        for place, call in enumerate(calls):
+            group.start_soon(run, place, call)
+    return results

@@ -1,0 +1,391 @@
+"""Checks of stores that one writer at a time can fail: files, names, listings.
+
+`ckpt.testing.conformance.stores` is where these are used from.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Awaitable, Callable
+from random import Random
+
+from ckpt._format.manifest import FILE_NAME, MAX_BYTES, decode
+from ckpt._settings import Timeouts
+from ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    StepDeletedError,
+    StepExistsError,
+    StorageError,
+)
+from ckpt.storage._base import UNKNOWN_SIZE, Attempt
+from ckpt.storage._manifests import lies_in
+from ckpt.testing.conformance.store_cases import (
+    DATA,
+    SMALL,
+    StoreCase,
+    assert_whole,
+    content,
+    files_of,
+    manifest_of,
+    opened,
+    publish,
+    read_folder,
+    refused,
+    write,
+)
+
+__all__ = ["CHECKS"]
+
+_MIB = 1 << 20
+# Names that one store or another has a meaning for.
+_NAMES = (
+    *("0", "1", "10", "100", "1000", "step_00000007", "a b", "ü", "a+b", "a%2Fb", "100%", "a=b&c"),
+    *("a#b?c", "~a", "a.b", "a,b;c", "'a'", "(a)", "a@b", "a$b", "x" * 180),
+)
+_PATHS = ("item/d/0", "item/d/ocdbt.process_0/x", "item/a%20b", "item/a b+c=d&e#f?g", "item/ü")
+_MOST_BUILT_BYTES = 1 << 33
+
+
+async def it_says_what_it_is(case: StoreCase) -> None:
+    """Location, lease and largest file are told; a root that is empty holds nothing."""
+    async with opened(case, lease=1234.5) as [storage]:
+        assert isinstance(storage.location, str)
+        assert storage.location, "no location"
+        assert storage.lease_seconds == 1234.5
+        assert storage.largest_file_bytes >= 64 * _MIB
+        await storage.prepare()
+        assert await storage.entries() == []
+        assert await storage.sweep() == []
+        assert await files_of(storage, "1") == []
+        assert await storage.read("1", FILE_NAME, MAX_BYTES) is None
+        assert not await storage.exists("1")
+        assert not await storage.remove("1")
+        assert not await storage.remove("1", attempt="0" * 32)
+
+
+async def an_attempt_is_seen_by_nobody(case: StoreCase) -> None:
+    """Until it is published; then all of it is there at once, for every process."""
+    async with opened(case, 2) as [storage, other]:
+        attempt = await write(storage, "7")
+        assert attempt.entry == "7"
+        assert len(attempt.id) == 32
+        assert attempt.folder in ("", attempt.id)
+        for each in (storage, other):
+            assert await each.entries() == []
+            assert not await each.exists("7")
+            assert await each.read("7", FILE_NAME, MAX_BYTES) is None
+            assert await each.stamps(["7"], FILE_NAME) == [None]
+        await storage.publish(attempt, overwrite=False)
+        for each in (storage, other):
+            assert await each.entries() == ["7"]
+            assert await each.exists("7")
+            await assert_whole(each, "7", attempt=attempt)
+            found = await each.files("7")
+            start = f"{attempt.folder}/" if attempt.folder else ""
+            assert found.keys() == {FILE_NAME, f"{start}{SMALL}", f"{start}{DATA}"}
+            assert found[f"{start}{DATA}"] in (5000, UNKNOWN_SIZE)
+
+
+async def a_discarded_attempt_leaves_nothing(case: StoreCase) -> None:
+    """Neither files nor an entry, and it cannot be published any more; others are left."""
+    async with opened(case, 2) as [storage, other]:
+        await publish(storage, "1")
+        attempt, second = await write(storage, "1", 1), await write(other, "1", 2)
+        await storage.discard(attempt)
+        await storage.discard(attempt)
+        with refused(StorageError, "publish a discarded attempt"):
+            await storage.publish(attempt, overwrite=True)
+        await assert_whole(other, "1", 0)
+        await other.publish(second, overwrite=True)
+        await assert_whole(storage, "1", 2, second)
+
+
+async def an_entry_is_not_replaced_unless_asked(case: StoreCase) -> None:
+    """And the attempt that was refused is still there: it can replace it."""
+    async with opened(case, 2) as [storage, other]:
+        first = await publish(storage, "5", "first")
+        attempt = await write(other, "5", "second")
+        with refused(StepExistsError, "publish over an entry", "5"):
+            await other.publish(attempt, overwrite=False)
+        await assert_whole(other, "5", "first", first)
+        await other.publish(attempt, overwrite=True)
+        for each in (storage, other):
+            await assert_whole(each, "5", "second", attempt)
+        gone = [path for path in await storage.files("5") if first.id in path]
+        assert not gone, f"the files of the old entry are left: {gone}"
+
+
+async def only_what_was_meant_is_replaced(case: StoreCase) -> None:
+    """With `replacing`, an entry of another attempt stays, and one that is gone stays gone."""
+    async with opened(case, 2) as [storage, other]:
+        first = await publish(storage, "5", "first")
+        attempt = await write(storage, "5", "next")
+        second = await publish(other, "5", "second", overwrite=True)
+        with refused(StepDeletedError, "replace what somebody has replaced"):
+            await storage.publish(attempt, overwrite=True, replacing=first.id)
+        await assert_whole(storage, "5", "second", second)
+        await storage.publish(attempt, overwrite=False, replacing=second.id)
+        await assert_whole(other, "5", "next", attempt)
+        late = await write(other, "5", "late")
+        assert await storage.remove("5")
+        with refused(StepDeletedError, "replace what was removed"):
+            await other.publish(late, overwrite=True, replacing=attempt.id)
+        assert not await storage.exists("5")
+        await other.discard(late)
+
+
+async def an_entry_is_removed_whole(case: StoreCase) -> None:
+    """Once; with `attempt` only the entry of that attempt; its name is free afterwards."""
+    async with opened(case, 2) as [storage, other]:
+        first = await publish(storage, "1", "first")
+        await publish(storage, "10", "ten")
+        assert not await other.remove("1", attempt="0" * 32)
+        await assert_whole(storage, "1", "first")
+        assert await other.remove("1", attempt=first.id)
+        for each in (storage, other):
+            assert not await each.exists("1")
+            assert await files_of(each, "1") == []
+            assert await each.entries() == ["10"]
+            assert not await each.remove("1")
+        await publish(storage, "1", "again")
+        await assert_whole(other, "1", "again")
+        assert await storage.remove("1")
+        await assert_whole(other, "10", "ten")
+
+
+async def every_name_is_kept_apart(case: StoreCase) -> None:
+    """Names of entries and of files are what they were given, also odd ones and prefixes."""
+    async with opened(case, 2) as [storage, other]:
+        for name in _NAMES:
+            await publish(storage, name, name, nbytes=10)
+        assert sorted(await other.entries()) == sorted(_NAMES)
+        for name in _NAMES:
+            await assert_whole(other, name, name)
+        assert await storage.remove("10")
+        assert sorted(await other.entries()) == sorted(set(_NAMES) - {"10"})
+        attempt = await storage.begin("paths")
+        files = {path: content(path, 100) for path in _PATHS}
+        for number, (path, data) in enumerate(files.items()):
+            if number % 2:
+                await storage.write(attempt, path, data)
+            else:
+                await storage.write_block(attempt, path, memoryview(data))
+        await storage.write(attempt, FILE_NAME, manifest_of(attempt, files))
+        await storage.publish(attempt, overwrite=False)
+        start = f"{attempt.folder}/" if attempt.folder else ""
+        for path, data in files.items():
+            assert await other.read("paths", start + path, 100) == data, path
+        assert (await other.files("paths")).keys() == {FILE_NAME, *(start + path for path in files)}
+
+
+async def its_listing_is_always_true(case: StoreCase) -> None:
+    """What one process publishes and removes, another that listed before sees at once."""
+    async with opened(case, 2) as storages:
+        random, there = Random(7), dict[str, Attempt]()
+        for turn in range(30):
+            writer, reader = random.sample(storages, 2)
+            name = str(random.choice([1, 2, 9, 10, 11, 19, 100]))
+            if name in there and random.random() < 0.6:
+                assert await writer.remove(name)
+                del there[name]
+            else:
+                there[name] = await publish(writer, name, turn, overwrite=True, nbytes=10)
+            for each in (reader, writer):
+                assert sorted(await each.entries()) == sorted(there), f"after {turn} changes"
+            # Attempts and notes are no entries.
+            if turn % 10 == 0:
+                await writer.begin("5")
+                await writer.put_note(".ckpt-notes/x", b"", replace=True)
+
+
+async def a_change_is_told_by_the_stamp(case: StoreCase) -> None:
+    """Stamps stay while a file stays, and are others once it was replaced; also of many."""
+    async with opened(case, 2) as [storage, other]:
+        for name in ("1", "2", "3"):
+            await publish(storage, name, name)
+        before = await other.stamps(["1", "2", "4", "3"], FILE_NAME)
+        assert None not in (before[0], before[1], before[3])
+        assert before[2] is None
+        assert await other.stamps(["1", "2", "4", "3"], FILE_NAME) == before
+        # The same bytes by another attempt are another step.
+        await publish(storage, "2", "2", overwrite=True)
+        await storage.remove("3")
+        after = await other.stamps(["1", "2", "4", "3"], FILE_NAME)
+        assert after[0] == before[0]
+        assert after[1] not in (before[1], None)
+        assert after[2:] == [None, None]
+
+
+async def small_files_are_read_within_limits(case: StoreCase) -> None:
+    """One file or one of each entry: what is too large is an error there, and None here."""
+    async with opened(case) as [storage]:
+        attempts = {name: await publish(storage, name, name) for name in ("1", "2")}
+        folder = attempts["1"].folder
+        path = f"{folder}/{SMALL}" if folder else SMALL
+        data = content("1 small", 100)
+        assert await storage.read("1", path, 100) == data
+        with refused(CorruptCheckpointError, "read a file larger than the limit", SMALL):
+            await storage.read("1", path, 99)
+        for missing in ("item/none", "item/small.json/x", "none"):
+            assert await storage.read("1", missing, 10**6) is None, missing
+        assert await storage.read("none", path, 10**6) is None
+        many = await storage.read_each(["2", "none", "1"], FILE_NAME, MAX_BYTES, len)
+        assert many[1] is None
+        assert many[0] == len(await storage.read("2", FILE_NAME, MAX_BYTES) or b"")
+        assert many[2] is not None
+        assert await storage.read_each(["1", "2"], FILE_NAME, 10, len) == [None, None]
+        assert await storage.read_each([], FILE_NAME, 10, len) == []
+
+
+async def every_range_is_read(case: StoreCase) -> None:
+    """Blocks come back byte for byte from any offset; what is not there is an error."""
+    size = 9 * _MIB + 77
+    async with opened(case) as [storage]:
+        attempt = await publish(storage, "1", "data", nbytes=size)
+        path = f"{attempt.folder}/{DATA}" if attempt.folder else DATA
+        data = memoryview(content("data", size))
+        edges = (0, 1, 4095, 4096, _MIB - 1, _MIB, 4 * _MIB, 8 * _MIB + 1, size - 1, size)
+        ranges = [(start, stop) for start in edges for stop in edges if start <= stop]
+        # Around the target other memory, which must stay as it is.
+        for start, stop in [*Random(1).sample(ranges, 25), (0, size), (size, size)]:
+            block = bytearray(b"\x55") * (stop - start + 2)
+            with memoryview(block) as whole:
+                await storage.read_block("1", path, start, whole[1:-1])
+            assert memoryview(block)[1:-1] == data[start:stop], (start, stop)
+            assert block[:1] + block[-1:] == b"\x55\x55", (start, stop)
+        for start, count in ((0, size + 1), (size, 1), (size + 5000, 10), (1 << 40, 1)):
+            with refused(CorruptCheckpointError, f"read {count} bytes from {start} on"):
+                await storage.read_block("1", path, start, memoryview(bytearray(count)))
+        for missing in (("1", f"{path}x"), ("none", path)):
+            with refused(CorruptCheckpointError, "read a file that is not there"):
+                await storage.read_block(*missing, 0, memoryview(bytearray(10)))
+
+
+async def files_of_every_size_are_kept(case: StoreCase) -> None:
+    """Empty ones, and up to the largest; a larger one is refused before it is sent."""
+    sizes = (0, 1, 64 << 10, _MIB, 5 * _MIB + 1)
+    async with opened(case) as [storage]:
+        for size in sizes:
+            await publish(storage, str(size), size, nbytes=size)
+            await assert_whole(storage, str(size), size)
+        if storage.largest_file_bytes < _MOST_BUILT_BYTES:
+            attempt = await storage.begin("1")
+            # Memory that nobody touches.
+            with (
+                mmap.mmap(-1, storage.largest_file_bytes + 1) as region,
+                memoryview(region) as data,
+                refused(CheckpointError, "write a file that is too large"),
+            ):
+                await storage.write_block(attempt, DATA, data)
+            await storage.discard(attempt)
+
+
+async def a_file_of_the_old_entry_is_taken_over(case: StoreCase) -> None:
+    """By `link`, from its folder or none; it outlives the entry it came from."""
+    async with opened(case) as [storage]:
+        old = await publish(storage, "1", "old")
+        attempt = await storage.begin("1")
+        await storage.link(attempt, DATA, old.folder)
+        with refused(CorruptCheckpointError, "link a file that is not there", "item/none"):
+            await storage.link(attempt, "item/none", old.folder)
+        files = {SMALL: content("old small", 100), DATA: content("old", 5000)}
+        await storage.write(attempt, SMALL, files[SMALL])
+        await storage.write(attempt, FILE_NAME, manifest_of(attempt, files))
+        await storage.publish(attempt, overwrite=False, replacing=old.id)
+        await assert_whole(storage, "1", "old", attempt)
+
+
+async def another_process_joins_an_attempt(case: StoreCase) -> None:
+    """Its files are part of what is published; letting go of it removes nothing."""
+    async with opened(case, 3) as [storage, second, third]:
+        attempt = await storage.begin("3")
+        joined = await second.join("3", attempt.id)
+        gone = await third.join("3", attempt.id)
+        assert (joined.entry, joined.id, joined.folder) == ("3", attempt.id, attempt.folder)
+        files = {SMALL: content("3 small", 100), DATA: content("3", 5000)}
+        await second.write_block(joined, DATA, memoryview(files[DATA]))
+        await third.write(gone, SMALL, files[SMALL])
+        await third.discard(gone)
+        await storage.write(attempt, FILE_NAME, manifest_of(attempt, files))
+        await storage.publish(attempt, overwrite=False)
+        await second.discard(joined)
+        await assert_whole(second, "3", "3", attempt)
+
+
+async def an_attempt_that_is_not_there_cannot_be_joined(case: StoreCase) -> None:
+    """Whoever sees another root than who began it is told, before anything is written."""
+    async with opened(case) as [storage], opened(case) as [elsewhere]:
+        attempt = await storage.begin("3")
+        with refused(StorageError, "join an attempt that is not there", elsewhere.location):
+            await elsewhere.join("3", attempt.id)
+        await storage.discard(attempt)
+        with refused(StorageError, "join an attempt that was removed", storage.location):
+            await storage.join("3", attempt.id)
+
+
+async def trash_is_kept_or_refused(case: StoreCase) -> None:
+    """An entry moved into a folder is whole there; a store that cannot do that says so first."""
+    async with opened(case) as [storage]:
+        await publish(storage, "1", "one")
+        try:
+            await storage.prepare_trash("trash")
+        except (InvalidArgumentError, StorageError):
+            await assert_whole(storage, "1", "one")
+            return
+        assert await storage.move("1", "trash") is not None
+        assert not await storage.exists("1")
+        assert await storage.move("1", "trash") is None
+        data = await storage.read("trash/1", FILE_NAME, MAX_BYTES)
+        assert data is not None
+        manifest = decode(data, where="trash/1")
+        assert await storage.read(lies_in("trash/1", manifest), DATA, 5000) == content("one", 5000)
+
+
+async def tensorstore_opens_a_folder(case: StoreCase) -> None:
+    """By what `database_spec` tells, with the files that are there, and no others."""
+    async with opened(case, 2) as [storage, other]:
+        for name, odd in (("1", "d/a b+c=%20&ü"), ("2", "d/0")):
+            attempt = await storage.begin(name)
+            data = content(name, 5000)
+            await storage.write_block(attempt, f"item/{odd}", memoryview(data))
+            await storage.write_block(attempt, "item2/d/1", memoryview(b"another item's"))
+            await storage.write(attempt, FILE_NAME, manifest_of(attempt, {f"item/{odd}": data}))
+            await storage.publish(attempt, overwrite=False)
+            place = f"{name}/{attempt.folder}" if attempt.folder else name
+            assert await read_folder(other.database_spec(place, "item")) == {odd: data}
+
+
+async def a_root_opened_anew_holds_the_same(case: StoreCase) -> None:
+    """What was published is there for processes that come later."""
+    opens = case.fresh()
+    first = opens(Timeouts())
+    await first.prepare()
+    attempt = await publish(first, "1", "one")
+    second = opens(Timeouts())
+    await second.prepare()
+    assert await second.entries() == ["1"]
+    await assert_whole(second, "1", "one", attempt)
+
+
+CHECKS: tuple[Callable[[StoreCase], Awaitable[None]], ...] = (
+    it_says_what_it_is,
+    an_attempt_is_seen_by_nobody,
+    a_discarded_attempt_leaves_nothing,
+    an_entry_is_not_replaced_unless_asked,
+    only_what_was_meant_is_replaced,
+    an_entry_is_removed_whole,
+    every_name_is_kept_apart,
+    its_listing_is_always_true,
+    a_change_is_told_by_the_stamp,
+    small_files_are_read_within_limits,
+    every_range_is_read,
+    files_of_every_size_are_kept,
+    a_file_of_the_old_entry_is_taken_over,
+    another_process_joins_an_attempt,
+    an_attempt_that_is_not_there_cannot_be_joined,
+    trash_is_kept_or_refused,
+    tensorstore_opens_a_folder,
+    a_root_opened_anew_holds_the_same,
+)

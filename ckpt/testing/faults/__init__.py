@@ -1,0 +1,1 @@
+"""File operations of this process that fail, are short, or wait, and a record of them."""

@@ -1,0 +1,186 @@
+"""File operations that fail when a test says so, and a record of all of them.
+
+```python
+from ckpt.testing.faults.plans import Fail, at
+from ckpt.testing.faults.files import FaultyFiles
+
+with FaultyFiles(tmp_path, at(7, Fail(errno.ENOSPC))) as files:
+    with pytest.raises(ckpt.errors.StorageError):
+        ckpt.sync.save(tmp_path / "run", state)
+for operation in files.operations:
+    print(operation)
+```
+
+To try a fault at every place, count up until a run meets none:
+
+```python
+for number in itertools.count(1):
+    with FaultyFiles(root, at(number, Crash())) as files:
+        save_and_check(root)
+    if not files.met:
+        break
+```
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self, TypeVar
+
+from ckpt.testing.faults.interception import intercepted, path_of
+from ckpt.testing.faults.plans import (
+    SYNCS,
+    Crash,
+    Effect,
+    Fail,
+    FileOperation,
+    Plan,
+    Short,
+    Wait,
+)
+
+__all__ = ["FaultyFiles"]
+
+T = TypeVar("T")
+
+
+class FaultyFiles:
+    """Stands between this process and one directory for as long as the `with` block lasts.
+
+    It sees what Python code does with paths below the directory, and with file descriptors of
+    them, in all threads: the functions of `os`, the built-in `open`, `fcntl.flock`, and this
+    library's way to `renameat2`. It does not see what other processes do, nor libraries in C++ by
+    themselves (TensorStore, which this library reads older checkpoints with), nor `mmap`, the
+    closing of files, and functions that somebody took out of `os` before (`from os import stat`).
+
+    Blocks may be nested, and end in the opposite order; the inner one is asked first.
+
+    Attributes:
+        operations: All operations, in the order in which they began.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], plan: Plan | None = None, *, sync: bool = True
+    ) -> None:
+        """Watch `directory`, which need not be there.
+
+        Args:
+            directory: What lies below it is watched, and itself.
+            plan: Decides about every operation; see `faults.plans`. Called by one thread at
+                a time; None lets all pass.
+            sync: Whether `fsync` and `fdatasync` reach the disk. Without they only seem to work,
+                which is faster, and enough where no power is cut.
+        """
+        self.operations: list[FileOperation] = []
+        self._plan = plan
+        self._sync = sync
+        self._top = os.path.abspath(directory)
+        self._tops = {self._top, os.path.realpath(directory)}
+        self._guard = threading.RLock()
+        self._clock = 0
+        self._crashed = False
+        self._patches = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._patches.enter_context(intercepted(self.locate, self.perform))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._patches.close()
+
+    @property
+    def met(self) -> list[FileOperation]:
+        """The operations that the plan did something to."""
+        return [operation for operation in list(self.operations) if operation.effect is not None]
+
+    @property
+    def crashed(self) -> bool:
+        """Whether the plan has let the process die, as it were."""
+        return self._crashed
+
+    def now(self) -> int:
+        """Return a time later than all that has ended so far; see `FileOperation.ended`."""
+        with self._guard:
+            return self._tick()
+
+    def locate(self, path: object, dir_fd: int | None = None) -> str | None:
+        """Return a path or a file descriptor relative to the watched directory; None outside."""
+        try:
+            full = path_of(path, dir_fd)
+        except (OSError, TypeError, ValueError):
+            # Not ours to complain about; the function that was called will.
+            return None
+        for top in self._tops:
+            if full == top:
+                return "."
+            if full.startswith(top.rstrip(os.sep) + os.sep):
+                return full[len(top.rstrip(os.sep)) + 1 :]
+        return None
+
+    def perform(self, operation: FileOperation, call: Callable[[int | None], T], unsynced: T) -> T:
+        """Carry out an operation as the plan wants it.
+
+        Args:
+            operation: The operation.
+            call: Carries it out; for at most so many bytes where it is given a number.
+            unsynced: What an fsync returns that is not to reach the disk.
+        """
+        limit = self._begin(operation)
+        if operation.name in SYNCS and not self._sync:
+            operation.ended = self.now()
+            return unsynced
+        # What changes the disk does so one by one, so that the times are those of the effects.
+        with self._guard if operation.may_change else contextlib.nullcontext():
+            try:
+                return call(limit)
+            except OSError as error:
+                operation.error = error
+                raise
+            finally:
+                operation.ended = self.now()
+
+    def _begin(self, operation: FileOperation) -> int | None:
+        """Note an operation, and let happen what the plan says; return how many bytes it moves."""
+        with self._guard:
+            operation.number = len(self.operations) + 1
+            operation.began = self._tick()
+            self.operations.append(operation)
+            effect: Effect | None = Crash() if self._crashed else None
+            if effect is None and self._plan is not None:
+                effect = self._plan(operation)
+            operation.effect = effect
+            self._crashed = isinstance(effect, Crash)
+        if isinstance(effect, Wait):
+            effect.pass_through()
+            effect = effect.then
+        if isinstance(effect, Crash):
+            effect = Fail(errno.EIO)
+        if isinstance(effect, Fail):
+            self._refuse(operation, effect)
+        if isinstance(effect, Short):
+            asked = len(operation.data) if operation.data is not None else operation.nbytes
+            return effect.limit(asked or 1)
+        return None
+
+    def _refuse(self, operation: FileOperation, effect: Fail) -> None:
+        operation.ended = self.now()
+        # The system does not name the path of a descriptor either.
+        path = None
+        if operation.fd is None:
+            path = os.path.normpath(os.path.join(self._top, operation.path))
+        operation.error = OSError(effect.errno, os.strerror(effect.errno), path)
+        raise operation.error
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock

@@ -1,0 +1,23 @@
+"""Classes of what calls return, for annotations. None of them is made by users."""
+
+from __future__ import annotations
+
+from ckpt._api.partial import PartialSave, SyncPartialSave
+from ckpt._api.watch import SyncWatch, Watch
+from ckpt._engine.verify.report import Problem, VerifyReport
+from ckpt._statistics import SaveStatistics
+from ckpt._steps.pins import Pin
+from ckpt._steps.step_metadata import ItemInfo, LeafInfo
+
+__all__ = [
+    "ItemInfo",
+    "LeafInfo",
+    "PartialSave",
+    "Pin",
+    "Problem",
+    "SaveStatistics",
+    "SyncPartialSave",
+    "SyncWatch",
+    "VerifyReport",
+    "Watch",
+]
