@@ -12,10 +12,10 @@ import time
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from processes import at, tell
 
 import ckpt.storage
 import ckpt.sync
+from tests.support.real_jobs import at, tell
 
 endpoint, url, *sizes = sys.argv[1:]
 store = ckpt.storage.S3(url, endpoint=endpoint, region="us-east-1", credentials="environment")

@@ -30,7 +30,7 @@ ROUNDS = 4
 
 def compared(where: Line, processes: int, name: str) -> list[tuple[str, ...]]:
     """Rows: seconds, requests and bytes of restores of both kinds, in turns."""
-    from tests.processes import started
+    from tests.support.real_jobs import started
 
     kinds = list(KINDS) * ROUNDS
     passed: list[tuple[int, int]] = []

@@ -11,6 +11,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 from hypothesis import settings  # noqa: E402
 
+from tests.support.paths import let_programs_import_tests  # noqa: E402
+
+let_programs_import_tests()
+
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=60)
 settings.register_profile("thorough", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

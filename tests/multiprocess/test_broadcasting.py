@@ -16,7 +16,7 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt._format.manifest import decode
-from tests.processes import Result, started
+from tests.support.real_jobs import Result, started
 
 LARGE = (512, 1024)
 # Shape and dtype of everything that is saved; the children know it from a file.
@@ -82,7 +82,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def four(root: Path) -> list[Result]:
     """What four processes with two devices each found."""
-    with started(4, "broadcasting.py", root, *PHASES, timeout=120) as job:
+    with started(4, "restore_broadcast.py", root, *PHASES, timeout=120) as job:
         results = job.results()
     for result in results:
         assert result.code == 0, result.errors
@@ -168,7 +168,9 @@ def test_damage_is_told_on_every_process_with_the_leaf(four: list[Result]) -> No
 
 
 def test_with_two_processes_everything_replicated_is_shared(root: Path) -> None:
-    with started(2, "broadcasting.py", root, "plain", devices_per_process=2, timeout=120) as job:
+    with started(
+        2, "restore_broadcast.py", root, "plain", devices_per_process=2, timeout=120
+    ) as job:
         results = job.results()
     for result in results:
         assert result.code == 0, result.errors
@@ -181,7 +183,7 @@ def test_a_process_that_does_not_go_on_is_waited_for_in_vain_for_a_limited_time(
     root: Path, phase: str
 ) -> None:
     """Between two exchanges, and where all are ready to exchange but its caller is not."""
-    with started(2, "broadcasting.py", root, phase, devices_per_process=1, timeout=120) as job:
+    with started(2, "restore_broadcast.py", root, phase, devices_per_process=1, timeout=120) as job:
         job[1].reached("exchanged once" if phase == "stops" else "is read")
         job[0].told(60)
         (told,) = job[0].values

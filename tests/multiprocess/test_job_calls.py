@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import run_processes
+from tests.support.real_jobs import run_processes
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -29,7 +29,7 @@ ALONE = "the array has shards on devices of other processes, and this process sa
 
 
 def test_every_call_of_a_manager_is_made_by_all(tmp_path: Path) -> None:
-    children = run_processes(2, "job_calls.py", tmp_path, timeout=240)
+    children = run_processes(2, "call_in_job.py", tmp_path, timeout=240)
     by_time = [child.value.pop("by_time") for child in children]
     assert by_time[0] == by_time[1]
     decided, steps = by_time[0]

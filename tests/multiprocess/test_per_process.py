@@ -48,8 +48,8 @@ from ckpt.handlers._registry import find_handlers
 from ckpt.handlers._tree_file import encode_tree, load_tree
 from ckpt.storage._manifests import read_manifest
 from ckpt.storage._resolve import open_entry
-from tests.handlers.things import Averages, Counter, Recording, Reservoir
-from tests.processes import Result, run_processes
+from tests.support.real_jobs import Result, run_processes
+from tests.support.stateful_objects import Averages, Counter, Recording, Reservoir
 
 
 class Writer:
@@ -479,7 +479,7 @@ def test_a_damaged_tree_is_an_error_of_the_library(data: st.DataObject) -> None:
 def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Result]]:
     """A root, and what the two processes that saved its step found."""
     root = tmp_path_factory.mktemp("job") / "run"
-    return root, run_processes(2, "perprocess.py", root, "save")
+    return root, run_processes(2, "save_per_process.py", root, "save")
 
 
 def test_every_process_of_a_job_goes_on_where_it_was(job: tuple[Path, list[Result]]) -> None:
@@ -500,7 +500,7 @@ def test_every_process_of_a_job_goes_on_where_it_was(job: tuple[Path, list[Resul
 
 def test_another_job_gets_what_can_be_given_to_it(job: tuple[Path, list[Result]]) -> None:
     root = job[0]
-    for result in run_processes(3, "perprocess.py", root, "restore"):
+    for result in run_processes(3, "save_per_process.py", root, "restore"):
         found = result.value
         for name in ("data", "random", "averages"):
             message = found.pop(name)
@@ -517,7 +517,7 @@ def test_another_job_gets_what_can_be_given_to_it(job: tuple[Path, list[Result]]
 
 
 def test_every_process_of_a_job_may_keep_its_own_on_its_own_disk(tmp_path: Path) -> None:
-    for result in run_processes(2, "perprocess.py", tmp_path, "save_apart"):
+    for result in run_processes(2, "save_per_process.py", tmp_path, "save_apart"):
         assert result.value["found"] == result.value["expected"]
         assert result.value["model"] is True
         assert result.value["notes"] == f"of process {result.index}"

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import ckpt
 import ckpt.sync
-from tests.processes import Result, run_processes, started
+from tests.support.real_jobs import Result, run_processes, started
 
 LARGE = (512, 1024)
 # Shape and dtype of everything that is saved; the children know it from a file.
@@ -83,14 +83,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(root: Path) -> list[Result]:
     """What two processes with two devices each found."""
-    return run_processes(2, "restoring.py", root, "targets", "untold")
+    return run_processes(2, "restore_in_job.py", root, "targets", "untold")
 
 
 @pytest.fixture(scope="module")
 def four(root: Path) -> list[Result]:
     """What four processes with a device each found."""
     phases = ("shares", "targets", "untold")
-    with started(4, "restoring.py", root, *phases, devices_per_process=1) as job:
+    with started(4, "restore_in_job.py", root, *phases, devices_per_process=1) as job:
         # Process 0 has not even begun when the others have read everything.
         for child in job.children[1:]:
             child.reached("has read")

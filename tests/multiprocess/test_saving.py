@@ -11,14 +11,14 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from tests.processes import run_processes
+from tests.support.real_jobs import run_processes
 
 FIGURES = {1: 4, 2: 2, 4: 1}
 
 
 def run(count: int, *args: object, **options: object) -> list[dict[str, object]]:
     children = run_processes(
-        count, "saving.py", *args, devices_per_process=FIGURES[count], **options
+        count, "save_in_job.py", *args, devices_per_process=FIGURES[count], **options
     )
     return [child.value for child in children]
 

@@ -27,6 +27,7 @@ import jax
 from tests.reliability import report
 from tests.reliability.report import Record
 from tests.reliability.tally import Tally
+from tests.support.paths import let_programs_import_tests
 
 __all__ = ["CAMPAIGNS", "main"]
 
@@ -131,4 +132,5 @@ def record(campaign: Campaign, tally: Tally, seconds: float) -> None:
 
 
 if __name__ == "__main__":
+    let_programs_import_tests()
     sys.exit(main())

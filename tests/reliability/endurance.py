@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.reliability.tally import Tally
+from tests.support.paths import PROGRAMS
 
 __all__ = ["saves_in_a_row"]
 
-ENDURER = str(Path(__file__).parent.parent / "children" / "endurer.py")
+ENDURER = str(PROGRAMS / "save_many_times.py")
 MIB = 1 << 20
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 import ckpt.sync
-from tests.processes import Job, started
 from tests.reliability.kills import attempts
 from tests.reliability.tally import Tally
+from tests.support.real_jobs import Job, started
 
 __all__ = ["errors", "kills", "stops"]
 
@@ -59,7 +59,7 @@ def committed(root: Path) -> set[int]:
 def play(root: Path, count: int, scenarios: Sequence[str]) -> Tally:
     """Let a job make one call after the other, and something go wrong in each."""
     tally = Tally()
-    with started(count, "job_failing.py", root, LIMIT, *scenarios, timeout=600) as job:
+    with started(count, "fail_in_job.py", root, LIMIT, *scenarios, timeout=600) as job:
         for index in range(count):
             first = said_of(job, index, "first")["step"]
         kept = committed(root)

@@ -13,11 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ckpt.sync
-from tests.children.states import state_of
-from tests.forking import Forked, program
 from tests.reliability.tally import Tally
+from tests.support.forked_programs import Forked, program
 from tests.support.kills import at_call, run_watched
-from tests.trees import assert_same
+from tests.support.numbered_states import state_of
+from tests.support.paths import PROGRAMS
+from tests.support.trees import assert_same
 
 __all__ = [
     "ATTEMPT",
@@ -36,7 +37,7 @@ __all__ = [
     "verdict",
 ]
 
-SAVER = str(Path(__file__).parent.parent / "children" / "saver.py")
+SAVER = str(PROGRAMS / "save_until_killed.py")
 ATTEMPT = ".orbax-checkpoint-tmp-"
 KILLED = -signal.SIGKILL
 MODES = ("append", "overwrite", "preserve")

@@ -34,9 +34,9 @@ from ckpt.policies import SaveContext, SavedStep
 from ckpt.testing.compare import differences
 from ckpt.testing.faults.files import FaultyFiles
 from ckpt.testing.faults.plans import Crash, at
-from tests.children.odd import Odd, OddHandler
 from tests.reliability.kills import attempts
 from tests.reliability.tally import Tally
+from tests.support.odd_items import Odd, OddHandler
 
 __all__ = ["machine"]
 

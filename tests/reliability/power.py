@@ -12,11 +12,12 @@ from pathlib import Path
 from tests.reliability.kills import KILLED, OLD_ACKS, acknowledged, prepared, saver, verdict
 from tests.reliability.tally import Tally
 from tests.support.kills import Call, watching
+from tests.support.paths import PROGRAMS
 from tests.support.power import Disk, power_supply
 
 __all__ = ["cuts", "cuts_of_the_forgetful"]
 
-FORGETFUL = str(Path(__file__).parent.parent / "children" / "forgetful.py")
+FORGETFUL = str(PROGRAMS / "save_without_sync.py")
 # A journal commits by itself after five seconds.
 LONGEST_IDLE_S = 7.0
 

@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 
 import ckpt.sync
-from tests.forking import Forked, program
 from tests.reliability.kills import ATTEMPT, attempts
 from tests.reliability.tally import Tally
+from tests.support.forked_programs import Forked, program
 from tests.support.kills import Call, watching
+from tests.support.paths import PROGRAMS
 
 __all__ = ["different_steps", "same_steps", "sweeps"]
 
-CHILDREN = Path(__file__).parent.parent / "children"
 # Nobody may hang; far above what a loaded machine takes.
 PATIENCE_S = 90.0
 LONGEST_OFFSET_S = 0.08
@@ -34,7 +34,7 @@ Child = Forked | subprocess.Popen[str]
 
 
 def command(program: str, *arguments: object) -> list[str]:
-    return [sys.executable, str(CHILDREN / program), *map(str, arguments)]
+    return [sys.executable, str(PROGRAMS / program), *map(str, arguments)]
 
 
 @contextlib.contextmanager
@@ -84,7 +84,7 @@ def same_steps(directory: Path, count: int, seed: int = 0) -> Tally:
     """
     choice = random.Random(seed)
     tally = Tally()
-    racers = {name: command("racer.py", directory, name) for name in ("one", "two")}
+    racers = {name: command("race_saves.py", directory, name) for name in ("one", "two")}
     with started(*racers.values()) as children:
         for step in range(count):
             order = choice.sample(range(2), 2)
@@ -116,7 +116,9 @@ def different_steps(directory: Path, count: int, seed: int = 0) -> Tally:
 
     A fault is a change of turns: a step whose forerunner in time was the other's.
     """
-    with started(*(command("keeper.py", directory, first, 2, count) for first in (0, 1))) as both:
+    with started(
+        *(command("keep_two_steps.py", directory, first, 2, count) for first in (0, 1))
+    ) as both:
         order: list[int] = []
 
         def listen(child: Child) -> list[str]:
@@ -167,10 +169,10 @@ def sweeps(directory: Path, count: int, seed: int = 0) -> Tally:
     """
     choice = random.Random(seed)
     tally = Tally()
-    with started(command("racer.py", directory, "other")) as (other,):
+    with started(command("race_saves.py", directory, "other")) as (other,):
         while tally.runs < count:
             stopper = Stopper()
-            racer = command("racer.py", directory, "stopped")
+            racer = command("race_saves.py", directory, "stopped")
             with watching(racer, stopper, below=directory) as (writer, _):
                 if told(writer) != "ready":
                     tally.losses.append("a writer did not start")

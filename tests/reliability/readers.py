@@ -15,9 +15,9 @@ from ckpt.errors import StepNotFoundError
 from ckpt.handlers._base import ItemReader
 from ckpt.handlers._pytree import PyTreeHandler
 from ckpt.testing.compare import differences
-from tests.children.states import state_of
 from tests.reliability.races import PATIENCE_S, command, started
 from tests.reliability.tally import Tally
+from tests.support.numbered_states import state_of
 
 __all__ = ["latest_beside_a_trainer", "steps_beside_a_trainer"]
 
@@ -72,7 +72,7 @@ def _beside_a_trainer(
     slow = SlowHandler(random.Random(seed))
     tally = Tally()
     with (
-        started(command("trainer.py", directory)) as (trainer,),
+        started(command("train_fast.py", directory)) as (trainer,),
         ckpt.sync.CheckpointManager(directory, read_only=True, handlers=[slow]) as mgr,
     ):
         for number in range(count):

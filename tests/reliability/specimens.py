@@ -14,9 +14,9 @@ import numpy as np
 import ckpt
 import ckpt.sync
 from ckpt.testing.compare import differences
-from tests.trees import sharded
+from tests.support.paths import GOLDEN
+from tests.support.trees import sharded
 
-GOLDEN = Path(__file__).parent.parent / "format" / "golden"
 METRICS = {"loss": 0.25, "best": float("inf")}
 METADATA = {"git": "0f5e", "tags": ["a", None, 1]}
 

@@ -28,7 +28,7 @@ from ckpt.errors import (
 from ckpt.policies import LatestN
 from ckpt.testing.compare import differences
 from tests.stores.places import Place
-from tests.trees import abstract, bits, sharded
+from tests.support.trees import abstract, bits, sharded
 
 STAGING = ckpt.Staging(budget_bytes=8 << 20)
 

@@ -22,7 +22,7 @@ import ckpt.sync
 from ckpt.policies import LatestN
 from tests.stores.fault_proxy import Fault, Seen
 from tests.stores.places import Place
-from tests.stores.store_child import SIZE, state
+from tests.stores.use_store import SIZE, state
 
 CHILD = Path(__file__).with_name("store_child.py")
 STEPS = range(10)

@@ -27,7 +27,7 @@ import ckpt.sync
 from ckpt.errors import StorageError
 from tests.stores.fault_proxy import Fault, FaultProxy, Seen
 from tests.stores.places import Place
-from tests.stores.store_child import state
+from tests.stores.use_store import state
 
 CHILD = Path(__file__).with_name("store_child.py")
 STATE = {"w": np.arange(10_000.0), "name": "new"}

@@ -1,0 +1,311 @@
+"""Manifests made to harm: refused by an error of the library, soon, with little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ckpt
+import ckpt.sync
+from ckpt._engine.codecs import encode_chunk
+from ckpt._format.array_format import Blosc, Zstd
+from ckpt._format.digests import digest
+from ckpt.errors import CheckpointError
+from tests.reliability.mutations import OTHERS, WORDS, mutations, seal
+from tests.support.paths import PROGRAMS
+
+MIB = 1 << 20
+
+
+def test_manifests_that_lie_are_refused_or_harmless(tmp_path: Path) -> None:
+    mutations(tmp_path, 500).check(faults=450)
+
+
+# -- one value, chosen by Hypothesis --------------------------------------------------------------
+
+TEXT = st.one_of(st.text(max_size=10), st.sampled_from(WORDS))
+VALUES = st.recursive(
+    st.one_of(st.sampled_from(OTHERS), st.integers(), st.floats(), TEXT),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(TEXT, inner, max_size=3)),
+    max_leaves=8,
+)
+
+
+@pytest.fixture(scope="module")
+def victim(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A step with its manifest."""
+    root = tmp_path_factory.mktemp("root")
+    state = {"a": np.arange(6.0), "b": [1, "x", None], "c": np.ones((30, 40), np.float16)}
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        mgr.save(0, state).result()
+    document = json.loads((root / "0" / "ckpt.json").read_bytes())
+    del document["checksum"]
+    return root, document
+
+
+@given(st.data())
+@settings(suppress_health_check=list(HealthCheck))
+def test_any_value_at_any_place_is_refused_or_harmless(
+    victim: tuple[Path, dict[str, Any]], data: st.DataObject
+) -> None:
+    root, whole = victim
+    document = json.loads(json.dumps(whole))
+    node = document
+    while True:
+        key = data.draw(st.sampled_from(list(node) if isinstance(node, dict) else range(len(node))))
+        if (
+            not isinstance(node[key], dict | list)
+            or not node[key]
+            or not data.draw(st.integers(0, 9))
+        ):
+            break
+        node = node[key]
+    node[key] = data.draw(VALUES)
+    (root / "0" / "ckpt.json").write_bytes(seal(document))
+    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+        for call in (mgr.metadata, mgr.restore, mgr.verify):
+            try:
+                call(0)
+            except CheckpointError:
+                continue
+        assert mgr.all_steps() in ([0], [])
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_object_saved_without_a_name_is_one_item(
+    victim: tuple[Path, dict[str, Any]], count: int
+) -> None:
+    root, whole = victim
+    items = {f"item-{number}": whole["items"]["state"] for number in range(count)}
+    (root / "0" / "ckpt.json").write_bytes(seal({**whole, "items": items}))
+    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+        for call in (mgr.restore, lambda step: mgr.metadata(step).tree):
+            with pytest.raises(CheckpointError):
+                call(0)
+        assert not mgr.verify(0).ok
+
+
+# -- bombs ----------------------------------------------------------------------------------------
+
+
+def saved(path: Path) -> dict[str, Any]:
+    """Save a small checkpoint of two arrays; return its manifest."""
+    state = {"a": np.ones((600, 600), np.float32), "b": np.ones(5, np.float32)}
+    ckpt.sync.save(path, state)
+    document = json.loads((path / "ckpt.json").read_bytes())
+    del document["checksum"]
+    return document
+
+
+def rewritten(path: Path, document: dict[str, Any], extra: bytes = b"") -> None:
+    (path / "ckpt.json").write_bytes(seal(document, extra))
+
+
+def leaf(**changes: Any) -> Callable[[Path], None]:
+    """A checkpoint whose first leaf says something else; None takes a member away."""
+
+    def make(path: Path) -> None:
+        document = saved(path)
+        entry = document["items"]["state"]["leaves"][0] | changes
+        entry = {name: value for name, value in entry.items() if value is not None}
+        document["items"]["state"]["leaves"][0] = entry
+        rewritten(path, document)
+
+    return make
+
+
+def data_file(path: Path, document: dict[str, Any], size: int) -> str:
+    """Put a sparse data file of `size` bytes of zeros into the manifest; return its path."""
+    name = "d/" + "0" * 32
+    with (path / "state" / name).open("wb") as file:
+        file.truncate(size)
+    document["files"][f"state/{name}"] = {"size": size, "digest": "0" * 32}
+    document["items"]["state"]["data_files"] = [name]
+    return name
+
+
+CHUNK = 256 * MIB
+
+
+def many_chunks(path: Path) -> None:
+    """An array of a terabyte of zeros, in a sparse file that is as large."""
+    document = saved(path)
+    total = 1 << 40
+    data_file(path, document, total)
+    zeros = digest(bytes(CHUNK))
+    document["items"]["state"]["leaves"] = document["items"]["state"]["leaves"][:1]
+    document["items"]["state"]["nodes"] = []
+    count = total // CHUNK
+    document["items"]["state"]["leaves"][0] |= {
+        "name": "%root", "dtype": "uint8", "shape": [total], "chunks": [CHUNK],
+        "digests": [zeros] * count, "offsets": list(range(0, total, CHUNK)), "files": [],
+    }  # fmt: skip
+    rewritten(path, document)
+
+
+def many_leaves(kind: str) -> Callable[[Path], None]:
+    """Arrays of 256 MiB each, a terabyte together, which are all said to lie at the same place."""
+
+    def make(path: Path) -> None:
+        document = saved(path)
+        data_file(path, document, CHUNK)
+        count = (1 << 40) // CHUNK
+        zeros = digest(bytes(CHUNK))
+        item = document["items"]["state"]
+        item["leaves"] = [
+            {
+                "name": str(number), "kind": kind, "dtype": "uint8", "shape": [CHUNK],
+                "chunks": [CHUNK], "digests": [zeros], "offsets": [0],
+            }
+            for number in range(count)
+        ]  # fmt: skip
+        item["nodes"] = [{"kind": "list", "children": list(range(count))}]
+        item["nbytes"] = 0
+        rewritten(path, document)
+
+    return make
+
+
+def encoded(codec: Any, name: str) -> Callable[[Path], None]:
+    """A chunk of 1.4 MB that decodes to 256 MiB."""
+
+    def make(path: Path) -> None:
+        document = saved(path)
+        content = encode_chunk(np.zeros(256 * MIB, np.uint8), codec, 1)
+        file = path / "state" / data_file(path, document, 0)
+        file.write_bytes(content)
+        document["files"][f"state/{file.parent.name}/{file.name}"]["size"] = len(content)
+        document["requires"] = ["compression"]
+        places = {"codec": name, "lengths": [len(content)], "offsets": [0], "files": []}
+        document["items"]["state"]["leaves"] = document["items"]["state"]["leaves"][:1]
+        document["items"]["state"]["leaves"][0] |= places
+        document["items"]["state"]["nodes"] = [{"kind": "list", "children": [0]}]
+        rewritten(path, document)
+
+    return make
+
+
+def text(size: int) -> Callable[[Path], None]:
+    """An item of another handler, whose file is a sparse one."""
+
+    def make(path: Path) -> None:
+        ckpt.sync.save(path, items={"notes": "x"})
+        document = json.loads((path / "ckpt.json").read_bytes())
+        del document["checksum"]
+        with (path / "notes" / "text.txt").open("wb") as file:
+            file.truncate(size)
+        document["files"]["notes/text.txt"]["size"] = size
+        rewritten(path, document)
+
+    return make
+
+
+def with_json(extra: bytes) -> Callable[[Path], None]:
+    return lambda path: rewritten(path, saved(path), extra)
+
+
+def sparse_manifest(size: int) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        saved(path)
+        with (path / "ckpt.json").open("wb") as file:
+            file.truncate(size)
+
+    return make
+
+
+def long_chain(path: Path) -> None:
+    """A tree of twenty thousand levels."""
+    document = saved(path)
+    nodes = [{"kind": "list", "children": [-(number + 1)]} for number in range(20_000)]
+    nodes.append({"kind": "list", "children": [0, 1]})
+    document["items"]["state"]["nodes"] = nodes
+    rewritten(path, document)
+
+
+def scalar(value: str, kind: str) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        document = saved(path)
+        name = document["items"]["state"]["leaves"][1]["name"]
+        document["items"]["state"]["leaves"][1] = {"name": name, "kind": kind, "value": value}
+        rewritten(path, document)
+
+    return make
+
+
+# Each with the memory that it may take.
+BOMBS: dict[str, tuple[int, Callable[[Path], None]]] = {
+    "a product beyond 64 bits": (0, leaf(shape=[2**32, 2**32], chunks=[2**32, 2**32])),
+    "a product of a hundred digits": (0, leaf(shape=[2**48] * 8, chunks=[2**48] * 8)),
+    "a negative length": (0, leaf(shape=[-1, 600], chunks=[600, 600])),
+    "2**33 chunks": (0, leaf(shape=[2**33], chunks=[1])),
+    "2**33 chunks that only the database has": (
+        0, leaf(shape=[2**33], chunks=[1], offsets=None, files=None)
+    ),
+    "2**80 chunks": (0, leaf(shape=[2**40, 2**40], chunks=[1, 1])),
+    "an array larger than its file": (0, leaf(shape=[2**34], chunks=[2**34])),
+    "a terabyte in a sparse file": (0, many_chunks),
+    "a terabyte of numpy arrays at one place": (0, many_leaves("numpy")),
+    "a terabyte of jax arrays at one place": (0, many_leaves("jax")),
+    "a text of a terabyte": (0, text(1 << 40)),
+    "zstd of 256 MiB in a small array": (0, encoded(Zstd(), "zstd")),
+    "blosc of 256 MiB in a small array": (0, encoded(Blosc(), "blosc")),
+    "a manifest of a gigabyte": (0, sparse_manifest(1 << 30)),
+    "a manifest as large as may be": (256 * MIB, sparse_manifest(256 * MIB)),
+    "a million brackets": (0, with_json(b',"metadata":' + b"[" * 10**6)),
+    "a million braces": (0, with_json(b',"later":' + b'{"a":' * 10**6)),
+    "a million lists": (150 * MIB, with_json(b',"later":[' + b"[]," * 10**6 + b"0]")),
+    "a long chain of nodes": (50 * MIB, long_chain),
+    "a number of a million digits": (0, scalar("9" * 10**6, "int")),
+    "a hexadecimal number of a million digits": (0, scalar("0x" + "9" * 10**6, "int")),
+    "a fraction of a million digits": (0, scalar("0." + "9" * 10**6, "float")),
+}  # fmt: skip
+MAY_BE_BELIEVED = {
+    "a million lists", "a hexadecimal number of a million digits", "a fraction of a million digits",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[Any]]]:
+    """What came of every bomb: by bomb and call, the outcome, the seconds, the bytes."""
+    root = tmp_path_factory.mktemp("bombs")
+    saved(root / "sound")
+    for name, (_, make) in BOMBS.items():
+        make(root / name.replace(" ", "_"))
+    child = PROGRAMS / "open_bombs.py"
+    done = subprocess.run(
+        [sys.executable, child, root, str(1 << 30)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "XLA_FLAGS": ""},
+    )
+    found: dict[str, dict[str, list[Any]]] = {}
+    for line in done.stdout.splitlines():
+        path, call, *outcome = json.loads(line)
+        found.setdefault(path.replace("_", " "), {})[call] = outcome
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:], list(found.items())[-1:])
+    return found
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_is_refused_before_it_takes_memory(
+    reports: dict[str, dict[str, list[Any]]], bomb: str
+) -> None:
+    for call, (outcome, seconds, nbytes) in reports[bomb].items():
+        assert outcome.partition(":")[0] in ("refused", "problems", "believed", "sound"), outcome
+        assert seconds < 20, call
+        assert nbytes < 64 * MIB + BOMBS[bomb][0], (call, outcome)
+    # To metadata a terabyte is a number; whether the bytes are there, only those who read see.
+    if bomb not in MAY_BE_BELIEVED:
+        assert reports[bomb]["load"][0].startswith("refused: ")
+    assert reports["sound"]["load"][0] == "believed"

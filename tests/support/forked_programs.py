@@ -1,0 +1,187 @@
+"""Programs that tests start, forked from a process that has imported the libraries already.
+
+A new Python needs two seconds of a processor until it has imported jax, and jobs have many
+processes. So there are two nurseries, programs that import what takes its time, start no thread,
+and wait. A child is forked off one of them; its environment, arguments and standard streams are
+given to it, it ends as every program does, and nothing of ckpt has been imported in it before.
+Two, because what is forked off one nursery hashes texts alike, as processes of a real job do not.
+
+Between a nursery and a child stands a keeper, which waits for the child and says how it ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+__all__ = ["Forked", "fork", "program"]
+
+_LARGEST_REQUEST = 1 << 20
+_PATIENCE_S = 60.0
+_LOCK = threading.Lock()
+
+
+class Forked:
+    """A child; what of `subprocess.Popen` is needed."""
+
+    def __init__(self, stdin: TextIO, stdout: TextIO, report: Any) -> None:
+        self.stdin = stdin
+        self.stdout = stdout
+        self.returncode: Any = None
+        self._report = report
+        self.pid = self._line(_PATIENCE_S) or 0
+        assert self.pid > 0, "a nursery forks nothing"
+
+    def _line(self, timeout: float | None) -> int | None:
+        """Return the next number that the keeper says; None if there is none in time."""
+        readable = select.poll()
+        readable.register(self._report, select.POLLIN)
+        if not readable.poll(timeout if timeout is None else timeout * 1000):
+            return None
+        line = self._report.readline()
+        # The keeper ends before its child only if somebody kills it, and the child with it.
+        return int(line) if line else -signal.SIGKILL
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stdout.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        self.wait()
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self.returncode = self._line(timeout)
+            if self.returncode is None:
+                assert timeout is not None
+                raise subprocess.TimeoutExpired(f"child {self.pid}", timeout)
+            self._report.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def program(script: str | Path, *args: object) -> Forked:
+    """Start a script that is no part of a job, in this environment; errors go where ours do."""
+    return fork(0, [str(script), *map(str, args)], 2, dict(os.environ))
+
+
+def fork(number: int, argv: list[str], errors: int, env: dict[str, str]) -> Forked:
+    """Start a script with its arguments, in this environment; `number` chooses a nursery.
+
+    Its standard input and output are pipes, its errors go to the file `errors`.
+    """
+    with _LOCK:
+        control = _nurseries()[number % 2]
+        child_in, to_child = os.pipe()
+        from_child, child_out = os.pipe()
+        report, keeper = os.pipe()
+        given = [child_in, child_out, errors, keeper]
+        request = json.dumps([argv, env, os.getcwd()]).encode()
+        try:
+            control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LARGEST_REQUEST)
+            socket.send_fds(control, [request], given)
+        finally:
+            for each in (child_in, child_out, keeper):
+                os.close(each)
+        return Forked(open(to_child, "w"), open(from_child), open(report, "rb", buffering=0))
+
+
+@functools.cache
+def _nurseries() -> list[socket.socket]:
+    """Start both; each ends when this process does, for then its socket has no other end."""
+    found = []
+    for _ in range(2):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Threads of numpy's, which it starts when it is imported, would not be in a forked process.
+        env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=env | {"JAX_PLATFORMS": "cpu"},
+            )
+        atexit.register(process.wait)
+        atexit.register(ours.close)
+        found.append(ours)
+    return found
+
+
+# What follows runs in a nursery, and in what is forked off it.
+
+
+def _be_a_nursery(control: socket.socket) -> None:
+    """Fork for every request; return in a child, and in the nursery when nobody is there to ask."""
+    for name in ("jax", "jax.numpy", "tensorstore", "pydantic", "anyio", "asyncio", "aiofiles"):
+        __import__(name)
+    assert threading.active_count() == len(os.listdir("/proc/self/task")) == 1
+    # The system reaps the keepers.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        request, given, _, _ = socket.recv_fds(control, _LARGEST_REQUEST, 4)
+        if not request:
+            os._exit(0)
+        if os.fork() == 0:
+            control.close()
+            _keep(*json.loads(request), given)
+            return
+        for each in given:
+            os.close(each)
+
+
+def _keep(argv: list[str], env: dict[str, str], cwd: str, given: list[int]) -> None:
+    """Fork once more, and wait for that child; return in it only."""
+    from tests.support.real_jobs import die_with_parent
+
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    die_with_parent()
+    *streams, report = given
+    pid = os.fork()
+    if pid:
+        for each in streams:
+            os.close(each)
+        os.write(report, f"{pid}\n".encode())
+        _, status = os.waitpid(pid, 0)
+        os.write(report, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        os._exit(0)
+    os.close(report)
+    for number, each in enumerate(streams):
+        os.dup2(each, number)
+        os.close(each)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = [__file__, *argv]
+
+
+if __name__ == "__main__":
+    _be_a_nursery(socket.socket(fileno=int(sys.argv[1])))
+    from tests.support.real_jobs import run_child
+
+    run_child()

@@ -1,0 +1,159 @@
+"""One process of a job that saves and restores: `save_in_job.py WHAT ROOT [ARGS...]`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ckpt
+import ckpt.sync
+from ckpt.coordination._jax_service import JaxDistributed
+from ckpt.coordination._own_disks import OwnDisks
+from ckpt.errors import CheckpointError
+from tests.support.real_jobs import tell
+
+what, root = sys.argv[1], Path(sys.argv[2])
+index, count = jax.process_index(), jax.process_count()
+devices = np.array(jax.devices())
+line = Mesh(devices, ("x",))
+grid = Mesh(devices.reshape(count, -1), ("x", "y"))
+
+
+def whole(name: str, shape: tuple[int, ...], dtype: Any, step: int) -> np.ndarray[Any, Any]:
+    flat = np.arange(int(np.prod(shape)), dtype=np.int64) * 7 + len(name) + step
+    return (flat % 239).astype(dtype).reshape(shape)
+
+
+LEAVES: dict[str, tuple[tuple[int, ...], Any, Any]] = {
+    "rows": ((64, 512), np.float32, NamedSharding(line, P("x"))),
+    "large rows": ((512, 1024), np.float32, NamedSharding(line, P("x"))),
+    "columns": ((512, 1024), np.float32, NamedSharding(line, P(None, "x"))),
+    "tiles": ((512, 1024), np.float32, NamedSharding(grid, P("x", "y"))),
+    "replicas": ((512, 2048), np.float32, NamedSharding(line, P())),
+    "half": ((512, 1024), jnp.bfloat16, NamedSharding(grid, P("y"))),
+    "small": ((16,), np.int32, NamedSharding(line, P("x"))),
+    "scalar": ((), np.float32, NamedSharding(line, P())),
+    "empty": ((8, 0), np.float32, NamedSharding(line, P())),
+}
+
+
+def state(step: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (shape, dtype, sharding) in LEAVES.items():
+        values = whole(name, shape, dtype, step)
+        found[name] = jax.make_array_from_callback(shape, sharding, lambda i, v=values: v[i])
+    found["key"] = jax.jit(lambda: jax.random.key(step), out_shardings=NamedSharding(line, P()))()
+    found["numpy"] = whole("numpy", (300, 7), np.int16, step)
+    found["host"] = jnp.full((3,), step, jnp.int32)
+    found["count"] = step
+    found["nested"] = [{"name": "ckpt"}, None, (1.5, True)]
+    return found
+
+
+def wrong(found: dict[str, Any], step: int) -> list[str]:
+    """Return what of a restored state is not what was saved, as far as this process sees it."""
+    problems = []
+    for name, (shape, dtype, _) in LEAVES.items():
+        values = whole(name, shape, dtype, step)
+        array = found[name]
+        if array.shape != shape or array.dtype != dtype:
+            problems.append(f"{name}: {array.dtype}{array.shape}")
+        problems += [
+            f"{name}: {shard.index}"
+            for shard in array.addressable_shards
+            if not np.array_equal(np.asarray(shard.data), values[shard.index])
+        ]
+    expected = state(step)
+    for name in ("numpy", "host", "count", "nested"):
+        same = jax.tree.map(np.array_equal, found[name], expected[name])
+        if not all(jax.tree.leaves(same)):
+            problems.append(name)
+    for one, other in zip(
+        found["key"].addressable_shards, expected["key"].addressable_shards, strict=True
+    ):
+        data = [np.asarray(jax.random.key_data(each.data)) for each in (one, other)]
+        if not np.array_equal(*data):
+            problems.append("key")
+    return problems
+
+
+def roundtrip() -> None:
+    """Save two steps, with all a manager may be asked, and restore the second."""
+    with ckpt.sync.CheckpointManager(
+        root, preservation=ckpt.policies.LatestN(2), metadata={"run": "one"}
+    ) as mgr:
+        for step in (1, 2, 3):
+            info = mgr.save(step, state(step), metrics={"loss": 1.0 / step}).result(60)
+            assert info.step == step
+        mgr.wait_until_finished()
+        steps = mgr.all_steps() if index == 0 else [2, 3]
+        problems = wrong(mgr.restore(like=state(0)), 3)
+        problems += wrong(mgr.restore(2), 2)
+    tell({"steps": steps, "problems": problems, "info": [info.nbytes, list(info.items)]})
+
+
+def apart() -> None:
+    """Save and restore where every process has a disk of its own."""
+    job = OwnDisks(JaxDistributed())
+    kind = sys.argv[3]
+    own = root / f"disk {index}"
+    told: dict[str, Any] = {}
+    timeouts = ckpt.Timeouts(coordination=10.0)
+    with ckpt.sync.CheckpointManager(own, coordinator=job, timeouts=timeouts) as mgr:
+        if kind == "save":
+            for step in (1, 2, 3):
+                mgr.save(step, state(step), metrics={"loss": 1.0}).result(60)
+            mgr.delete(1)
+        try:
+            told["problems"] = wrong(mgr.restore(like=state(0)), int(sys.argv[4]))
+        except CheckpointError as error:
+            told["error"] = f"{type(error).__name__}: {error}"
+        told["steps"] = mgr.all_steps()
+        told["ok"] = [mgr.verify(step).ok for step in told["steps"]]
+    tell(told)
+
+
+def restored() -> None:
+    """Restore what a job of another size has saved."""
+    step = int(sys.argv[3])
+    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+        problems = wrong(mgr.restore(like=state(0)), step)
+        report = mgr.verify()
+    tell({"problems": problems, "ok": report.ok, "damage": list(map(str, report.problems))})
+
+
+def refused() -> None:
+    """Do what all processes must do alike, and do not."""
+    kind = sys.argv[3]
+    told: dict[str, Any] = {}
+    try:
+        where = root / f"{index}" if kind == "root" else root
+        timeouts = ckpt.Timeouts(coordination=3.0)
+        with ckpt.sync.CheckpointManager(where, timeouts=timeouts) as mgr:
+            step, tree = 1, state(1)
+            if kind == "step" and index == 1:
+                step = 2
+            if kind == "structure" and index == 1:
+                tree["more"] = 1
+            if kind == "shape" and index == 1:
+                tree["numpy"] = tree["numpy"][1:]
+            if kind == "value" and index == 1:
+                tree["count"] = 7
+            if kind == "items":
+                items = {"model": tree} | ({"more": {"a": 1}} if index == 1 else {})
+                mgr.save(step, items=items).result(60)
+            else:
+                mgr.save(step, tree).result(60)
+    except CheckpointError as error:
+        told = {"kind": type(error).__name__, "text": str(error)}
+    tell(told)
+
+
+{"roundtrip": roundtrip, "restored": restored, "apart": apart, "refused": refused}[what]()

@@ -1,0 +1,168 @@
+"""The benchmark harness runs and records every scenario and measure. No timing is judged."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import fit, report, results, scenarios, targets
+from benchmarks.results import BYTES, Results, Sample, Scenario
+from benchmarks.rounds import unit_of
+from tests.support.paths import ROOT
+
+PEERS = ("ckpt", "orbax")
+
+_THROUGHPUT = {"save", "blocked", "restore", "restore_cold"}
+_LAGS = {f"{phase}_{what}" for phase in ("commit", "restore") for what in ("p50", "p99", "max")}
+_MEASURES = {
+    "overlap": {
+        "lost",
+        "blocked",
+        "slowdown",
+        "worst_step",
+        "undisturbed_step",
+        "committed",
+        "overlap_ratio",
+        "saving_steps_per_second",
+        "calm_steps_per_second",
+    },
+    "blocked_small": {"blocked", "committed"},
+    "heartbeat": _LAGS | {f"snapshot_{what}" for what in ("p50", "p99", "max")},
+    "blocked_loop": {
+        "unblocked",
+        "asleep",
+        "spinning",
+        "asleep_rate_ratio",
+        "spinning_rate_ratio",
+    },
+    "memory": {
+        "fixed_bytes",
+        "saves_own_bytes",
+        "saves_total_bytes",
+        "restore_total_bytes",
+        "array_own_bytes",
+        "array_total_bytes",
+        "drift_bytes",
+    },
+    "first_save": {
+        "import",
+        "open",
+        "first_blocked",
+        "first_save",
+        "second_blocked",
+        "second_save",
+    },
+}
+_FLOORS = {"memcpy": {"restore"}, "device_put": {"restore", "read", "put"}}
+_BASELINES = {"nothing": _LAGS, "other process": _LAGS}
+
+
+def expected_rows(scenario: Scenario) -> dict[str, set[str]]:
+    if scenario.kind == "throughput":
+        return dict.fromkeys(PEERS, _THROUGHPUT) | _FLOORS
+    if scenario.kind == "growth":
+        sizes = {name.partition("@")[2] for name in scenario.measures["ckpt"]}
+        assert len(sizes) == scenario.facts["points"] > 1
+        points = {f"{measure}@{size}" for measure in ("save", "restore") for size in sizes}
+        return dict.fromkeys(PEERS, points)
+    rows = dict.fromkeys(PEERS, _MEASURES[scenario.name])
+    return rows | _BASELINES if scenario.name == "heartbeat" else rows
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_a_smoke_run_records_every_scenario_and_measure(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "--smoke", "--peer", *PEERS]
+    ran = subprocess.run(
+        [*command, "--out", str(tmp_path / "out"), "--dir", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+
+    run = results.read(tmp_path / "out" / "results.json")
+    assert run.smoke
+    assert [each.name for each in run.scenarios] == list(scenarios.SCENARIOS)
+    for scenario in run.scenarios:
+        rows = {row: set(measures) for row, measures in scenario.measures.items()}
+        assert rows == expected_rows(scenario), scenario.name
+        assert all(
+            sample.rounds for measures in scenario.measures.values() for sample in measures.values()
+        )
+    assert (tmp_path / "out" / "overlap.html").stat().st_size
+    page = (tmp_path / "out" / "results.md").read_text(encoding="utf-8")
+    assert all(f"### {each.name}:" in page for each in run.scenarios)
+    assert all(each.row in page for each in targets.TARGETS)
+
+
+def test_a_line_is_found_again_from_its_points() -> None:
+    amounts = [1.0, 10.0, 100.0, 1000.0]
+    found = fit.line(amounts, [0.5 + 0.25 * each for each in amounts])
+    assert found.slope == pytest.approx(0.25)
+    assert found.intercept == pytest.approx(0.5)
+    assert found.r_squared == pytest.approx(1)
+
+
+def test_a_small_error_at_the_largest_size_hardly_moves_the_intercept() -> None:
+    amounts = [1.0, 10.0, 100.0, 1000.0]
+    seconds = [0.5 + 0.25 * each for each in amounts]
+    seconds[-1] *= 1.05
+    assert fit.line(amounts, seconds).intercept == pytest.approx(0.5, rel=0.05)
+
+
+def sample_run(name: str, **machine: object) -> Results:
+    measures = {
+        "ckpt": {"save": Sample(0.9, [0.25, 0.5, 0.75])},
+        "orbax": {"save": Sample(9.0, [4.0, 4.0, 4.0])},
+    }
+    scenario = Scenario(name, "throughput", "", 1, 2**20, measures)
+    return Results(False, "2020-01-01", dict(machine), [scenario])
+
+
+def test_targets_are_judged_by_medians_and_say_what_is_not_measured() -> None:
+    lines = {each.row: each.line(sample_run("large")) for each in targets.TARGETS}
+    assert lines["save, large leaves: speed vs Orbax"][2:] == ("8x", "met")
+    assert lines["save, small leaves: speed vs Orbax"][2:] == ("", "not measured")
+
+
+def test_a_target_that_is_not_reached_is_called_missed() -> None:
+    lines = {each.row: each.line(sample_run("small")) for each in targets.TARGETS}
+    assert lines["save, small leaves: speed vs Orbax"][2:] == ("8x", "**missed**")
+
+
+def test_a_recorded_run_reads_back_equal(tmp_path: Path) -> None:
+    run = sample_run("large")
+    run.write(tmp_path / "results.json")
+    assert results.read(tmp_path / "results.json") == run
+
+
+def test_runs_of_parts_merge_only_if_they_come_from_one_machine() -> None:
+    merged = results.merged([sample_run("large", cores=2), sample_run("small", cores=2)])
+    assert [each.name for each in merged.scenarios] == ["large", "small"]
+    with pytest.raises(ValueError, match="different machines"):
+        results.merged([sample_run("large", cores=2), sample_run("small", cores=4)])
+
+
+def test_only_what_stands_between_the_markers_of_the_page_is_rewritten() -> None:
+    page = f"before\n{report.START}\nold\n{report.END}\nafter\n"
+    updated = report.update_page(page, "new")
+    assert updated == f"before\n{report.START}\n\nnew\n{report.END}\nafter\n"
+    with pytest.raises(ValueError, match="needs one"):
+        report.update_page("no markers", "new")
+
+
+def test_the_page_has_its_markers() -> None:
+    page = (ROOT / report.PAGE).read_text(encoding="utf-8")
+    assert report.update_page(page, "new").count("new") >= 1
+
+
+def test_measures_in_other_units_are_known_by_their_names() -> None:
+
+    assert unit_of("drift_bytes") == BYTES
+    assert unit_of("save@1000") == "s"

@@ -1,0 +1,107 @@
+"""The way of arrays from accelerators, on CPU devices that are taken for some.
+
+CPU devices list `pinned_host` memory too, so everything but the speed is the same: slices are taken
+on the device, move to page-locked memory, and are copied from there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ckpt
+import ckpt.sync
+from ckpt._engine.memory import staging
+from tests.support.trees import assert_same, sharded
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def remote(monkeypatch: pytest.MonkeyPatch) -> list[jax.Array]:
+    """Take every device for an accelerator; return what moves to page-locked memory."""
+    moved: list[jax.Array] = []
+    move = staging.to_page_locked
+
+    def watch(array: jax.Array) -> jax.Array:
+        moved.append(array)
+        return move(array)
+
+    monkeypatch.setattr(staging, "_is_host", lambda sharding: False)
+    monkeypatch.setattr(staging, "to_page_locked", watch)
+    return moved
+
+
+def state() -> dict[str, Any]:
+    base = jnp.arange(1 << 20, dtype=jnp.float32).reshape(1024, 1024)
+    return {
+        "one": base,
+        "rows": sharded(base + 1, "data", None),
+        "both": sharded((base + 2).astype(jnp.bfloat16), "data", "model"),
+        "replicated": sharded(base + 3),
+        "odd": sharded(np.arange(8 * 100_003, dtype=np.int32), ("data", "model")),
+        "bools": base % 3 == 0,
+        "small": [sharded(np.arange(16, dtype=np.int8), "data"), jnp.float32(3), np.arange(5)],
+        "host": np.arange(1 << 18),
+        "scalar": 7,
+    }
+
+
+@pytest.mark.parametrize("mode", ["auto", "copy", "view", "device"])
+@pytest.mark.parametrize("budget", [MIB, 64 * MIB])
+def test_arrays_come_back_bit_for_bit(
+    tmp_path: Path, mode: Any, budget: int, remote: list[jax.Array]
+) -> None:
+    tree = state()
+    with ckpt.sync.CheckpointManager(tmp_path, staging=ckpt.Staging(budget, mode)) as mgr:
+        commit = mgr.save(0, tree)
+        wanted = jax.tree.map(lambda x: np.array(x) if isinstance(x, jax.Array) else x, tree)
+        for leaf in jax.tree.leaves(tree):
+            if isinstance(leaf, jax.Array):
+                leaf.delete()
+        commit.result()
+        found = mgr.restore(0)
+        assert_same(
+            jax.tree.map(lambda x: np.asarray(x) if hasattr(x, "dtype") else x, found), wanted
+        )
+        arena = mgr._service._engine.arena
+        assert arena.high_water <= budget
+        assert arena.used == 0
+    assert remote
+
+
+def test_what_moves_is_a_chunk_and_not_its_shard(tmp_path: Path, remote: list[jax.Array]) -> None:
+    """Page-locked memory is bounded by batches, also for an array larger than the budget."""
+    array = jnp.arange(2 * MIB, dtype=jnp.float32)
+    with ckpt.sync.CheckpointManager(tmp_path, staging=ckpt.Staging(2 * MIB)) as mgr:
+        mgr.save(0, {"x": array}).result()
+    assert sum(moved.nbytes for moved in remote) == array.nbytes
+    assert max(moved.nbytes for moved in remote) <= 2 * MIB // 4
+
+
+def test_no_host_copy_stays_on_an_array(tmp_path: Path) -> None:
+    tree = state()
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        mgr.save(0, tree).result()
+    for leaf in jax.tree.leaves(tree):
+        assert getattr(leaf, "_npy_value", None) is None
+
+
+def test_a_device_without_room_leaves_the_copy_to_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(array: Any) -> Any:
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+
+    monkeypatch.setattr(staging.jnp, "copy", full)
+    tree = state()
+    with ckpt.sync.CheckpointManager(tmp_path, staging=ckpt.Staging(mode="device")) as mgr:
+        commit = mgr.save(0, tree)
+        assert commit.progress.staged == commit.progress.total
+        commit.result()
+        assert_same(mgr.restore(0), tree)

@@ -1,0 +1,172 @@
+"""JSON items: exactly what was given, models, and what JSON cannot say."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pydantic
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckpt
+from ckpt import errors
+from ckpt.handlers._json import json_bytes, json_value
+from ckpt.testing.compare import differences
+from tests.support.stateful_objects import Config
+
+HANDLERS = {"config": ckpt.JsonHandler()}
+
+numbers = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+texts = st.text(st.characters(exclude_categories=["Cs"]))
+values = st.recursive(
+    st.none() | st.booleans() | numbers | texts,
+    lambda inner: st.lists(inner) | st.dictionaries(texts, inner),
+)
+
+
+@given(values)
+def test_every_value_comes_back_exactly(value: Any) -> None:
+    assert differences(value, json_value(json_bytes(value))) == []
+
+
+def cyclic() -> list[Any]:
+    made: list[Any] = []
+    made.append({"again": made})
+    return made
+
+
+REFUSED = [
+    ({"a": {"b": math.nan}}, "at a.b: nan"),
+    ({"a": [0.0, -math.inf]}, r"at a\[1\]: -inf"),
+    ([2**64], "65 bits"),
+    ([-(2**63) - 1], "64 bits"),
+    ([10**10000], "bits"),
+    ({"a": {1: "x"}}, "at a: the key 1"),
+    ({"a": (1, 2)}, "at a: a builtins.tuple"),
+    ({"a": np.float64(1)}, "numpy.float64"),
+    ({"a": b"x"}, "builtins.bytes"),
+    (OrderedDict(a=1), "OrderedDict"),
+    ({"a": "\ud800"}, "surrogates"),
+    ({"\ud800": 1}, "key"),
+    (cyclic(), "contains itself"),
+    ({"a": print}, "builtin_function_or_method"),
+    ({1, 2}, "builtins.set"),
+]
+
+
+@pytest.mark.parametrize(("value", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_what_json_cannot_say_is_refused_by_place(value: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match=words) as caught:
+        ckpt.sync.save(tmp_path / "x", items={"config": value}, handlers=HANDLERS)
+    assert caught.value.item == "config"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dict_is_a_tree_unless_the_handler_is_chosen(tmp_path: Path) -> None:
+    config = {"rate": 0.1, "layers": [1, 2]}
+    items = {"config": config, "tree": config}
+    ckpt.sync.save(tmp_path / "x", items=items, handlers=HANDLERS)
+    manifest = json.loads((tmp_path / "x" / "ckpt.json").read_bytes())
+    assert {name: item["handler"] for name, item in manifest["items"].items()} == {
+        "config": "json",
+        "tree": "pytree",
+    }
+    # The name on disk says how to load it.
+    assert ckpt.sync.load(tmp_path / "x") == items
+
+
+def test_a_model_is_taken_without_further_ado(tmp_path: Path) -> None:
+    config = Config(rate=1e-3, layers=[3], seed=7)
+    ckpt.sync.save(tmp_path / "x", config)
+    assert ckpt.sync.load(tmp_path / "x", Config) == config
+    assert ckpt.sync.load(tmp_path / "x", Config()) == config
+    plain = {"name": "run", "rate": 1e-3, "layers": [3], "where": "data", "seed": 7}
+    assert ckpt.sync.load(tmp_path / "x") == plain
+    assert ckpt.sync.load(tmp_path / "x", dict) == plain
+
+
+def test_a_model_that_does_not_fit_is_a_mismatch(tmp_path: Path) -> None:
+    class Other(pydantic.BaseModel):
+        name: int
+        missing: str
+
+    ckpt.sync.save(tmp_path / "x", Config())
+    with pytest.raises(errors.TargetMismatchError, match=r"Other(.|\n)*missing"):
+        ckpt.sync.load(tmp_path / "x", Other)
+    for like in (list, [1], 3, "text"):
+        with pytest.raises(errors.TargetMismatchError, match="JSON dict"):
+            ckpt.sync.load(tmp_path / "x", like)
+
+
+def test_nan_in_a_model_is_refused_and_not_made_null(tmp_path: Path) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match="Config at rate: nan"):
+        ckpt.sync.save(tmp_path / "x", Config(rate=math.nan))
+
+
+def test_a_model_that_cannot_be_made_again_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    class OneWay(pydantic.BaseModel):
+        secret: int = pydantic.Field(exclude=True)
+
+    with pytest.raises(errors.InvalidArgumentError, match=r"OneWay(.|\n)*secret"):
+        ckpt.sync.save(tmp_path / "x", OneWay(secret=1))
+
+
+def test_aliases_and_computed_fields_come_back(tmp_path: Path) -> None:
+    class Aliased(pydantic.BaseModel):
+        model_config = pydantic.ConfigDict(extra="forbid")
+        rate: float = pydantic.Field(alias="learning-rate")
+
+        @pydantic.computed_field  # type: ignore[prop-decorator]
+        @property
+        def double(self) -> float:
+            return self.rate * 2
+
+    config = Aliased(**{"learning-rate": 0.5})
+    ckpt.sync.save(tmp_path / "x", config)
+    assert ckpt.sync.load(tmp_path / "x", Aliased) == config
+
+
+@pytest.mark.parametrize("text", ["{", "[NaN]", "[" * 5000 + "]" * 5000, "", "\xff"])
+def test_a_file_that_is_no_json_is_damage(text: str) -> None:
+    with pytest.raises(errors.CorruptCheckpointError, match="no JSON"):
+        json_value(text.encode("latin-1"))
+
+
+class Optimizer(pydantic.BaseModel):
+    rate: float = 1.0
+
+
+class Adam(Optimizer):
+    beta: float = 0.9
+
+
+class Lossy(pydantic.BaseModel):
+    optimizer: Optimizer = Optimizer()
+    hidden: int = pydantic.Field(1, exclude=True)
+    token: pydantic.SecretStr | None = None
+    pair: tuple[int, ...] | list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"optimizer": Adam(rate=3, beta=0.5)}, "optimizer"),
+        ({"hidden": 7}, "hidden"),
+        ({"token": "hunter2"}, "token"),
+    ],
+    ids=["subclass", "excluded", "secret"],
+)
+def test_a_model_that_its_json_does_not_hold_is_refused_by_field(
+    tmp_path: Path, values: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match=f"'{field}'"):
+        ckpt.sync.save(tmp_path / "x", items={"config": Lossy(**values)})
+    assert list(tmp_path.iterdir()) == []
+    ckpt.sync.save(tmp_path / "x", items={"config": Lossy()})
+    assert ckpt.sync.load(tmp_path / "x", items={"config": Lossy}) == {"config": Lossy()}

@@ -1,0 +1,314 @@
+"""Pictures: where everything lies, and the two files that show it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt._events import Event
+from ckpt.errors import CheckpointError, InvalidArgumentError, StorageError
+from ckpt.observers import (
+    Span,
+    Timeline,
+    draw_html,
+    draw_png,
+)
+from ckpt.observers._tracing.chart import (
+    LEFT,
+    RIGHT,
+    chart,
+    percent_text,
+    size_text,
+    ticks,
+)
+from tests.unit.observers.examples import TIMELINES, US, a_save, a_whole_save, end, event, span
+
+SAVE = Timeline(
+    (*a_save(), event("something <new>", 5, 15)),
+    (
+        span("train step", -40, -1),
+        span("blocked", -1, 101),
+        span("train step", 101, 200),
+        span("train step", 220, 900),
+    ),
+)
+RESTORE = Timeline(
+    (
+        event("read", 0, 50, operation="restore", nbytes=8 << 20),
+        event("read", 10, 60, operation="restore", nbytes=8 << 20),
+        event("place", 60, 80, operation="restore", nbytes=16 << 20),
+    )
+)
+EPSILON = 1e-6
+
+
+# --- The layout -----------------------------------------------------------------------------------
+
+
+@given(TIMELINES)
+def test_bars_lie_within_the_picture_and_beside_each_other(timeline: Timeline) -> None:
+    drawn = chart(timeline)
+    for row in drawn.rows:
+        assert row.bars
+        assert drawn.top <= row.y
+        assert row.y + row.height <= drawn.bottom < drawn.height
+        for bar in row.bars:
+            assert bar.x >= LEFT - EPSILON
+            assert bar.x + bar.width <= RIGHT + EPSILON
+            assert bar.width >= 1.5
+        for left, right in pairwise(row.bars):
+            assert left.x + left.width <= right.x + EPSILON
+    for upper, lower in pairwise(drawn.rows):
+        assert upper.y + upper.height < lower.y
+    for band in drawn.bands:
+        assert LEFT <= band.x <= band.x + band.width <= RIGHT
+    assert sum("\n" in bar.tip for row in drawn.rows for bar in row.bars) > 0
+    for left_tick, right_tick in pairwise(drawn.ticks):
+        assert left_tick.x < right_tick.x
+        assert left_tick.text != right_tick.text
+
+
+@given(st.integers(1, 10**14))
+def test_ticks_are_few_and_round_and_span_the_time(duration: int) -> None:
+    marks = ticks(duration)
+    assert marks[0] == (0, "0")
+    step = marks[1][0] if len(marks) > 1 else None
+    assert step is None or str(step).rstrip("0") in ("1", "2", "5")
+    assert [at for at, _ in marks] == [n * (step or 1) for n in range(len(marks))]
+    assert duration - (step or duration + 1) < marks[-1][0] <= duration
+    assert (2 if duration > 1 else 1) <= len(marks) <= 9
+    assert len({text for _, text in marks}) == len(marks)
+
+
+def test_thousands_of_short_phases_share_bars() -> None:
+    writes = tuple(
+        Event("save", "write", 1, 1000 * n, 1000 * n + 900, 64 << 20, 0) for n in range(20_000)
+    )
+    (row,) = chart(Timeline(writes)).rows
+    assert len(row.bars) < RIGHT - LEFT
+    counted = [int(bar.tip.split(" × ")[0]) if " × " in bar.tip else 1 for bar in row.bars]
+    assert sum(counted) == 20_000
+    assert row.bars[-1].x > 0.9 * RIGHT
+
+
+def test_the_title_says_the_overlap_and_the_rows_what_there_is() -> None:
+    drawn = chart(SAVE)
+    # In the background from 101 to 300, at work from 101 to 200 and from 220.
+    assert drawn.title == 'Save of step 1: 90% of its background time overlaps "train step"'
+    assert drawn.subtitle == (
+        "8 MiB written · save() blocked 102 µs · durable after 301 µs · 50% of staging overlaps "
+        "writing"
+    )
+    assert [row.label for row in drawn.rows] == [
+        *("train step", "plan", "staging", "staging (2)", "lane 0", "lane 1", "publish"),
+        *("preserve", "something <new>"),
+    ]
+    assert [role for role, _ in drawn.legend] == ["blocked", "overlap"]
+    shaded = [band for band in drawn.bands if band.role == "overlap"]
+    assert [band.tip.splitlines()[1] for band in shaded] == ["0.099 ms", "0.080 ms"]
+    (blocked,) = (band for band in drawn.bands if band.role == "blocked")
+    steps = drawn.rows[0].bars
+    assert (steps[1].role, steps[1].x) == ("blocked", pytest.approx(blocked.x))
+    assert steps[1].width == pytest.approx(blocked.width)
+    assert drawn.rows[4].bars[0].tip.splitlines()[:4] == [
+        *("write", "0.140 ms", "4.000 MiB", "29.96 GB/s"),
+    ]
+
+
+def test_a_restore_has_no_overlap_to_tell() -> None:
+    drawn = chart(replace(RESTORE, spans=(span("train step", 0, 50),)))
+    assert drawn.title == "Restore of step 1"
+    assert drawn.subtitle == "16 MiB read · 80 µs in all"
+    assert [row.label for row in drawn.rows] == ["train step", "read", "read (2)", "place"]
+    assert drawn.bands == drawn.legend == ()
+
+
+def test_a_whole_operation_is_no_bar_over_the_others() -> None:
+    drawn = chart(Timeline(a_whole_save()))
+    assert [row.label for row in drawn.rows] == [
+        *("wait", "plan", "staging", "staging (2)", "lane 0", "lane 1", "publish", "preserve"),
+    ]
+    # The caller waits from the beginning.
+    (blocked,) = drawn.bands
+    assert blocked.tip == "save() has not returned\n0.120 ms"
+    assert drawn.subtitle.startswith("8 MiB written · save() blocked 120 µs · durable after 320 µs")
+
+
+def test_an_operation_that_has_nothing_but_its_end_is_a_bar() -> None:
+    deleted = end(400, 450, operation="delete", step=0)
+    twice = end(420, 460, operation="delete", step=1)
+    drawn = chart(Timeline((*a_whole_save(2), deleted, twice)))
+    assert [row.label for row in drawn.rows[-2:]] == ["delete: whole", "delete: whole (2)"]
+    assert "outcome ok" in drawn.rows[-1].bars[0].tip
+    assert "save: whole" not in {row.label for row in drawn.rows}
+    skipped = chart(Timeline((end(0, 1, "skipped", reason="every 100 steps"),)))
+    assert "reason every 100 steps" in skipped.rows[0].bars[0].tip
+
+
+def test_what_was_nearly_lost_does_not_stretch_a_picture() -> None:
+    lost = event("preempted", -(10**9), 299)
+    assert chart(Timeline((*a_whole_save(), lost))) == chart(Timeline(a_whole_save()))
+    with pytest.raises(InvalidArgumentError, match="nothing to draw"):
+        chart(Timeline((lost,)))
+
+
+def test_only_the_blocked_phase_is_a_picture_without_rows() -> None:
+    drawn = chart(Timeline((event("blocked", 0, 9),)))
+    assert (drawn.rows, len(drawn.bands)) == ((), 1)
+
+
+def test_several_operations_are_told_apart() -> None:
+    later = Timeline(a_save(4, at=500)).events
+    drawn = chart(Timeline(SAVE.events + later + RESTORE.events, SAVE.spans))
+    assert drawn.title.startswith("2 saves and restore of steps 1 to 4: ")
+    assert {"save: lane 0", "restore: read"} <= {row.label for row in drawn.rows}
+
+
+def test_a_save_that_failed_says_that_it_was_not_published() -> None:
+    failed = tuple(e for e in a_save() if e.phase not in ("publish", "preserve"))
+    assert "not published" in chart(Timeline(failed)).subtitle
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0.0, "0%"), (1e-9, "<1%"), (0.5, "50%"), (0.994, "99%"), (0.9999, ">99%"), (1.0, "100%")],
+)
+def test_a_share_is_whole_only_if_it_is(share: float, text: str) -> None:
+    assert percent_text(share) == text
+
+
+def test_sizes_have_three_digits() -> None:
+    sizes = [0, 1023, 1536, 5 << 20, 123_456_789, 3 << 40]
+    assert [size_text(n) for n in sizes] == [
+        *("0 B", "1023 B", "1.5 KiB", "5 MiB", "118 MiB", "3072 GiB"),
+    ]
+
+
+# --- The page -------------------------------------------------------------------------------------
+
+
+class _Page(HTMLParser):
+    """Collects tags, attributes and text, and checks that tags are closed in order."""
+
+    VOID = frozenset({"meta", "line"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert tag in self.VOID or self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if data.strip():
+            self.texts.setdefault(self.open[-1], []).append(data)
+
+
+def page_of(timeline: Timeline, path: Path) -> tuple[str, _Page]:
+    draw_html(timeline, path)
+    text = path.read_text(encoding="utf-8")
+    return text, _Page(text)
+
+
+@pytest.mark.parametrize("timeline", [SAVE, RESTORE], ids=["save", "restore"])
+def test_the_page_is_well_formed_and_loads_nothing(timeline: Timeline, tmp_path: Path) -> None:
+    text, page = page_of(timeline, tmp_path / "picture.html")
+    tags = {tag for tag, _ in page.tags}
+    assert "svg" in tags
+    assert not tags & {"script", "link", "img", "iframe", "image", "use", "foreignobject"}
+    bare = text.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert "http://" not in bare
+    assert "https://" not in bare
+    assert "@import" not in bare
+    assert bare.count("url(") == bare.count("url(#hatch)")
+    assert "prefers-color-scheme: dark" in text
+    drawn = chart(timeline)
+    tips = page.texts["title"]
+    assert {bar.tip for row in drawn.rows for bar in row.bars} <= set(tips)
+    assert drawn.title in page.texts["text"]
+    assert {row.label for row in drawn.rows} <= set(page.texts["text"])
+    bars = [
+        attrs for tag, attrs in page.tags if tag == "rect" and "bar" in (attrs.get("class") or "")
+    ]
+    assert len(bars) == sum(len(row.bars) for row in drawn.rows)
+
+
+def test_names_of_the_caller_cannot_become_markup(tmp_path: Path) -> None:
+    name = '<script>alert("&")</script>'
+    odd = Timeline(a_save(), (Span(name, 0, 400 * US, "main", {"$title": "</svg>"}),))
+    _, page = page_of(odd, tmp_path / "picture.html")
+    assert not any(tag == "script" for tag, _ in page.tags)
+    assert name in page.texts["text"]
+    assert any("$title </svg>" in tip for tip in page.texts["title"])
+
+
+# --- The PNG --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeline", [SAVE, RESTORE], ids=["save", "restore"])
+def test_the_png_is_a_png_of_the_charts_shape(timeline: Timeline, tmp_path: Path) -> None:
+    draw_png(timeline, tmp_path / "picture.png")
+    data = (tmp_path / "picture.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
+    drawn = chart(timeline)
+    assert (width, height) == (2 * drawn.width, 2 * drawn.height)
+
+
+@settings(max_examples=3)
+@given(TIMELINES)
+def test_both_draw_whatever_happened(
+    tmp_path_factory: pytest.TempPathFactory, timeline: Timeline
+) -> None:
+    folder = tmp_path_factory.mktemp("pictures")
+    page_of(timeline, folder / "picture.html")
+    draw_png(timeline, folder / "picture.png")
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_drawing_a_png_leaves_pyplot_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    draw_png(SAVE, tmp_path / "picture.png")
+
+
+def test_without_matplotlib_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(CheckpointError, match=r"pip install ckpt-jax\[pictures\]") as caught:
+        draw_png(SAVE, tmp_path / "picture.png")
+    assert isinstance(caught.value.__cause__, ImportError)
+    draw_html(SAVE, tmp_path / "picture.html")
+
+
+# --- Errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draw", [draw_html, draw_png])
+def test_nothing_to_draw_is_an_error(draw, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"observers=\[trace\]"):
+        draw(Timeline((), SAVE.spans), tmp_path / "picture")
+    assert not (tmp_path / "picture").exists()
+
+
+@pytest.mark.parametrize("draw", [draw_html, draw_png])
+def test_a_path_that_cannot_be_written_is_a_storage_error(draw, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="Is a directory"):
+        draw(SAVE, tmp_path)

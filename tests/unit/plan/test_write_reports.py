@@ -1,0 +1,444 @@
+"""Records of several processes: joined they are what one process would have recorded.
+
+What a record says is checked against the bytes that it speaks of, put together from made-up files.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks.fake_devices import devices_of
+from ckpt._format.chunk_locations import region_of
+from ckpt._format.digests import digest
+from ckpt._format.manifest import ItemEntry, Node
+from ckpt._format.ocdbt import DatabaseIndex
+from ckpt._plan.chunking import METADATA_KEY
+from ckpt._plan.leaf_entries import check_leaves, record_leaves
+from ckpt._plan.multihost.tree_fingerprint import outline_of, tree_outline
+from ckpt._plan.multihost.write_reports import (
+    ItemReport,
+    disagreement,
+    join,
+    pack,
+    record_item,
+    unpack,
+)
+from ckpt._plan.save_plan import FileSpan, SavePlan, database_entries
+from ckpt._tree.leaf_specs import ARRAY_KINDS, LeafSpec
+from ckpt.errors import CheckpointError, CorruptCheckpointError
+from tests.unit.plan.simulated_jobs import MIB, Job, chunks_in, jobs, values_of
+
+NODES = [Node(kind="dict", keys=["a"], children=[0])]
+
+
+def bytes_of(array: Any, index: tuple[slice, ...] = ()) -> bytes:
+    return np.ascontiguousarray(np.asarray(array)[index]).tobytes()
+
+
+class Written:
+    """What the processes of a job write of a tree, in memory instead of in files."""
+
+    def __init__(self, job: Job, seed: int = 0) -> None:
+        self.job = job
+        self.plans = job.plans()
+        self.values = values_of(job.trees[0], seed)
+        self.files: dict[str, bytes] = {}
+        self.digests: list[list[list[str]]] = []
+        self.places: list[dict[int, list[FileSpan]]] = []
+        self.names: list[list[str]] = []
+        for process, plan in enumerate(self.plans):
+            self.digests.append([])
+            self.places.append({})
+            self.names.append([])
+            for number, batch in enumerate(plan.batches):
+                self._write(process, number, batch)
+        self.records = [self.record(process) for process in range(job.count)]
+
+    def _write(self, process: int, number: int, batch: Any) -> None:
+        name = f"d/{process:016x}{number:016x}"
+        data = bytearray(2 * batch.nbytes + 4096)
+        found, places, end = [], [], 0
+        for chunk in batch.chunks:
+            raw = self.bytes_of_chunk(chunk)
+            found.append(digest(raw))
+            start = end if batch.encoded else chunk.offset
+            # As if it could be compressed to its bytes and one more.
+            raw = raw + b"!" if batch.encoded else raw
+            data[start : start + len(raw)] = raw
+            end = start + len(raw)
+            places.append(FileSpan(start, len(raw)))
+        self.files[name] = bytes(data)
+        self.names[process].append(name)
+        self.digests[process].append(found)
+        if batch.encoded:
+            self.places[process][number] = places
+
+    def bytes_of_chunk(self, chunk: Any) -> bytes:
+        spec, value = self.job.trees[0][chunk.leaf], self.values[chunk.leaf]
+        if spec.kind not in ARRAY_KINDS:
+            return np.asarray(value).tobytes()
+        return bytes_of(value, chunk.region.slices)
+
+    def own(self, plan: SavePlan) -> dict[int, str]:
+        arrays = [n for n in plan.own if plan.leaves[n].spec.kind in ARRAY_KINDS]
+        return {number: digest(bytes_of(self.values[number])) for number in arrays}
+
+    def record(self, process: int) -> ItemReport:
+        plan = self.plans[process]
+        return record_item(
+            plan,
+            tree_outline(plan, NODES),
+            self.values,
+            self.own(plan),
+            self.digests[process],
+            self.names[process],
+            self.places[process],
+        )
+
+
+def as_text(record: ItemReport) -> tuple[Any, ...]:
+    rows, found = record.rows.tolist(), record.digests.tolist()
+    return record.files, rows, found, record.tree, record.values
+
+
+# -- joining --------------------------------------------------------------------------------------
+
+
+@given(jobs().filter(lambda job: job.count > 1))
+def test_joined_records_are_those_of_a_process_that_wrote_everything(job: Job) -> None:
+    written = Written(job)
+    joined = join(written.plans[0], written.values, written.records)
+    batches, places, digests, files = [], {}, [], []
+    for process, plan in enumerate(written.plans):
+        for number, found in written.places[process].items():
+            places[len(batches) + number] = found
+        batches += plan.batches
+        digests += written.digests[process]
+        files += written.names[process]
+    alone = replace(written.plans[0], batches=tuple(batches))
+    expected = record_leaves(alone, written.values, digests, files, places)
+    assert joined.records == expected
+    entries = list(database_entries(alone, places))
+    assert sorted(joined.entries, key=lambda e: e.key) == sorted(entries, key=lambda e: e.key)
+    if entries:
+        DatabaseIndex(joined.entries)
+
+
+@given(jobs().filter(lambda job: job.count > 1), st.integers(0, 5))
+def test_the_arrays_are_where_the_joined_records_say(job: Job, seed: int) -> None:
+    written = Written(job, seed)
+    joined = join(written.plans[0], written.values, written.records)
+    records = joined.records
+    check_leaves(
+        ItemEntry(
+            handler="",
+            leaves=records.leaves,
+            shardings=records.shardings,
+            data_files=records.data_files,
+        )
+    )
+    entries = {entry.key.decode(): entry for entry in joined.entries}
+    for leaf, value in zip(records.leaves, written.values, strict=True):
+        if leaf.kind not in ARRAY_KINDS:
+            continue
+        found = np.zeros_like(value)
+        itemsize = value.dtype.itemsize
+        grid = [-(-n // c) for n, c in zip(leaf.shape, leaf.chunks, strict=True)]
+        for number, stored in enumerate(leaf.digests):
+            region = region_of(leaf, number)
+            file = records.data_files[leaf.files[number] if leaf.files else 0]
+            start, nbytes = leaf.offsets[number], region.size * itemsize
+            raw = written.files[file][start : start + nbytes]
+            assert digest(raw) == stored
+            found[region.slices] = np.frombuffer(raw, value.dtype).reshape(region.shape)
+            place = "/".join(map(str, np.unravel_index(number, grid)))
+            entry = entries[f"{leaf.name}/c/{place}" if place else f"{leaf.name}/c"]
+            assert (records.data_files[entry.file], entry.offset) == (file, start)
+            whole = math.prod(leaf.chunks) * itemsize
+            assert entry.length == (leaf.lengths[number] if leaf.lengths else whole)
+        assert found.tobytes() == value.tobytes()
+        assert entries[f"{leaf.name}/{METADATA_KEY}"].inline is not None
+
+
+# -- on the way -----------------------------------------------------------------------------------
+
+
+@given(jobs().filter(lambda job: job.count > 1))
+def test_records_come_back_as_they_went(job: Job) -> None:
+    for record in Written(job).records:
+        assert as_text(unpack(pack(record))) == as_text(record)
+
+
+def typical() -> Job:
+    mesh = Mesh(devices_of(4, 2).reshape(4, 2), ("data", "model"))
+    cut = NamedSharding(mesh, PartitionSpec(None, "model"))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    tree = (
+        LeafSpec("jax", "float32", (1000, 1024), cut),
+        LeafSpec("jax", "float32", (1000,), everywhere),
+        LeafSpec("int", "int64"),
+        LeafSpec("numpy", "uint8", (10,)),
+    )
+    return Job((tree,) * 4, 4 * MIB)
+
+
+@given(st.data())
+def test_a_changed_record_is_refused(data: st.DataObject) -> None:
+    packed = bytearray(pack(Written(typical()).records[1]))
+    place = data.draw(st.integers(0, len(packed) - 1))
+    packed[place] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(CorruptCheckpointError, match="changed on its way"):
+        unpack(bytes(packed))
+
+
+@given(st.binary(max_size=300), st.booleans(), st.data())
+def test_what_is_no_record_is_refused(junk: bytes, begins_well: bool, data: st.DataObject) -> None:
+    packed = pack(Written(typical()).records[1])
+    if begins_well:
+        start = data.draw(st.integers(0, len(packed) - 17))
+        junk = packed[:start] + junk
+    # Whoever sends junk may also send the right checksum of it.
+    signed = junk + bytes.fromhex(digest(junk))
+    for each in (junk, signed):
+        if each == packed:
+            continue
+        with pytest.raises(CorruptCheckpointError):
+            unpack(each)
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_rows_are_as_many_as_the_record_says(more: int) -> None:
+    record = Written(typical()).records[1]
+    body = pack(record)[:-16]
+    columns = b"".join(record.rows[name].tobytes() for name in record.rows.dtype.names or ())
+    rows, other = (
+        zlib.compress(each, 1) for each in (columns, (columns + b"!")[: len(columns) + more])
+    )
+    head = bytearray(body[: body.index(rows)])
+    head[20:28] = len(other).to_bytes(8, "little")
+    wrong = bytes(head) + other + body[body.index(rows) + len(rows) :]
+    with pytest.raises(CorruptCheckpointError, match="its rows are not those of"):
+        unpack(wrong + bytes.fromhex(digest(wrong)))
+
+
+def test_a_record_of_another_version_is_refused() -> None:
+    wrong = b"ckr9" + pack(Written(typical()).records[1])[4:-16]
+    with pytest.raises(CorruptCheckpointError, match="cannot be used"):
+        unpack(wrong + bytes.fromhex(digest(wrong)))
+
+
+@given(st.data())
+def test_numbers_in_a_record_may_be_anything(data: st.DataObject) -> None:
+    written = Written(typical())
+    records = [unpack(pack(record)) for record in written.records]
+    process = data.draw(st.sampled_from([p for p, r in enumerate(records) if len(r.rows)]))
+    rows = records[process].rows.copy()
+    name = data.draw(st.sampled_from(rows.dtype.names))
+    row = data.draw(st.integers(0, len(rows) - 1))
+    bits = 8 * rows.dtype[name].itemsize
+    value = data.draw(st.integers(0, 2**bits - 1))
+    if rows[name][row] == value or name == "offset":
+        return
+    rows[name][row] = value
+    records[process] = unpack(pack(replace(records[process], rows=rows)))
+    if name == "file" and value < len(records[process].files):
+        return
+    with pytest.raises(CheckpointError):
+        join(written.plans[0], written.values, records)
+
+
+# -- mistakes -------------------------------------------------------------------------------------
+
+
+def test_a_chunk_that_nobody_wrote_is_named() -> None:
+    written = Written(typical())
+    records = list(written.records)
+    process = next(p for p, r in enumerate(records) if (r.rows["leaf"] == 0).any())
+    lost = records[process]
+    row = int(np.argmax(lost.rows["leaf"] == 0))
+    records[process] = replace(
+        lost, rows=np.delete(lost.rows, row), digests=np.delete(lost.digests, row, 0)
+    )
+    number = lost.rows["number"][row]
+    with pytest.raises(CheckpointError) as caught:
+        join(written.plans[0], written.values, records)
+    assert caught.value.leaf == "leaf0"
+    assert f"chunk {number} of 4 was written by no process, and is held by 0, 1, 2, 3" in str(
+        caught.value
+    )
+
+
+def test_a_chunk_that_two_wrote_is_named() -> None:
+    written = Written(typical())
+    with pytest.raises(CheckpointError) as caught:
+        join(written.plans[0], written.values, [*written.records, written.records[0]])
+    assert "was written by the processes 0, 4: expected exactly one" in str(caught.value)
+    assert caught.value.leaf is not None
+
+
+def test_processes_with_the_same_tree_agree() -> None:
+    assert disagreement(Written(typical()).records) is None
+
+
+@given(jobs())
+def test_no_difference_is_seen_where_there_is_none(job: Job) -> None:
+    if job.count > 1:
+        assert disagreement(Written(job).records) is None
+        plans = replace(job, mode="local").plans()
+        assert len({tree_outline(plan, NODES).signature for plan in plans}) == 1
+
+
+def changed(job: Job, process: int, number: int, **changes: Any) -> Job:
+    trees = [list(tree) for tree in job.trees]
+    trees[process][number] = replace(trees[process][number], **changes)
+    return replace(job, trees=tuple(map(tuple, trees)))
+
+
+@pytest.mark.parametrize(
+    ("number", "changes", "here", "there"),
+    [
+        (0, {"shape": (1000, 1026)}, "float32[1000, 1024]", "float32[1000, 1026]"),
+        (0, {"dtype": "int32"}, "float32[1000, 1024]", "int32[1000, 1024]"),
+        (1, {"weak_type": True}, "P() over data=4", "weakly typed"),
+        (1, {"committed": False}, "P() over data=4", "uncommitted"),
+        (2, {"kind": "float", "dtype": "float64"}, "int", "float"),
+        (3, {"shape": (11,)}, "numpy, uint8[10]", "numpy, uint8[11]"),
+    ],
+)
+def test_a_leaf_that_differs_is_named(
+    number: int, changes: dict[str, Any], here: str, there: str
+) -> None:
+    job = changed(typical(), 3, number, **changes)
+    plans = job.plans()
+    outlines = [tree_outline(plan, NODES) for plan in plans]
+    message = disagreement([record_of(each) for each in outlines])
+    assert message is not None
+    assert f"different trees: leaf 'leaf{number}' is " in message
+    mine, _, other = message.partition(" on process 0, and ")
+    assert here in mine
+    assert there in other.partition(" on process 3")[0]
+    assert " on process 3. All processes" in message
+
+
+def record_of(tree: Any, values: Any = None) -> ItemReport:
+    none = np.empty(0)
+    return ItemReport((), none, none, tree, values or outline_of([], 4))
+
+
+def test_a_sharding_that_differs_is_found() -> None:
+    job = typical()
+    devices = devices_of(4, 2)[::-1].reshape(4, 2)
+    other = NamedSharding(Mesh(devices, ("data", "model")), PartitionSpec(None, "model"))
+    plans = changed(job, 1, 0, sharding=other).plans()
+    message = disagreement([record_of(tree_outline(plan, NODES)) for plan in plans])
+    assert message is not None
+    assert "'leaf0'" in message
+    assert "process 1" in message
+
+
+def test_devices_of_its_own_make_no_difference() -> None:
+    devices = devices_of(2, 2)
+    own = [NamedSharding(Mesh(devices[2 * n : 2 * n + 2], ("d",)), PartitionSpec()) for n in (0, 1)]
+    job = Job(tuple((LeafSpec("jax", "float32", (3,), each),) for each in own), MIB)
+    assert disagreement(Written(job).records) is None
+
+
+def test_other_nodes_and_other_names_are_found() -> None:
+    plan = typical().plan(0)
+    trees = [tree_outline(plan, NODES), tree_outline(plan, [Node(kind="list", children=[0])])]
+    message = disagreement([record_of(tree) for tree in trees])
+    assert message is not None
+    assert "its structure is 1 inner nodes" in message
+    leaves = (replace(plan.leaves[0], name="other"), *plan.leaves[1:])
+    trees[1] = tree_outline(replace(plan, leaves=leaves), NODES)
+    message = disagreement([record_of(tree) for tree in trees])
+    assert message is not None
+    assert "leaf 'leaf0' is jax, float32[1000, 1024]" in message
+    assert "on process 0, and missing on process 1" in message
+    trees[1] = tree_outline(replace(plan, leaves=plan.leaves[1::-1] + plan.leaves[2:]), NODES)
+    message = disagreement([record_of(tree) for tree in trees])
+    assert message is not None
+    assert "leaf number 0 is 'leaf0' on process 0, and 'leaf1' on process 1" in message
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3])
+def test_a_leaf_that_only_one_has_is_named(lost: int) -> None:
+    plan = typical().plan(0)
+    leaves = tuple(leaf for number, leaf in enumerate(plan.leaves) if number != lost)
+    fewer = tree_outline(replace(plan, leaves=leaves), [Node(kind="dict", keys=["b"])])
+    records = [record_of(each) for each in (tree_outline(plan, NODES), fewer)]
+    message = disagreement(records)
+    assert message is not None
+    assert f"different trees: leaf 'leaf{lost}' is " in message
+    assert "on process 0, and missing on process 1. All" in message
+    message = disagreement(records[::-1])
+    assert message is not None
+    assert f"leaf 'leaf{lost}' is missing on process 0, and " in message
+
+
+@pytest.mark.parametrize(("number", "value"), [(2, 8), (3, np.zeros(10, "V1"))])
+def test_a_value_that_differs_is_named(number: int, value: Any) -> None:
+    written = Written(typical())
+    written.values[number] = value
+    message = disagreement([*written.records[:3], written.record(3)])
+    assert message is not None
+    assert message.startswith(f"leaf 'leaf{number}' has one value for all processes, but it is ")
+    assert "on process 3" in message
+    if number == 2:
+        assert "int 7 on process 0, and int 8 on process 3" in message
+
+
+def test_long_values_are_told_apart_by_what_is_cut_off() -> None:
+    job = Job(((LeafSpec("str"),),) * 2, MIB)
+    written = Written(job)
+    records = []
+    for process in range(2):
+        written.values[0] = "x" * 1000 + str(process)
+        records.append(written.record(process))
+    message = disagreement(records)
+    assert message is not None
+    assert len(message) < 600
+
+
+@given(
+    st.lists(st.tuples(st.text(max_size=5), st.text(max_size=30)), min_size=1, max_size=300),
+    st.data(),
+)
+def test_a_difference_is_found_however_little_is_told(
+    lines: list[tuple[str, str]], data: st.DataObject
+) -> None:
+    place = data.draw(st.integers(0, len(lines) - 1))
+    other = list(lines)
+    other[place] = (lines[place][0], lines[place][1] + "!")
+    processes = data.draw(st.sampled_from([2, 100_000, 1 << 25]))
+    mine, same, theirs = (outline_of(each, processes) for each in (lines, list(lines), other))
+    assert mine == same
+    assert len(mine.packed) <= 2 * (64 << 20) // processes + 200
+    assert disagreement([record_of(mine), record_of(same)]) is None
+    message = disagreement([record_of(mine), record_of(theirs)])
+    assert message is not None
+    if processes == 2:
+        assert f"{lines[place][1]}!" in message
+
+
+@given(st.binary(max_size=100))
+def test_an_outline_that_is_none_is_an_error(junk: bytes) -> None:
+    mine = outline_of([("a", "b")], 2)
+    theirs = replace(mine, signature=bytes(16), packed=junk)
+    with pytest.raises(CheckpointError, match="outline of a tree"):
+        disagreement([record_of(mine), record_of(theirs)])
+
+
+def test_the_record_of_a_process_is_small() -> None:
+    written = Written(typical())
+    for record, plan in zip(written.records, written.plans, strict=True):
+        assert len(pack(record)) < 700 + 40 * len(chunks_in(plan))

@@ -1,0 +1,201 @@
+"""The house: floors, seams, sizes. docs/design/000-map.md tells why."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+PACKAGE = ROOT / "ckpt"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# The table of docs/design/000-map.md. A room is a folder, or a file where it is named here; the
+# longest name that fits a module is its room. A room imports from floors below its own, and from
+# itself.
+FLOORS = [
+    {"_events", "_redaction", "_statistics"},
+    {"errors"},
+    {"_arguments", "_format", "_runtime", "_settings", "step_names"},
+    {
+        "_commit",
+        "_tree",
+        "coordination",
+        "manifest",
+        "observers._tracing",
+        "policies",
+        "storage._base",
+    },
+    {"observers", "storage._local", "storage._object"},
+    {"_plan", "storage"},
+    {"_plan.multihost", "coordination._peers", "surgery"},
+    {"_engine.memory", "handlers"},
+    {"_engine"},
+    {"_engine.save", "_engine.restore"},
+    {"_engine.verify"},
+    {"_steps.late_statistics"},
+    {"_steps.saves"},
+    {"_steps"},
+    {"_api"},
+    {"sync", "types"},
+]
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+# Who may name a third-party library; `testing` stands aside.
+SEAMS = {
+    "tensorstore": {"_engine", "_engine.restore", "storage._object"},
+    "pydantic": {"_format"},
+    "aiofiles": {"storage._local"},
+    "xxhash": {"_format"},
+    "matplotlib": {"observers._tracing"},
+    "google_crc32c": {"_format"},
+    "opentelemetry": {"observers"},
+    "prometheus_client": {"observers"},
+    "rich": {"observers"},
+}
+MAX_LINES = 600
+MAX_FILES = 15
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str:
+    name = module.partition(".")[2]
+    while name and name not in FLOOR_OF:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules imported at import time; what stands under TYPE_CHECKING is left out."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            # `from ckpt._plan import match` imports a module as well as a name.
+            found.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return found
+
+
+GRAPH = {name_of(path): imports_of(path) for path in MODULES}
+
+
+@pytest.mark.parametrize("module", GRAPH)
+def test_a_room_imports_only_from_floors_below_its_own(module: str) -> None:
+    room = room_of(module)
+    if module == "ckpt" or module.startswith("ckpt.testing"):
+        return
+    assert room, f"{module}: which floor is this room on?"
+    for imported in GRAPH[module] & set(GRAPH):
+        assert not imported.startswith("ckpt.testing"), f"{module} imports a tool for tests"
+        other = room_of(imported)
+        # A package that only hands on names of its own files is no floor for them.
+        if other and other != room and not module.startswith(f"{imported}."):
+            assert FLOOR_OF[other] < FLOOR_OF[room], f"{module} imports upwards: {imported}"
+
+
+def test_no_folder_is_a_flat_drawer() -> None:
+    counts = Counter(str(path.parent.relative_to(PACKAGE.parent)) for path in MODULES)
+    assert {folder: count for folder, count in counts.items() if count > MAX_FILES + 1} == {}
+
+
+def test_there_is_no_import_cycle() -> None:
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"cycle: {' -> '.join((*path, module))}"
+        if module in done:
+            return
+        for imported in GRAPH[module] & set(GRAPH):
+            if imported != "ckpt":
+                visit(imported, (*path, module))
+        done.add(module)
+
+    for module in GRAPH:
+        visit(module, ())
+    assert done == set(GRAPH)
+
+
+@pytest.mark.parametrize("module", GRAPH)
+def test_third_party_libraries_are_named_only_at_their_seams(module: str) -> None:
+    room = room_of(module)
+    roots = {imported.split(".")[0] for imported in GRAPH[module]}
+    for library, rooms in SEAMS.items():
+        if not module.startswith("ckpt.testing") and library in roots:
+            assert room in rooms, f"{module} names {library}"
+
+
+def test_private_modules_of_jax_are_named_in_exactly_one_file() -> None:
+    private = {
+        module
+        for module, imported in GRAPH.items()
+        if any(name == "jax._src" or name.startswith("jax._src.") for name in imported)
+    }
+    assert private == {"ckpt.coordination._jax_service"}
+    # Nor are they reached by attribute.
+    named = {name_of(path) for path in MODULES if "jax._src" in path.read_text()}
+    assert named == private
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_no_file_is_longer_than_one_responsibility(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize(
+    "module", ["ckpt", "ckpt.manifest", "ckpt.errors", "ckpt.policies", "ckpt.observers"]
+)
+def test_tools_can_read_manifests_without_jax(module: str) -> None:
+    script = f"import sys, {module}; print([m for m in ('jax', 'tensorstore') if m in sys.modules])"
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert run.stdout.strip() == "[]"
+
+
+def test_importing_everything_public_imports_no_peer_or_tool() -> None:
+    script = (
+        "import sys, ckpt\nfor name in ckpt.__all__: getattr(ckpt, name)\n"
+        "print(sorted({m.split('.')[0] for m in sys.modules} & "
+        "{'orbax', 'flax', 'optax', 'hypothesis', 'pytest', 'IPython', 'matplotlib', 'sklearn', "
+        "'opentelemetry', 'prometheus_client', 'rich'}))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert run.stdout.strip() == "[]"
+
+
+FORBIDDEN = {"eval", "exec", "compile", "__import__"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_nothing_that_could_run_code_from_a_checkpoint_is_used(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    called = {
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert not called & FORBIDDEN
+    roots = {name.split(".")[0] for name in imports_of(path)}
+    assert not roots & {"pickle", "marshal", "shelve", "cloudpickle", "dill"}
+    if "importlib.import_module" in ast.unparse(tree):
+        assert path.name == "__init__.py", "only the lazy root may import by name"
+        assert path.parent == PACKAGE

@@ -1,0 +1,46 @@
+"""One word for each idea: class names are unique, modules are nouns, the glossary stays short."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+
+from tests.support.paths import ROOT
+
+PACKAGE = ROOT / "ckpt"
+GLOSSARY = ROOT / "docs" / "glossary.md"
+# The same class twice, on purpose: the plain face of a manager has the name of the other.
+TWINS = {"CheckpointManager": ["ckpt/_api/manager.py", "ckpt/sync.py"]}
+# Nouns that end like a gerund, and the names of other libraries' modules.
+NOT_GERUNDS = {
+    "chunking",
+    "encoding",
+    "jax_monitoring",
+    "listing",
+    "ranking",
+    "staging",
+    "testing",
+}
+GREATEST_GLOSSARY = 40
+
+
+def test_a_class_name_means_one_class() -> None:
+    found = defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(path.relative_to(ROOT).as_posix())
+    twice = {name: places for name, places in found.items() if len(places) > 1}
+    assert twice == TWINS
+
+
+def test_modules_are_called_by_nouns() -> None:
+    stems = {path.stem.lstrip("_") for path in PACKAGE.rglob("*.py")}
+    assert {stem for stem in stems if stem.endswith("ing")} <= NOT_GERUNDS
+
+
+def test_the_glossary_is_short_and_in_order() -> None:
+    rows = [line for line in GLOSSARY.read_text(encoding="utf-8").splitlines() if line[:2] == "| "]
+    words = [row.split("|")[1].strip() for row in rows[1:]]
+    assert len(words) <= GREATEST_GLOSSARY
+    assert words == sorted(words, key=str.lower)
