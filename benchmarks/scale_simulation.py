@@ -34,15 +34,17 @@ from ckpt._format.manifest import (
     encode,
 )
 from ckpt._format.ocdbt import DatabaseIndex
-from ckpt._plan.local_chunks import has_chunks
-from ckpt._plan.multihost.tree_fingerprint import outline_of, tree_outline
-from ckpt._plan.multihost.write_reports import (
+from ckpt._plan.chunking import has_chunks
+from ckpt._plan.item_reports import (
+    ROW,
     ItemReport,
-    disagreement,
-    join,
-    pack,
-    unpack,
+    PlannedTree,
+    fill_entry,
+    key_values,
+    merge_reports,
 )
+from ckpt._plan.multihost.tree_fingerprint import line_fingerprint, tree_fingerprint
+from ckpt._plan.multihost.write_reports import ProcessReport, disagreement, pack, unpack
 from ckpt._plan.ownership import ProcessGroup
 from ckpt._plan.save_plan import SavePlan, plan_save
 from ckpt._tree.leaf_specs import LeafSpec
@@ -117,75 +119,60 @@ def run(case: Case) -> dict[str, Any]:
     found["share_files"] = len(plan.batches)
     found["share_bytes"] = sum(batch.nbytes for batch in plan.batches)
     with _timed(found, "outline"):
-        # One process alone compares itself with nobody.
-        tree = tree_outline(plan, []) if plan.team else outline_of([], 1)
-    packed = [pack(record) for record in _records(plan, tree, case.hosts)]
+        # A process alone is compared with no other.
+        tree = tree_fingerprint(plan, []) if plan.team else line_fingerprint([], 1)
+    packed = [pack(report) for report in _reports(plan, tree, case.hosts)]
     with _timed(found, "pack"):
-        pack(next(iter(_records(plan, tree, case.hosts))))
+        pack(next(iter(_reports(plan, tree, case.hosts))))
     found["record_bytes"] = max(map(len, packed))
     found["records_bytes"] = sum(map(len, packed))
     base = _peak_bytes()
     with _timed(found, "unpack"):
-        records = [unpack(each) for each in packed]
-        assert disagreement(records) is None
+        reports = [unpack(each) for each in packed]
+        assert disagreement(reports) is None
     with _timed(found, "join"):
-        joined = join(plan, [None] * len(specs), records)
-    found["chunks"] = sum(len(record.rows) for record in records)
-    del packed, records
+        stored = merge_reports(plan.leaves, [report.written for report in reports])
+        tree = PlannedTree([], plan.leaves, [None] * len(specs))
+        entry = fill_entry(ItemEntry(handler="pytree"), tree, stored)
+        keys = list(key_values(plan.leaves, stored))
+    found["chunks"] = sum(len(report.written.rows) for report in reports)
+    del packed, reports
     with _timed(found, "index"):
-        database = DatabaseIndex(joined.entries).encode(
-            joined.records.data_files, "t", bytes(16), 0
-        )
+        database = DatabaseIndex(keys).encode(stored.data_files, "t", bytes(16), 0)
     found["index_bytes"] = len(database.tree)
-    manifest = _manifest(joined.records, case)
+    manifest = _manifest(entry, case)
     with _timed(found, "encode"):
         data = encode(manifest)
     found["manifest_bytes"] = len(data)
     found["primary_peak_bytes"] = _peak_bytes() - base
-    del joined, database, manifest
+    del stored, entry, keys, database, manifest
     with _timed(found, "decode"):
         decode(data, where="ckpt.json")
     return found
 
 
-def _records(plan: SavePlan, tree: Any, hosts: int) -> Iterator[ItemReport]:
-    """Yields the records of all processes: every chunk once, dealt out in turn."""
+def _reports(plan: SavePlan, tree: Any, hosts: int) -> Iterator[ProcessReport]:
+    """Yields the reports of all processes: every chunk once, one process after the other."""
     counts = [int(np.prod(leaf.grid)) if has_chunks(leaf) else 0 for leaf in plan.leaves]
     leaves = np.repeat(np.arange(len(counts)), counts)
     firsts = np.repeat(np.cumsum([0, *counts[:-1]]), counts)
     numbers = np.arange(len(leaves)) - firsts
     rng = np.random.default_rng(0)
-    none = outline_of([], hosts)
-    dtype = [
-        ("leaf", "<u4"),
-        ("number", "<u4"),
-        ("file", "<u4"),
-        ("offset", "<u8"),
-        ("length", "<u8"),
-    ]
+    none = line_fingerprint([], hosts)
     for host in range(hosts):
         mine = slice(host * len(leaves) // hosts, (host + 1) * len(leaves) // hosts)
-        rows = np.zeros(len(leaves[mine]), dtype)
+        rows = np.zeros(len(leaves[mine]), ROW)
         rows["leaf"], rows["number"] = leaves[mine], numbers[mine]
         files = max(-(-len(rows) // 64), 1)
         rows["file"] = np.arange(len(rows)) // 64
         rows["offset"] = np.arange(len(rows)) % 64 * (1 << 20)
         digests = rng.integers(0, 256, (len(rows), 16), np.uint8)
         paths = tuple(f"d/{digest(b'%d.%d' % (host, file))}" for file in range(files))
-        yield ItemReport(paths, rows, digests, tree, none)
+        yield ProcessReport(ItemReport(paths, rows, digests), tree, none)
 
 
-def _manifest(records: Any, case: Case) -> Manifest:
-    item = ItemEntry(
-        handler="pytree",
-        leaves=records.leaves,
-        shardings=records.shardings,
-        data_files=records.data_files,
-        nbytes=records.nbytes,
-    )
-    files = {
-        f"state/{path}": FileEntry(size=64 << 20, digest=path[2:]) for path in records.data_files
-    }
+def _manifest(item: ItemEntry, case: Case) -> Manifest:
+    files = {f"state/{path}": FileEntry(size=64 << 20, digest=path[2:]) for path in item.data_files}
     return Manifest(
         format="ckpt", version=1, step=1, attempt="0" * 32, unnamed=True, items={"state": item},
         created_ns=0, committed_ns=0, writer={}, process_count=case.hosts, files=files,

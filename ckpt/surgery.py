@@ -1,4 +1,4 @@
-"""Model surgery: arrays put together or taken apart while they are restored.
+"""Model surgery: arrays are joined or taken apart while they are restored.
 
 ```python
 adapt = ckpt.Adapt(transforms=[ckpt.surgery.stack("layers.*", to="layers")])
@@ -8,9 +8,9 @@ state = ckpt.sync.load("runs/unrolled", like=scanned, adapt=adapt)
 Nothing is read twice and no whole array is made on the host first: every device reads the parts it
 needs of the stored arrays.
 
-A path is a pattern as in `ckpt.Adapt`. It stands for the leaf it matches and for all leaves below,
-and what is below keeps its path: `stack("layers.*", to="layers")` makes `layers.attention.kernel`
-out of `layers.0.attention.kernel`, `layers.1.attention.kernel` and so on.
+A path is a pattern as in `ckpt.Adapt`. It stands for the leaf that it matches and for all leaves
+below, which keep the rest of their path: `stack("layers.*", to="layers")` makes
+`layers.attention.kernel` out of `layers.0.attention.kernel`, `layers.1.attention.kernel` and so on.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ckpt._plan.adapt import Transform
 from ckpt._plan.targets import stored_text
 from ckpt._plan.virtual_arrays import (
     VirtualArray,
+    concatenated,
     cut,
     drop_axis,
     insert_axis,
-    joined,
 )
 from ckpt._tree.leaf_specs import ARRAY_KINDS
 from ckpt._tree.patterns import (
     Pattern,
     compile_pattern,
-    fill,
-    natural,
+    fill_stars,
+    natural_key,
 )
-from ckpt._tree.suggestions import what_is_there
+from ckpt._tree.suggestions import suggestion
 from ckpt.errors import InvalidArgumentError, TargetMismatchError
 
 __all__ = ["concatenate", "split", "stack", "unstack"]
@@ -45,8 +45,8 @@ def stack(paths: str, to: str, axis: int = 0) -> Transform:
     """Return a transform that stacks arrays of equal shape and dtype along a new axis.
 
     Args:
-        paths: The arrays; the last `*` counts them, and they are stacked in the order of the
-            numbers or texts it stands for. Earlier ones tell stacks apart.
+        paths: The arrays; the last `*` counts them, and they are stacked in the order of its
+            numbers or texts. Earlier ones tell stacks apart.
         to: Path of the stack, with one `*` less.
         axis: Where the new axis is; a negative one counts from the end of the result.
     """
@@ -58,20 +58,20 @@ def stack(paths: str, to: str, axis: int = 0) -> Transform:
     def transform(sources: Sources) -> Sources:
         groups: dict[str, dict[str, str]] = {}
         for name, (stars, below) in _matches("stack", pattern, sources).items():
-            members = groups.setdefault(fill(to, stars[:-1], below), {})
+            members = groups.setdefault(fill_stars(to, stars[:-1], below), {})
             other = members.setdefault(stars[-1], name)
             if other != name:
                 raise TargetMismatchError(
                     f"stack: {other!r:.80} and {name!r:.80} are both number {stars[-1]!r:.40} of "
-                    f"{fill(to, stars[:-1], below)!r:.80}"
+                    f"{fill_stars(to, stars[:-1], below)!r:.80}"
                 )
         made = {}
         for path, members in groups.items():
-            names = [members[star] for star in sorted(members, key=natural)]
+            names = [members[star] for star in sorted(members, key=natural_key)]
             parts = [_array("stack", name, sources) for name in names]
             _same("stack", names, parts, None)
             place = _axis("stack", path, axis, len(parts[0].shape) + 1)
-            made[path] = joined([insert_axis(part, place) for part in parts], place)
+            made[path] = concatenated([insert_axis(part, place) for part in parts], place)
         taken = {name for members in groups.values() for name in members.values()}
         return _replaced("stack", sources, taken, made)
 
@@ -79,7 +79,7 @@ def stack(paths: str, to: str, axis: int = 0) -> Transform:
 
 
 def unstack(paths: str, to: str, axis: int = 0) -> Transform:
-    """Return a transform that takes arrays apart along an axis, which goes away.
+    """Return a transform that takes arrays apart along an axis, and removes the axis.
 
     Args:
         paths: The arrays.
@@ -96,7 +96,7 @@ def unstack(paths: str, to: str, axis: int = 0) -> Transform:
             source = _array("unstack", name, sources)
             place = _axis("unstack", name, axis, len(source.shape))
             for number in range(source.shape[place]):
-                path = fill(to, (*stars, str(number)), below)
+                path = fill_stars(to, (*stars, str(number)), below)
                 _add("unstack", made, path, drop_axis(cut(source, place, number, 1), place))
         return _replaced("unstack", sources, set(matches), made)
 
@@ -104,11 +104,11 @@ def unstack(paths: str, to: str, axis: int = 0) -> Transform:
 
 
 def concatenate(paths: Sequence[str], to: str, axis: int = 0) -> Transform:
-    """Return a transform that puts arrays one after the other along an axis they have.
+    """Return a transform that concatenates arrays along an existing axis.
 
     Args:
         paths: The arrays, in this order; each with the same number of `*`.
-        to: Path of the whole, with as many `*`.
+        to: Path of the result, with as many `*`.
         axis: The axis; a negative one counts from the end.
     """
     _check_list("concatenate", "paths", paths)
@@ -122,11 +122,11 @@ def concatenate(paths: Sequence[str], to: str, axis: int = 0) -> Transform:
             matches = _matches("concatenate", pattern, sources)
             taken |= matches.keys()
             for name, (stars, below) in matches.items():
-                names = groups.setdefault(fill(to, stars, below), [])
+                names = groups.setdefault(fill_stars(to, stars, below), [])
                 if len(names) > number:
                     raise TargetMismatchError(
                         f"concatenate: {names[-1]!r:.80} and {name!r:.80} are both part "
-                        f"{number + 1} of {fill(to, stars, below)!r:.80}"
+                        f"{number + 1} of {fill_stars(to, stars, below)!r:.80}"
                     )
                 names.append(name)
         made = {}
@@ -139,7 +139,7 @@ def concatenate(paths: Sequence[str], to: str, axis: int = 0) -> Transform:
             parts = [_array("concatenate", name, sources) for name in names]
             place = _axis("concatenate", path, axis, len(parts[0].shape))
             _same("concatenate", names, parts, place)
-            made[path] = joined(parts, place)
+            made[path] = concatenated(parts, place)
         return _replaced("concatenate", sources, taken, made)
 
     return transform
@@ -182,7 +182,7 @@ def split(
                 )
             start = 0
             for path, part in zip(to, lengths, strict=True):
-                _add("split", made, fill(path, stars, below), cut(source, place, start, part))
+                _add("split", made, fill_stars(path, stars, below), cut(source, place, start, part))
                 start += part
         return _replaced("split", sources, set(matches), made)
 
@@ -221,7 +221,7 @@ def _matches(
     if not matches:
         raise TargetMismatchError(
             f"{what}: {pattern.text!r:.80} covers none of the {len(sources)} leaves"
-            f"{what_is_there(pattern.text, sources)}; no array was read"
+            f"{suggestion(pattern.text, sources)}; no array was read"
         )
     return matches
 
@@ -230,7 +230,7 @@ def _array(what: str, name: str, sources: Sources) -> VirtualArray:
     source = sources[name]
     if source.entry.kind not in ARRAY_KINDS or source.entry.kind == "key":
         raise TargetMismatchError(
-            f"{what}: {stored_text(source)} is no array; write a pattern that leaves it out",
+            f"{what}: {stored_text(source)} is not an array; write a pattern that leaves it out",
             leaf=name,
         )
     return source

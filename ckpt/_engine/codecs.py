@@ -18,7 +18,7 @@ import tensorstore as ts
 from ckpt._engine.tensorstore import translated
 from ckpt._format.array_format import Blosc, Compression, Zstd
 from ckpt._format.manifest import LeafEntry
-from ckpt._plan.save_plan import encoded_bound
+from ckpt._plan.write_batches import encoded_bound
 from ckpt.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["decode_chunk", "encode_chunk"]

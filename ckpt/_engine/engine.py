@@ -1,4 +1,4 @@
-"""What lasts from save to save: staging memory, plans, handlers and observers."""
+"""The engine: what all saves and restores of a manager share, such as memory, plans, handlers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 @functools.cache
 def _known_versions() -> tuple[tuple[str, str], ...]:
-    """Return the versions of the libraries that shape the format; they cost milliseconds."""
+    """Return the versions of the libraries that shape the format; looking them up takes long."""
     versions = {"python": platform.python_version()}
     for name in ("ckpt-jax", "jax", "numpy", "tensorstore"):
         try:
@@ -39,16 +39,16 @@ def _versions() -> dict[str, str]:
 
 @dataclass(slots=True)
 class Engine:
-    """What lasts from save to save.
+    """What all saves and restores of a manager share.
 
     Attributes:
         staging: How arrays are staged.
-        handlers: The handlers, and how one is chosen.
-        observers: Take the timed phases.
+        handlers: The handlers.
+        observers: They get the timed phases.
         arena: The staging memory.
         buffers: Makes the memory of restored arrays.
         plans: Plans of earlier saves.
-        now_ns: Tells the time, in Unix nanoseconds.
+        now_ns: Returns the time, in Unix nanoseconds.
         versions: Versions of the libraries that write.
     """
 

@@ -1,4 +1,4 @@
-"""What every save of a tree of the same structure needs, worked out once.
+"""Plans of items: what every save of a tree of the same structure needs, worked out once.
 
 The plan, the index of the item's database and the Orbax view depend on names, nodes and specs, not
 on values. The second save of the same tree compares those and does nothing else for each leaf.
@@ -15,23 +15,26 @@ from ckpt._format.digests import digest
 from ckpt._format.manifest import FileEntry, ItemEntry, Node
 from ckpt._format.ocdbt import DatabaseIndex
 from ckpt._plan.format_rules import FormatRules, Formatted, format_leaves
-from ckpt._plan.leaf_entries import StoredChunks, record_chunks
-from ckpt._plan.multihost.tree_fingerprint import TreeFingerprint, tree_outline
+from ckpt._plan.item_reports import (
+    PlannedTree,
+    StoredChunks,
+    fill_entry,
+    key_values,
+    merge_reports,
+    report_chunks,
+)
+from ckpt._plan.multihost.tree_fingerprint import TreeFingerprint, tree_fingerprint
 from ckpt._plan.orbax_view import item_view
 from ckpt._plan.ownership import ProcessGroup
-from ckpt._plan.save_plan import (
-    Places,
-    SavePlan,
-    database_entries,
-    plan_save,
-)
+from ckpt._plan.save_plan import SavePlan, plan_save
+from ckpt._plan.write_batches import FileSpans
 from ckpt._tree.flatten import Structure, unboxed_names
 from ckpt._tree.leaf_specs import SHAREABLE, Classifier, LeafSpec
 from ckpt.errors import CheckpointError
 
 __all__ = ["ItemPlan", "PlanCache"]
 
-# How many problems of one tree are told at once.
+# How many problems of one tree one error names.
 _MOST_PROBLEMS = 20
 
 
@@ -41,13 +44,13 @@ class ItemPlan:
 
     Attributes:
         save: Where its bytes go.
-        index: Index of its database, or None where it stores no array, where the places of its
-            chunks are only known once they are encoded, or where other processes write some.
+        index: Index of its database; None if it stores no array, or if it depends on what is
+            encoded, or on what other writers write.
         view: Its files for Orbax, by path relative to the item, with their entries; of several
-            processes the primary has them.
-        formatted: What the formats came to, where there are any.
+            processes only the primary has them.
+        formatted: What the formats came to, if there are any.
         keys: Numbers of the leaves that are PRNG keys.
-        outline: What the processes that save together compare; None for one alone.
+        fingerprint: What the processes that save together compare; None for one alone.
     """
 
     save: SavePlan
@@ -55,11 +58,13 @@ class ItemPlan:
     view: dict[str, tuple[bytes, FileEntry]]
     formatted: Formatted | None = None
     keys: tuple[int, ...] = ()
-    outline: TreeFingerprint | None = None
+    fingerprint: TreeFingerprint | None = None
 
-    def index_over(self, places: Places) -> DatabaseIndex:
-        """Return the index of the database where encoded chunks lie at `places`."""
-        return DatabaseIndex(database_entries(self.save, places))
+    def index_over(self, spans: FileSpans) -> DatabaseIndex:
+        """Return the index of a database that one process writes; encoded chunks are at `spans`."""
+        leaves, batches = self.save.leaves, self.save.batches
+        report = report_chunks(batches, [""] * len(batches), spans=spans)
+        return DatabaseIndex(key_values(leaves, merge_reports(leaves, [report])))
 
     def new_data_files(self) -> list[str]:
         """Return fresh names for the files of the batches, relative to the item."""
@@ -82,7 +87,7 @@ class _CachedPlan:
     names: tuple[str, ...]
     nodes: tuple[Node, ...]
     specs: list[LeafSpec]
-    how: _PlanKey
+    key: _PlanKey
     plan: ItemPlan
 
 
@@ -95,7 +100,7 @@ class PlanCache:
 
     rules: FormatRules | None = None
     classifier: Classifier = field(default_factory=Classifier)
-    # Of leaves that several processes save.
+    # For leaves that several processes save.
     spanning: Classifier = field(default_factory=lambda: Classifier(spanning=True))
     known: dict[str, _CachedPlan] = field(default_factory=dict)
 
@@ -110,26 +115,26 @@ class PlanCache:
         largest_file_bytes: int | None = None,
         usual_file_bytes: int | None = None,
     ) -> ItemPlan:
-        """Return the plan for a tree, made anew only if another one was planned last.
+        """Return the plan for a tree, made anew only if it differs from the last one.
 
         Args:
             item: Name of the item.
             structure: The tree.
             budget: The staging budget in bytes; the same on all processes.
             formatted: Whether the rules apply.
-            whole: Whether it is the whole item; a part has neither an index nor a view of its own,
-                and is not kept.
+            whole: Whether it is the whole item; a part has no index and no view of its own, and is
+                not kept.
             team: The processes that save together; None for one alone.
             largest_file_bytes: Most bytes of a data file, or None.
-            usual_file_bytes: About how large data files are best, or None.
+            usual_file_bytes: About the best size of a data file, or None.
 
         Raises:
             UnsupportedLeafError: Leaves that cannot be stored; names the first, notes the others.
             InvalidArgumentError: The tree cannot be planned; see `plan_save`.
         """
-        spread = team is not None and team.count > 1
-        specs = _classify(self.spanning if spread else self.classifier, structure)
-        how = _PlanKey(
+        is_alone = team is None or team.count == 1
+        specs = _classify(self.classifier if is_alone else self.spanning, structure)
+        key = _PlanKey(
             rules=self.rules if formatted else None,
             budget=budget,
             team=team,
@@ -137,18 +142,18 @@ class PlanCache:
             usual=usual_file_bytes,
         )
         if not whole:
-            return _plan_part(structure, specs, how)
+            return _plan_part(structure, specs, key)
         known = self.known.get(item)
         if (
             known is not None
-            and known.how == how
+            and known.key == key
             and known.specs == specs
             and known.names == structure.names
             and known.nodes == structure.nodes
         ):
             return known.plan
-        plan = _plan(structure, specs, how)
-        self.known[item] = _CachedPlan(structure.names, structure.nodes, specs, how, plan)
+        plan = _plan(structure, specs, key)
+        self.known[item] = _CachedPlan(structure.names, structure.nodes, specs, key, plan)
         return plan
 
 
@@ -179,34 +184,32 @@ def _classify(classifier: Classifier, structure: Structure) -> list[LeafSpec]:
     return specs
 
 
-def _plan(structure: Structure, specs: Sequence[LeafSpec], how: _PlanKey) -> ItemPlan:
-    plan = _plan_part(structure, specs, how)
+def _plan(structure: Structure, specs: Sequence[LeafSpec], key: _PlanKey) -> ItemPlan:
+    plan = _plan_part(structure, specs, key)
     save, team = plan.save, plan.save.team
     if team is not None:
-        plan = replace(plan, outline=tree_outline(save, structure.nodes))
+        plan = replace(plan, fingerprint=tree_fingerprint(save, structure.nodes))
         if team.index and team.mode == "shared":
             return plan
-    entries = [] if save.is_encoded or team is not None else list(database_entries(save))
-    # The view is a function of what does not change; where chunks lie is left out of it.
+    stores_arrays = any(leaf.metadata is not None for leaf in save.leaves)
+    index = plan.index_over({}) if team is None and stores_arrays and not save.is_encoded else None
+    # The view depends on nothing that changes: the places of the chunks are left out.
     blank: list[list[Any]] = [[] for _ in save.leaves]
-    chunks = StoredChunks(blank, blank, blank, {})
-    records = record_chunks(save, structure.leaves, chunks, [])
-    item = ItemEntry(
-        handler="", nodes=list(structure.nodes), leaves=records.leaves, shardings=records.shardings
-    )
+    tree = PlannedTree(structure.nodes, save.leaves, structure.leaves)
+    item = fill_entry(ItemEntry(handler=""), tree, StoredChunks(blank, blank, blank, {}, []))
     view = {
         path: (data, FileEntry(size=len(data), digest=digest(data)))
         for path, data in item_view(item).items()
     }
-    return replace(plan, index=DatabaseIndex(entries) if entries else None, view=view)
+    return replace(plan, index=index, view=view)
 
 
-def _plan_part(structure: Structure, specs: Sequence[LeafSpec], how: _PlanKey) -> ItemPlan:
+def _plan_part(structure: Structure, specs: Sequence[LeafSpec], key: _PlanKey) -> ItemPlan:
     formatted = None
-    if how.rules is not None:
+    if key.rules is not None:
         paths = unboxed_names(structure.nodes, structure.names)
-        formatted = format_leaves(how.rules, paths, specs)
+        formatted = format_leaves(key.rules, paths, specs)
         specs = formatted.specs
-    save = plan_save(structure.names, specs, how.budget, how.team, how.largest, how.usual)
+    save = plan_save(structure.names, specs, key.budget, key.team, key.largest, key.usual)
     keys = tuple(number for number, leaf in enumerate(save.leaves) if leaf.spec.kind == "key")
     return ItemPlan(save, None, {}, formatted, keys)

@@ -1,4 +1,4 @@
-"""How arrays are stored, where the caller has a say: dtype, chunks and compression.
+"""Array formats: how the caller wants arrays to be stored, in dtype, chunks and compression.
 
 The zarr v3 codecs are those of the specification (`blosc`) and of its registry of extensions
 (`zstd`): https://zarr-specs.readthedocs.io/en/latest/v3/codecs/index.html
@@ -58,12 +58,12 @@ class Zstd:
 
 @dataclass(frozen=True, slots=True)
 class Blosc:
-    """Blosc: bytes of the same rank side by side, then a fast compressor. Suits floats.
+    """Blosc: a shuffle of bytes or bits before a fast compressor, which suits floats.
 
     Attributes:
-        cname: The compressor within.
+        cname: The compressor.
         clevel: 0 (none) to 9 (small).
-        shuffle: What is put side by side: bytes (`shuffle`), bits (`bitshuffle`) or nothing.
+        shuffle: What is shuffled: bytes (`shuffle`), bits (`bitshuffle`) or nothing.
     """
 
     cname: BloscName = "lz4"
@@ -71,7 +71,7 @@ class Blosc:
     shuffle: BloscShuffle = "shuffle"
 
     def __post_init__(self) -> None:
-        """Check what was given."""
+        """Check the attributes."""
         _check_choice("Blosc", "cname", self.cname, get_args(BloscName))
         _check_choice("Blosc", "shuffle", self.shuffle, get_args(BloscShuffle))
         _check_range("Blosc", "clevel", self.clevel, 0, 9)
@@ -101,7 +101,7 @@ _BY_NAME: dict[str, type[Zstd | Blosc]] = {"zstd": Zstd, "blosc": Blosc}
 
 @dataclass(frozen=True, slots=True)
 class ArrayFormat:
-    """How an array is stored; what is None is as without a format.
+    """How an array is stored; an attribute that is None changes nothing.
 
     Attributes:
         dtype: The dtype it is cast to, within its kind: floating or complex to any of the same
@@ -111,12 +111,12 @@ class ArrayFormat:
             budget is another.)
         split_axes: The axes along which chunks are cut first, evenly where their lengths allow;
             negative ones count from the last. None means with `chunk_bytes` the sharded axes, and
-            without it the leading ones.
-        compression: `"zstd"`, `"blosc"`, or one with its settings, such as `Zstd(level=3)`. Arrays
-            of up to 256 KiB stay uncompressed.
+            without it the first ones.
+        compression: `"zstd"`, `"blosc"`, or one of them with settings, such as `Zstd(level=3)`.
+            Arrays of up to 256 KiB stay uncompressed.
 
     Raises:
-        InvalidArgumentError: An attribute cannot be meant as given.
+        InvalidArgumentError: An attribute is invalid.
     """
 
     dtype: Any = None
@@ -125,7 +125,7 @@ class ArrayFormat:
     compression: Compression | Literal["zstd", "blosc"] | None = None
 
     def __post_init__(self) -> None:
-        """Check what was given, and bring it to one form."""
+        """Check the attributes, and normalise them."""
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _dtype_name(self.dtype))
         size = self.chunk_bytes

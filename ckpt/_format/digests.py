@@ -1,4 +1,4 @@
-"""The digest of bytes, whole or piece by piece: xxh3_128."""
+"""Digests of bytes, whole or piece by piece: xxh3_128."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class Digester(Protocol):
     """A digest that is taken piece by piece."""
 
     def update(self, data: bytes | bytearray | memoryview, /) -> None:
-        """Go on with these bytes."""
+        """Add these bytes."""
 
     def hexdigest(self) -> str:
         """Return the digest of all of them, as `digest` would."""
 
 
 def new_digest() -> Digester:
-    """Return the digest of no bytes so far."""
+    """Return a digest without any bytes yet."""
     digester: Digester = xxhash.xxh3_128()
     return digester
 

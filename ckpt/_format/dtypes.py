@@ -1,4 +1,4 @@
-"""The dtypes that can be stored: a closed list."""
+"""Dtypes that can be stored: a closed list."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckpt.errors import CorruptCheckpointError
 
 __all__ = ["DTYPES", "UNROUNDED", "parse_dtype", "storable_dtype"]
 
-# A closed list: dtypes are parsed from files, and only these may come out of one.
+# Dtypes are parsed from files, and a file can name only these.
 _NUMPY_DTYPES = [
     "bool",
     "int8",
@@ -48,8 +48,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     **{name: np.dtype(name) for name in _NUMPY_DTYPES},
     **{name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_DTYPES if hasattr(ml_dtypes, name)},
 }
-# Floating dtypes that other numbers are not cast to: one has powers of two only, without sign and
-# zero, the other neither NaN nor infinity, so that a diverged value would become a healthy one.
+# Floating dtypes that other numbers are not cast to: the first has only powers of two, without sign
+# and zero; the second has no NaN and no infinity, so that a diverged value would look healthy.
 UNROUNDED = frozenset({"float8_e8m0fnu", "float4_e2m1fn"})
 
 
@@ -66,7 +66,7 @@ def parse_dtype(name: str | None) -> np.dtype[Any]:
 
 
 def storable_dtype(dtype: Any) -> np.dtype[Any] | None:
-    """Return what a caller means as a dtype, `"bfloat16"` or `jnp.bfloat16`; None if it is none."""
+    """Return the dtype that a caller means by `"bfloat16"` or `jnp.bfloat16`, or None."""
     if isinstance(dtype, str) and dtype in DTYPES:
         return DTYPES[dtype]
     try:

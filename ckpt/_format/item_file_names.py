@@ -1,10 +1,10 @@
-"""Names of the files that a handler keeps in its item's directory. Pure."""
+"""Names of item files: what a handler may call the files of its item. Pure."""
 
 from __future__ import annotations
 
 __all__ = ["check_file_path"]
 
-# What this library and its Orbax view keep in an item's directory.
+# Names that this library and its Orbax view use in an item's directory.
 _RESERVED = frozenset(
     {
         "_METADATA",
@@ -16,7 +16,7 @@ _RESERVED = frozenset(
         "manifest.ocdbt",
     }
 )
-# Every file system takes names of so many bytes, and paths of four times that below a step.
+# Every file system takes names of this many bytes, and paths of four times as many below a step.
 _MOST_NAME_BYTES = 255
 _MOST_BYTES = 1000
 
@@ -25,7 +25,7 @@ def check_file_path(path: object) -> str:
     """Return `path` if it may name a file of an item, relative to the item's directory.
 
     Raises:
-        ValueError: It could lead out of the directory, is no portable name, or is reserved.
+        ValueError: It could lead out of the directory, is not portable, or is reserved.
     """
     if not isinstance(path, str):
         raise ValueError(f"{path!r:.120} is not a text")
@@ -44,7 +44,7 @@ def _is_name(name: str) -> bool:
         name not in ("", ".", "..")
         and name.isprintable()
         and "\\" not in name
-        # Orbax takes what has this in its name for unfinished.
+        # Orbax takes a file with this in its name for unfinished.
         and ".orbax-checkpoint-tmp" not in name
         and len(name.encode()) <= _MOST_NAME_BYTES
     )

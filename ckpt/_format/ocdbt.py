@@ -1,11 +1,10 @@
-"""OCDBT databases over data files that are written by somebody else.
+"""OCDBT databases over data files that exist already.
 
-TensorStore's OCDBT format keeps a B+tree of keys whose values lie inline in a tree node or anywhere
-in a data file. The specification allows data files of any relative path, so that a database can be
-made for data that exists already; that is what this module does: write batches are plain files, and
-a `DatabaseIndex` of where every value lies makes them a database for TensorStore, zarr tools and
-Orbax. All but the names of the files depends on the structure of what is saved, so an index is
-encoded once and serves every save of the same structure.
+TensorStore's OCDBT format keeps a B+tree of keys whose values are inline in a tree node or anywhere
+in a data file. The specification allows data files of any relative path. So write batches are plain
+files, and a `DatabaseIndex` of where every value is makes them a database for TensorStore, zarr
+tools and Orbax. Everything but the names of the files depends only on the structure of what is
+saved, so an index is encoded once for all saves of the same structure.
 
 Source: https://google.github.io/tensorstore/kvstore/ocdbt/index.html, "Storage format".
 """
@@ -27,7 +26,7 @@ _MANIFEST_MAGIC = 0x0CDB3A2A
 _NODE_MAGIC = 0x0CDB20DE
 _UNCOMPRESSED = b"\x00"
 _FORMAT_VERSION = b"\x00"
-# The configuration Orbax opens its databases with; it only concerns who would write to one.
+# The configuration with which Orbax opens its databases; it only matters for writing to one.
 _MAX_INLINE_VALUE_BYTES = 1024
 _MAX_DECODED_NODE_BYTES = 100_000_000
 _VERSION_TREE_ARITY_LOG2 = 4
@@ -42,7 +41,7 @@ class KeyValue:
 
     Attributes:
         key: The key.
-        inline: The value itself, or None where it lies in a data file.
+        inline: The value itself, or None if it is in a data file.
         file: Number of the data file.
         offset: Its first byte there.
         length: Its bytes.
@@ -75,9 +74,9 @@ class _Node:
     Attributes:
         height: 0 for a leaf node.
         first: Its first key.
-        columns: Its entries, encoded; of an inner node the number of its children instead.
+        columns: Its entries, encoded.
         keys: Number of keys below it.
-        indirect: Bytes of the values below it that lie in data files.
+        indirect: Bytes of the values below it that are in data files.
     """
 
     height: int
@@ -101,10 +100,10 @@ class DatabaseIndex:
     """The keys of one database, encoded but for the names of its files."""
 
     def __init__(self, entries: Iterable[KeyValue]) -> None:
-        """DatabaseIndex `entries`, in any order; no two with the same key.
+        """Index `entries`, in any order and with different keys.
 
         Raises:
-            ValueError: There is no entry, two have the same key, or a key is too long.
+            ValueError: There are no entries, two have the same key, or a key is too long.
         """
         ordered = sorted(entries, key=lambda entry: entry.key)
         if not ordered:
@@ -218,7 +217,7 @@ def _append(tree: bytearray, node: _Node, table: bytes, below: int = 0) -> _Plac
 
 
 def _keys(keys: Sequence[bytes], between: bytes = b"") -> bytes:
-    """Encode sorted keys by what each does not share with the one before it."""
+    """Encode sorted keys, each without the prefix that it shares with the one before it."""
     shared = [_common(a, b) for a, b in pairwise(keys)]
     suffixes = [keys[0], *(key[n:] for key, n in zip(keys[1:], shared, strict=True))]
     return b"".join(

@@ -1,4 +1,4 @@
-"""Regions of arrays: which part of a global array a shard or a chunk covers."""
+"""Regions: the part of a global array that a shard or a chunk covers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Region:
         )
 
     def intersect(self, other: Region) -> Region | None:
-        """Return the common part of two regions of one array, or None where there is none."""
+        """Return the common part of two regions of one array, or None if there is none."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = (
             min(a + n, b + m)
@@ -75,12 +75,12 @@ def whole(shape: Sequence[int]) -> Region:
 def addressable_regions(
     sharding: jax.sharding.Sharding | None, shape: Shape, process: int | None = None
 ) -> list[tuple[Region, list[int]]]:
-    """Return the distinct regions that local devices hold, and who holds each.
+    """Return the distinct regions that the devices of a process hold, and which shards hold each.
 
     Args:
         sharding: Sharding of the array, or None for an array on one device.
         shape: Global shape.
-        process: The process whose devices are meant; None for this one.
+        process: Number of the process; None for this one.
 
     Returns:
         For every distinct region the positions, in the order of `addressable_shards`, of the

@@ -1,4 +1,4 @@
-"""Shardings as manifest records, and back onto the devices of today where they can be."""
+"""Shardings as manifest entries, and made again on today's devices if possible."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["describe_sharding", "rebuild_sharding"]
 
 
 def describe_sharding(sharding: jax.sharding.Sharding) -> ShardingEntry:
-    """Return the manifest record of `sharding`."""
+    """Return the manifest entry of `sharding`."""
     memory_kind = sharding.memory_kind
     if isinstance(sharding, NamedSharding):
         mesh = sharding.mesh
@@ -47,10 +47,10 @@ def _unless_default(kind: str | None, device: jax.Device) -> str | None:
 
 
 def rebuild_sharding(entry: ShardingEntry) -> jax.sharding.Sharding | None:
-    """Return the sharding of `entry` on the same devices of this job, or None if it cannot be.
+    """Return the sharding of `entry` on the same devices of this job, or None if impossible.
 
-    Devices count as the same when platform and id agree. Whatever is returned, this process has a
-    part of it; in a job of several processes see `_within_reach`.
+    Devices are the same if platform and id agree. This process always has a part of the sharding;
+    for a job of several processes see `_within_reach`.
     """
     try:
         present = {device.id: device for device in jax.devices(entry.platform)}
@@ -78,8 +78,8 @@ def rebuild_sharding(entry: ShardingEntry) -> jax.sharding.Sharding | None:
         )
         return NamedSharding(mesh, spec, memory_kind=entry.memory_kind)
     except Exception:
-        # A record this jax does not understand is no reason to lose the data, and jax refuses with
-        # whatever its own code happens to raise.
+        # Data must not be lost because this version of jax does not understand a sharding, and jax
+        # may raise any error then.
         return None
 
 
@@ -88,10 +88,10 @@ def _within_reach(
 ) -> list[jax.Device] | None:
     """Return the devices for a sharding of which every process of the job has a part, or None.
 
-    - Devices of every process stay as they are.
-    - Devices of one process held what each process has for itself: every process takes those at
-      the same places among its own.
-    - Devices of some processes would leave the others with arrays that they cannot use.
+    - Devices of all processes are taken as they are.
+    - Devices of one process held what each process has for itself: every process takes its own
+      devices at the same positions.
+    - Devices of some processes are refused: the others could not use the arrays.
 
     Args:
         devices: The devices of the sharding, all of one platform.

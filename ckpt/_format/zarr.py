@@ -1,8 +1,8 @@
 """Zarr v3 as this library writes it: chunk shapes, chunk keys and `zarr.json`.
 
-Chunks are stored whole, in C order, little endian, and uncompressed unless a codec says otherwise.
-A dtype zarr has no name for (`uint4`, `uint2`, `float8_e4m3`) is stored as the bytes it has in
-memory, `uint8`; the manifest keeps its real dtype.
+Chunks are stored whole, in C order, little endian, and uncompressed unless they have a codec. A
+dtype that zarr has no name for (`uint4`, `uint2`, `float8_e4m3`) is stored as its bytes in memory,
+`uint8`; the manifest keeps the real dtype.
 Source: https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html
 """
 
@@ -18,7 +18,7 @@ from ckpt._format.dtypes import DTYPES
 
 __all__ = ["choose_chunk", "chunk_key", "stored_dtype", "zarr_metadata", "zarr_metadata_bytes"]
 
-# How many times as many pieces an even cut may take.
+# An even cut may take this many times as many pieces as an uneven one.
 _MOST_PIECES = 8
 _NOT_IN_ZARR = frozenset({"uint2", "uint4", "float8_e4m3"})
 
@@ -33,11 +33,11 @@ def zarr_metadata(
 ) -> dict[str, Any]:
     """Return the zarr v3 array metadata of a stored array, without the version fields."""
     data_type = stored_dtype(dtype)
-    fill: Any = 0.0 if "float" in data_type else 0
+    fill_value: Any = 0.0 if "float" in data_type else 0
     if data_type == "bool":
-        fill = False
+        fill_value = False
     elif data_type.startswith("complex"):
-        fill = [0.0, 0.0]
+        fill_value = [0.0, 0.0]
     one_byte = DTYPES[data_type].itemsize == 1
     endian = {} if one_byte else {"configuration": {"endian": "little"}}
     itemsize = DTYPES[data_type].itemsize
@@ -48,7 +48,7 @@ def zarr_metadata(
         "chunk_key_encoding": {"name": "default"},
         "data_type": data_type,
         "codecs": [{"name": "bytes", **endian}, *codecs],
-        "fill_value": fill,
+        "fill_value": fill_value,
     }
 
 
@@ -76,14 +76,14 @@ def choose_chunk(
 ) -> tuple[int, ...]:
     """Return the chunk shape for an array whose shards have the shape `shard`.
 
-    Leading axes are split first: such chunks are one run of memory within a shard. Where a length
-    has a divisor that comes near, it is split evenly, so that no chunk crosses a shard and none is
-    padded. Where it has none (a prime length), chunks cross shards or are padded at the edge of the
-    array: every chunk is at most `target_bytes`.
+    The first axes are split first: such chunks are one run of memory within a shard. A length with
+    a suitable divisor is split evenly, so that no chunk crosses a shard and none is padded. For any
+    other length, such as a prime, chunks cross shards or are padded at the edge of the array. Every
+    chunk has at most `target_bytes`.
 
-    With `most_bytes` no chunk crosses a shard, whatever the lengths are: another process may hold
-    the next one. Where a shard has no good divisor, its chunks are larger than `target_bytes` then,
-    but not larger than `most_bytes` if any divisor gives such.
+    With `most_bytes` no chunk ever crosses a shard, since another process may hold the next one. If
+    a shard has no good divisor, its chunks are larger than `target_bytes`, but not larger than
+    `most_bytes` if a divisor allows that.
 
     Before that, `axes` are cut in turn into equal parts, each as often as the others, as long as
     their lengths have small divisors: finer shards along them then consist of whole chunks.
@@ -94,7 +94,7 @@ def choose_chunk(
         itemsize: Bytes of one element.
         target_bytes: Upper bound of a chunk.
         axes: Axes to be split before the others, not negative.
-        most_bytes: Upper bound of a chunk that crosses no shard; None where chunks may cross them.
+        most_bytes: Upper bound of a chunk that must not cross shards; None if chunks may.
 
     Returns:
         The chunk shape, at least 1 along every axis.
@@ -124,7 +124,7 @@ def _cut_evenly(chunk: list[int], itemsize: int, target_bytes: int, axes: Sequen
     """Divide lengths of `chunk` by small factors, always of the axis with the fewest pieces."""
     pieces = dict.fromkeys(axes, 1)
     while pieces and math.prod(chunk) * itemsize > target_bytes:
-        # Of axes with as many pieces the first that was named.
+        # The first of the axes with the same number of pieces.
         axis = min(pieces, key=pieces.__getitem__)
         factor = next((n for n in range(2, _MOST_PIECES + 1) if chunk[axis] % n == 0), None)
         if factor is None:
@@ -135,11 +135,11 @@ def _cut_evenly(chunk: list[int], itemsize: int, target_bytes: int, axes: Sequen
 
 
 def _divisor(length: int, row: int, target_bytes: int, most_bytes: int) -> int:
-    """Return the divisor of `length` that gives the best chunks, of so many rows of `row` bytes."""
+    """Return the divisor of `length` for the best chunks, of that many rows of `row` bytes."""
     small = (n for n in range(1, math.isqrt(length) + 1) if length % n == 0)
     divisors = sorted({each for n in small for each in (n, length // n)})
     below = [n for n in divisors if n * row <= target_bytes]
-    # A chunk that is too large is better than very many that are too small.
+    # One chunk that is too large is better than very many that are too small.
     if below and below[-1] * row * _MOST_PIECES**2 >= target_bytes:
         return below[-1]
     above = next(n for n in divisors if n * row > target_bytes or n == length)
@@ -147,7 +147,7 @@ def _divisor(length: int, row: int, target_bytes: int, most_bytes: int) -> int:
 
 
 def _part(length: int, longest: int) -> int:
-    """Return how long the parts are when `length` is cut into parts of at most `longest`."""
+    """Return the length of the parts when `length` is cut into parts of at most `longest`."""
     pieces = -(-length // longest)
     # An even cut with a few more pieces is better than a ragged one: no chunk is padded.
     divisors = (n for n in range(pieces, min(_MOST_PIECES * pieces, length) + 1) if length % n == 0)

@@ -1,4 +1,4 @@
-"""How what is stored is brought to what is wanted, where the two differ on purpose."""
+"""Adapting: what is stored is changed to what the target wants, if they differ on purpose."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ckpt._tree.patterns import (
     PathRule,
     compile_pattern,
     compile_rule,
-    fill,
+    fill_stars,
 )
-from ckpt._tree.suggestions import what_is_there
+from ckpt._tree.suggestions import suggestion
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMismatchError
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
     "mismatch",
 ]
 
-# From leaf paths to the arrays that can be had there; see `ckpt.surgery`.
+# From leaf paths to their arrays; see `ckpt.surgery`.
 Transform = Callable[[Mapping[str, VirtualArray]], Mapping[str, VirtualArray]]
 Resize = Literal["pad", "truncate", "both"]
 Missing = Literal["error", "keep"]
@@ -42,7 +42,7 @@ _SHOWN = 200
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What became of one item's leaves.
+    """How one item's leaves were restored.
 
     Attributes:
         item: Name of the item.
@@ -61,11 +61,11 @@ class RestoreReport:
 class Adapt:
     """What may differ between a checkpoint and the target it is loaded into.
 
-    Without it, nothing may: every leaf of either has to be in the other. Leaf paths are written as
-    messages and `metadata()` write them, `params.layers.0.kernel`. In a pattern `*` stands for any
-    text within one key and a key `**` for any number of keys; a pattern covers what it matches and
-    everything below. A pattern that covers no leaf is an error. Where several patterns of a mapping
-    cover a leaf the first one counts.
+    Without it nothing may differ: every leaf of one must be in the other. Leaf paths are written as
+    in messages and `metadata()`, `params.layers.0.kernel`. In a pattern `*` stands for any text
+    within one key and a key `**` for any number of keys; a pattern covers what it matches and
+    everything below. A pattern that covers no leaf is an error. If several patterns of a mapping
+    cover a leaf, the first one counts.
 
     The steps are taken in the order of the attributes.
 
@@ -75,11 +75,11 @@ class Adapt:
         rename: New paths of stored leaves, as `{pattern: new path}`, where the `*` of a pattern
             stand for those of its new path, or as a function of the leaf path.
         transforms: Functions from `ckpt.surgery`, in this order: stack, unstack, concatenate,
-            split. Without a target the tree comes back as nested dicts by leaf path if leaves were
-            renamed or transformed.
-        cast: `{pattern: dtype}` that arrays are cast to, also to another kind; or one dtype, to
-            which all arrays of its kind are. (A target's own dtype is enough within one kind, as
-            from float32 to bfloat16.)
+            split. Without a target the tree is restored as nested dicts by leaf path if leaves
+            were renamed or transformed.
+        cast: `{pattern: dtype}` that arrays are cast to, also of another kind; or one dtype for
+            all arrays of its kind. (Within one kind, as from float32 to bfloat16, the dtype of the
+            target is enough.)
         resize: `pad` fills arrays smaller than the target's with zeros at the end of each axis,
             `truncate` cuts larger ones, `both` does either; or `{pattern: choice}`.
         missing: Whether target leaves that are not stored are an error or keep their own value.
@@ -87,7 +87,7 @@ class Adapt:
         report: Called with a `RestoreReport` for every item that was loaded.
 
     Raises:
-        InvalidArgumentError: An attribute cannot be meant as given.
+        InvalidArgumentError: An attribute is invalid.
     """
 
     select: PathRule | None = None
@@ -136,11 +136,11 @@ class Adapt:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What can be had of an item.
+    """The arrays that an item can be restored from.
 
     Attributes:
         sources: By leaf path, in the order of the stored leaves.
-        unselected: Leaf paths that are stored and not wanted.
+        unselected: Stored leaf paths that were not selected.
         moved: Whether paths differ from those of the stored tree.
     """
 
@@ -150,11 +150,11 @@ class Stored:
 
 
 def adapted(item: ItemEntry, adapt: Adapt) -> Stored:
-    """Return what can be had of an item: selected, renamed and transformed.
+    """Return the arrays of an item: selected, renamed and transformed.
 
     Raises:
-        TargetMismatchError: A pattern covers nothing, or two leaves come to one path.
-        InvalidArgumentError: A transform cannot be applied to what is stored.
+        TargetMismatchError: A pattern covers nothing, or two leaves get the same path.
+        InvalidArgumentError: A transform cannot be applied to the stored arrays.
     """
     names = unboxed_names(item.nodes, [entry.name for entry in item.leaves])
     numbers = {name: number for number, name in enumerate(names)}
@@ -179,9 +179,9 @@ def adapted(item: ItemEntry, adapt: Adapt) -> Stored:
 
 
 class _AsStored(Mapping[str, VirtualArray]):
-    """The leaves as they are stored, each made when it is asked for.
+    """The leaves as they are stored, each made when it is looked up.
 
-    Thousands of objects that live on make Python's garbage collector look at everything there is.
+    Thousands of objects that stay alive would trigger full runs of Python's garbage collector.
     """
 
     def __init__(self, item: ItemEntry, numbers: Mapping[str, int]) -> None:
@@ -217,13 +217,13 @@ def _check_covers(
     if not found:
         raise TargetMismatchError(
             f"{what}: {text!r:.80} covers none of the {len(names)} stored leaves"
-            f"{what_is_there(text, names)}; no array was read"
+            f"{suggestion(text, names)}; no array was read"
         )
     return found
 
 
 def _deciding(what: str, patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:
-    """Return for every leaf that is covered the first pattern that covers it."""
+    """Return the first pattern that covers each leaf, for all leaves that are covered."""
     first: dict[str, str] = {}
     for text in patterns:
         covered = _check_covers(what, text, compile_pattern(text).covers, names)
@@ -247,7 +247,7 @@ def _renamed(
         new = {name: name for name in names}
         for name, text in _deciding("rename", rename, names).items():
             stars, below = compile_pattern(text).split(name) or ((), "")
-            new[name] = fill(rename[text], stars, below)
+            new[name] = fill_stars(rename[text], stars, below)
     taken: dict[str, str] = {}
     for name in names:
         other = taken.setdefault(new[name], name)
@@ -268,7 +268,7 @@ def _path(given: object, name: str) -> str:
 
 
 def mismatch(problems: Sequence[str]) -> TargetMismatchError:
-    """Return the one error that lists what differs, a line for every leaf."""
+    """Return one error that lists all differences, a line for every leaf."""
     count = len(problems)
     lines = "\n  ".join(problems[:_SHOWN])
     more = f"\n  ... and {count - _SHOWN} more, in .problems" if count > _SHOWN else ""

@@ -1,17 +1,26 @@
-"""How one leaf is cut into chunks, and what its `zarr.json` says."""
+"""Chunking: how one leaf is cut into chunks, and which of them this process writes. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt._format.array_format import ArrayFormat, Compression
 from ckpt._format.dtypes import DTYPES
 from ckpt._format.ocdbt import MAX_KEY_BYTES
-from ckpt._format.regions import chunk_grid
+from ckpt._format.regions import (
+    Region,
+    addressable_regions,
+    chunk_grid,
+    chunk_region,
+    chunks_touching,
+    position_in_grid,
+    whole,
+)
 from ckpt._format.zarr import choose_chunk, chunk_key, zarr_metadata_bytes
-from ckpt._plan.data_files import CHUNK_ALIGNMENT, SECTOR
-from ckpt._plan.ownership import ArrayPlacement
+from ckpt._plan.ownership import ArrayPlacement, Partitioner, ProcessGroup, ReplicaGroup
+from ckpt._plan.write_batches import CHUNK_ALIGNMENT, SECTOR, Chunk, ChunkPart
 from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import UnsupportedLeafError
 
@@ -21,19 +30,25 @@ __all__ = [
     "PACKED_BYTES",
     "LeafPlan",
     "Limits",
+    "add_leaf",
+    "has_chunks",
     "limits_of",
     "plan_leaf",
+    "shared_chunks",
+    "whole_leaf_chunks",
 ]
 
-# A leaf up to this size is packed. Gathering whole leaves costs a few microseconds each; what is
-# larger is worth a chunk for every shard, so that each owner writes its own.
+Shape = tuple[int, ...]
+
+# A leaf up to this size is packed. Gathering a whole leaf costs a few microseconds; a larger one is
+# worth a chunk for every shard, so that each owner writes its own.
 PACKED_BYTES = 256 << 10
-# A batch must be large against the few milliseconds a file of its own costs, and small enough
-# that several fit the budget and every lane has some; a chunk must be small enough for resharded
-# reads. A large item has larger batches, so that it has not more than about so many files.
+# A batch must be large against the few milliseconds that a file costs, and small enough that
+# several fit the budget and every lane has some; a chunk must be small enough for resharded reads.
+# A large item has larger batches, so that it has no more than about this number of files.
 BATCH_BYTES = 48 << 20
 CHUNK_BYTES = 32 << 20
-# Chunks to be compressed are smaller: a chunk keeps one thread busy, and is held three times
+# Chunks to be compressed are smaller: each keeps one thread busy, and is held three times
 # meanwhile.
 COMPRESSED_CHUNK_BYTES = 8 << 20
 _MOST_FILES = 256
@@ -50,8 +65,8 @@ class LeafPlan:
         spec: What it is.
         chunk: Chunk shape of its array.
         grid: Number of chunks along every axis.
-        packed: Whether it is a packed leaf.
-        metadata: Its `zarr.json`, or None where nothing of it is in the database.
+        packed: Whether the whole array is one chunk, beside those of other small leaves.
+        metadata: Its `zarr.json`, or None for a leaf that is not in the database.
         compression: How its chunks are encoded, or None.
     """
 
@@ -66,7 +81,7 @@ class LeafPlan:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Most bytes of a batch; of one to be encoded; of a chunk that cannot be smaller."""
+    """Most bytes of a batch, of a batch to be encoded, and of a chunk that cannot be smaller."""
 
     batch: int
     encoded: int
@@ -80,14 +95,14 @@ def limits_of(
     largest: int | None,
     usual: int | None = None,
 ) -> Limits:
-    """Return the limits of a tree of `nbytes`, written by so many processes.
+    """Return the limits of a tree of `nbytes`, written by a number of processes.
 
     Args:
         nbytes: Bytes of all its arrays.
         budget_bytes: The staging budget of every process.
         processes: How many there are.
         largest: Most bytes of a file, or None.
-        usual: About how large a file is best, or None for what is best on a disk.
+        usual: About the best size of a file, or None for the best on a disk.
     """
     share = nbytes // processes
     batch = min(max(usual or BATCH_BYTES, share // _MOST_FILES), budget_bytes // 4)
@@ -104,7 +119,7 @@ def plan_leaf(
     spec: LeafSpec,
     limits: Limits,
     documents: dict[tuple[object, ...], bytes],
-    spread: ArrayPlacement | None,
+    placement: ArrayPlacement | None,
 ) -> LeafPlan:
     """Return where one leaf goes.
 
@@ -113,7 +128,7 @@ def plan_leaf(
         spec: What it is.
         limits: How large chunks and batches may be.
         documents: The `zarr.json` of all kinds of arrays so far; thousands of leaves share a few.
-        spread: How it lies on several processes, or None where it does not.
+        placement: How it lies on several processes, or None where it is on this one alone.
 
     Raises:
         UnsupportedLeafError: Its name is too long to be a key of a database.
@@ -123,15 +138,15 @@ def plan_leaf(
     itemsize = DTYPES[spec.dtype].itemsize
     chosen = spec.format or _NO_FORMAT
     batch_bytes = limits.batch
-    most_bytes = None if spread is None else limits.chunk
+    most_bytes = None if placement is None else limits.chunk
     largest = min(CHUNK_BYTES, batch_bytes) // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
     most = batch_bytes if chosen.chunk_bytes is None else chosen.chunk_bytes
     packed = spec.nbytes <= min(PACKED_BYTES, largest // 2, most)
-    packed = packed and (spread is None or spread.is_whole)
+    packed = packed and (placement is None or placement.is_whole_somewhere)
     compression = None if packed else chosen.codec
     if compression is not None:
         largest, batch_bytes = COMPRESSED_CHUNK_BYTES, limits.encoded // 2
-        most_bytes = None if spread is None else limits.chunk // 4
+        most_bytes = None if placement is None else limits.chunk // 4
     chunk_bytes = min(chosen.chunk_bytes or largest, batch_bytes)
     shard = spec.shape
     if not packed and spec.sharding is not None:
@@ -147,7 +162,7 @@ def plan_leaf(
 
 
 def _axes_first(spec: LeafSpec, chosen: ArrayFormat, shard: Sequence[int]) -> tuple[int, ...]:
-    """Return the axes that are cut before the leading ones."""
+    """Return the axes that are cut before the first ones."""
     if chosen.split_axes is not None:
         return tuple(dict.fromkeys(axis % len(spec.shape) for axis in chosen.split_axes))
     if chosen.chunk_bytes is None:
@@ -166,3 +181,103 @@ def _check_name(name: str, grid: tuple[int, ...]) -> None:
             "shorter keys",
             leaf=name,
         )
+
+
+def has_chunks(leaf: LeafPlan) -> bool:
+    """Tell whether chunks of a leaf are stored for its own sake."""
+    return leaf.metadata is not None and 0 not in leaf.spec.shape and leaf.spec.same_as is None
+
+
+def whole_leaf_chunks(number: int, leaf: LeafPlan, team: ProcessGroup | None) -> Iterable[Chunk]:
+    """Yield the chunks of a leaf of which this process writes all."""
+    spec = leaf.spec
+    shape = spec.shape
+    if leaf.packed:
+        place = (0,) * len(shape)
+        yield Chunk(number, 0, (), place, whole(shape), 0, spec.nbytes, spec.nbytes)
+        return
+    stored, itemsize = _stored_bytes(leaf), DTYPES[spec.dtype or ""].itemsize
+    parts: dict[Shape, list[ChunkPart]] = {}
+    process = None if team is None else team.index
+    for region, holders in addressable_regions(spec.sharding, shape, process):
+        for place in chunks_touching(region, leaf.chunk):
+            covered = chunk_region(place, leaf.chunk, shape)
+            common = region.intersect(covered)
+            assert common is not None
+            part = ChunkPart(holders[0], common.within(region), common.within(covered))
+            parts.setdefault(place, []).append(part)
+    for place, found in parts.items():
+        covered = chunk_region(place, leaf.chunk, shape)
+        position = position_in_grid(place, leaf.grid)
+        nbytes = covered.size * itemsize
+        yield Chunk(number, position, tuple(found), place, covered, 0, nbytes, stored)
+
+
+def add_leaf(
+    partitioner: Partitioner, number: int, leaf: LeafPlan, placement: ArrayPlacement
+) -> None:
+    """Tell the partitioner what groups of this process have to write of a leaf."""
+    stored = _stored_bytes(leaf)
+    if leaf.packed:
+        if placement.whole_group is not None:
+            partitioner.add(placement.whole_group, number, 1, stored)
+        return
+    in_shard = math.prod(_chunks_of_shard(leaf))
+    for group, shards in placement.shards:
+        partitioner.add(group, number, in_shard * len(shards), stored)
+
+
+def shared_chunks(
+    number: int,
+    leaf: LeafPlan,
+    placement: ArrayPlacement,
+    own: Mapping[tuple[int, ReplicaGroup], range],
+) -> Iterable[Chunk]:
+    """Yield the chunks that this process writes of a leaf that several processes hold.
+
+    Args:
+        number: Number of the leaf.
+        leaf: Its plan.
+        placement: How it lies on the processes.
+        own: The part of this process; see `Partitioner.own`.
+    """
+    if leaf.packed:
+        if placement.whole_group is not None and (number, placement.whole_group) in own:
+            yield from whole_leaf_chunks(number, leaf, None)
+        return
+    assert leaf.spec.sharding is not None
+    shape = leaf.spec.shape
+    shard_shape = leaf.spec.sharding.shard_shape(shape)
+    stored, itemsize = _stored_bytes(leaf), DTYPES[leaf.spec.dtype or ""].itemsize
+    grid = _chunks_of_shard(leaf)
+    in_shard = math.prod(grid)
+    for group, shards in placement.shards:
+        for turn in own.get((number, group), ()):
+            shard = shards[turn // in_shard]
+            place = _place(shard.place, grid, turn % in_shard)
+            covered = chunk_region(place, leaf.chunk, shape)
+            corner = tuple(at * n for at, n in zip(shard.place, shard_shape, strict=True))
+            # No other shard has a part of it.
+            source = covered.within(Region(corner, shard_shape))
+            part = ChunkPart(shard.shard, source, whole(covered.shape))
+            position = position_in_grid(place, leaf.grid)
+            nbytes = covered.size * itemsize
+            yield Chunk(number, position, (part,), place, covered, 0, nbytes, stored)
+
+
+def _stored_bytes(leaf: LeafPlan) -> int:
+    return math.prod(leaf.chunk) * DTYPES[leaf.spec.dtype or ""].itemsize
+
+
+def _place(shard: Shape, grid: Shape, number: int) -> Shape:
+    """Return the place in the chunk grid of chunk `number` of a shard whose own grid is `grid`."""
+    place = []
+    for first, count in zip(reversed(shard), reversed(grid), strict=True):
+        number, index = divmod(number, count)
+        place.append(first * count + index)
+    return tuple(reversed(place))
+
+
+def _chunks_of_shard(leaf: LeafPlan) -> Shape:
+    assert leaf.spec.sharding is not None
+    return chunk_grid(leaf.spec.sharding.shard_shape(leaf.spec.shape), leaf.chunk)

@@ -1,4 +1,4 @@
-"""Which leaf is stored how: rules by leaf path, applied to the leaves of a tree."""
+"""Format rules: how leaves are stored, by leaf path."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ckpt.errors import CheckpointError, InvalidArgumentError, UnsupportedLeafEr
 
 __all__ = ["FormatRules", "Formats", "Formatted", "compile_formats", "format_leaves"]
 
-# By pattern of leaf paths, where the first that covers a leaf counts; or a function of the leaf
-# path and what the array is.
+# By pattern of leaf paths, of which the first that covers a leaf counts; or a function of the leaf
+# path and the shape and dtype of the array.
 Formats = Mapping[str, ArrayFormat] | Callable[[str, jax.ShapeDtypeStruct], ArrayFormat | None]
-# PRNG keys are what they are, and Python scalars have no dtype.
+# Not PRNG keys, whose dtype is fixed, and not Python scalars, which have none.
 _FORMATTED_KINDS = frozenset({"jax", "numpy", "numpy_scalar"})
 
 
 @dataclass(frozen=True, slots=True)
 class Formatted:
-    """What became of the leaves of an item.
+    """The leaves of an item with their formats.
 
     Attributes:
         specs: What every leaf is and how it is stored.
         paths: The leaf paths.
-        used: Numbers of the patterns that decided about an array.
+        used: Numbers of the patterns that were applied to an array.
     """
 
     specs: Sequence[LeafSpec]
@@ -46,7 +46,7 @@ class FormatRules:
     function: Callable[[str, jax.ShapeDtypeStruct], ArrayFormat | None] | None = None
 
     def find(self, path: str, spec: LeafSpec) -> tuple[ArrayFormat | None, int | None]:
-        """Return the format of an array, and the number of the pattern that says so."""
+        """Return the format of an array, and the number of the pattern that it is from."""
         if self.function is not None:
             struct = jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
                 spec.shape, DTYPES[spec.dtype or ""], sharding=spec.sharding
@@ -63,13 +63,13 @@ class FormatRules:
         return None, None
 
     def check_used(self, items: Iterable[Formatted]) -> None:
-        """Check that every pattern decided about an array of a save.
+        """Check that every pattern was applied to an array of a save.
 
         Args:
             items: The items of the save.
 
         Raises:
-            InvalidArgumentError: One did not; says why.
+            InvalidArgumentError: One was not; says why.
         """
         found = list(items)
         used = {number for item in found for number in item.used}
@@ -101,10 +101,10 @@ class FormatRules:
 
 
 def compile_formats(formats: Formats | None) -> FormatRules | None:
-    """Return the rules of `formats`, or None where there are none.
+    """Return the rules of `formats`, or None if there are none.
 
     Raises:
-        InvalidArgumentError: They cannot be meant as given.
+        InvalidArgumentError: The formats are invalid.
     """
     given: object = formats
     if given is None:
@@ -125,9 +125,9 @@ def compile_formats(formats: Formats | None) -> FormatRules | None:
 
 
 def format_leaves(rules: FormatRules, paths: Sequence[str], specs: Sequence[LeafSpec]) -> Formatted:
-    """Return the leaves with the formats that `rules` have for them.
+    """Return the leaves with their formats.
 
-    One array at two places with different formats is stored at both.
+    One array at two places with different formats is stored twice.
 
     Args:
         rules: The rules.
@@ -135,7 +135,8 @@ def format_leaves(rules: FormatRules, paths: Sequence[str], specs: Sequence[Leaf
         specs: What every leaf is.
 
     Raises:
-        UnsupportedLeafError: A leaf cannot be stored so; names the first, notes the others.
+        UnsupportedLeafError: A leaf cannot be stored in its format; names the first, notes the
+            others.
     """
     used: set[int] = set()
     formatted: list[LeafSpec] = []
@@ -161,7 +162,7 @@ def format_leaves(rules: FormatRules, paths: Sequence[str], specs: Sequence[Leaf
             others.append(number)
         formatted.append(new)
         if same is not None:
-            # Compared without it above; set where all is known.
+            # Compared without `same_as` above.
             formatted[number] = replace(new, same_as=same)
     if problems:
         for other in problems[1:20]:

@@ -1,4 +1,4 @@
-"""Target against manifest: what every leaf comes back as, or every difference at once."""
+"""Matching: a target is compared with a manifest, and all differences are reported at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from ckpt._tree.suggestions import near_miss
 
 __all__ = ["Match", "match_as_saved", "match_target"]
 
-# Looking for a name that is nearly right takes milliseconds.
+# Looking for a similar name takes milliseconds.
 _MOST_HINTS = 20
 
 _Likeness = tuple[object, ...]
@@ -49,10 +49,10 @@ _Likeness = tuple[object, ...]
 
 @dataclass(slots=True)
 class Match:
-    """What has to be read, and where it goes.
+    """What has to be read, and for which leaves.
 
     Attributes:
-        values: Every leaf of the result that is no array to read: scalars, kept and skipped ones.
+        values: The leaves of the result that are not read: scalars, kept and skipped ones.
         reads: The arrays to read.
         places: By the number of the leaf, the number of the read that gives it.
         used: Stored leaf paths that are loaded.
@@ -70,7 +70,7 @@ class Match:
     def read(
         self, path: str, source: VirtualArray, target: ArrayTarget, shape: tuple[int, ...]
     ) -> int:
-        """Read an array for the leaf whose value would come next; return the read's number."""
+        """Read an array for the next leaf; return the number of the read."""
         fitted = source if shape == source.shape else resize(source, shape)
         stored = source.entry.dtype or ""
         self.reads.append(ArrayRead(target, shape, stored, fitted.leaf, path, fitted.pieces))
@@ -78,18 +78,18 @@ class Match:
         return len(self.reads) - 1
 
     def place(self, path: str, target: ArrayTarget, value: np.ndarray[Any, Any]) -> None:
-        """Place an array that is known already for the leaf whose value would come next."""
+        """Place an array that is already known for the next leaf."""
         stored = value.dtype.name
         self.reads.append(ArrayRead(target, value.shape, stored, None, path, value=value))
         self.share(len(self.reads) - 1)
 
     def share(self, read: int) -> None:
-        """Let the leaf whose value would come next be the array of an earlier read."""
+        """Let the next leaf be the array of an earlier read."""
         self.places[len(self.values)] = read
         self.values.append(None)
 
     def leaves(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return all leaves, the arrays in their places."""
+        """Return all leaves, with the arrays that were read."""
         found = list(self.values)
         for place, read in self.places.items():
             found[place] = arrays[read]
@@ -97,14 +97,14 @@ class Match:
 
 
 def match_as_saved(item: ItemEntry, stored: Stored, adapt: Adapt) -> Match:
-    """Bring every leaf back as it was saved; one that is not selected is `...`.
+    """Match every leaf as it was saved; one that is not selected is `...`.
 
     The leaves are those of the stored tree, or, if leaves were renamed or transformed, those of
     `stored.sources`.
 
     Raises:
-        TargetMismatchError: A 64-bit jax array is stored and this process has 64 bits switched off,
-            or a function is.
+        TargetMismatchError: A 64-bit jax array is stored, and this process has 64 bits switched
+            off; or a function is stored.
     """
     work = _AsSaved(item, adapt)
     if stored.moved:
@@ -126,7 +126,7 @@ class _AsSaved:
         self.problems: list[str] = []
         self._adapt = adapt
         self._shardings = [rebuild_sharding(entry) for entry in item.shardings]
-        # Thousands of leaves are alike in all that matters here.
+        # Thousands of leaves are equal in everything that matters here.
         self._known: dict[_Likeness, ArrayTarget] = {}
         # One object that stood at several places does so again.
         self._shared: dict[int, int] = {}
@@ -179,7 +179,7 @@ class _AsSaved:
 
 
 def match_target(target: Structure, stored: Stored, adapt: Adapt) -> Match:
-    """Hold a target against what is stored.
+    """Match a target with what is stored.
 
     Leaves are matched by their path, so containers may differ in kind (a dict for a namedtuple) as
     long as the paths agree.
@@ -206,19 +206,20 @@ def match_target(target: Structure, stored: Stored, adapt: Adapt) -> Match:
 
 
 class _ToTarget:
-    """Leaves as a target wants them, in one pass."""
+    """The leaves of a target, in one pass."""
 
     def __init__(self, stored: Stored, adapt: Adapt) -> None:
         self.match = Match()
         self.problems: list[str] = []
-        # What lies below these is not wanted.
+        # Stored leaves below these are skipped.
         self.skipped: tuple[str, ...] = ()
         self._stored = stored
         self._adapt = adapt
         self._hints = 0
-        # Thousands of leaves are alike in all that matters here, and looking at one costs 8 us.
+        # Thousands of leaves are equal in everything that matters here, and looking at one takes 8
+        # us.
         self._known: dict[_Likeness, ArrayTarget] = {}
-        # A target's one array at several places comes back as one.
+        # One array at several places of the target is restored as one.
         self._shared: dict[tuple[int, int], int] = {}
 
     def add(self, name: str, leaf: Any) -> None:
@@ -226,7 +227,7 @@ class _ToTarget:
         if source is not None and source.entry.kind in ARRAY_KINDS and leaf is not ...:
             self._array(name, leaf, source)
         elif is_function(leaf) and (source is None or source.entry.kind == CALLABLE):
-            # Code is not stored; a target brings its own.
+            # Code is not stored; a target has its own.
             self.match.values.append(leaf)
         elif source is None:
             self._absent(name, leaf)
@@ -239,7 +240,7 @@ class _ToTarget:
             self._scalar(name, leaf, source)
 
     def _scalar(self, name: str, leaf: Any, source: VirtualArray) -> None:
-        """Bring a stored Python scalar back as an array without dimensions."""
+        """Match a stored Python scalar as an array without dimensions."""
         entry = source.entry
         found = array_target(leaf, entry) if entry.kind in PYTHON_TYPES else None
         target, shape = found or (None, ())
@@ -258,7 +259,7 @@ class _ToTarget:
         self._differs(name, source, problem or "")
 
     def _absent(self, name: str, leaf: Any) -> None:
-        # A shape or a type says what is wanted, and is no value.
+        # A shape or a type says what is wanted, and has no value.
         abstract = isinstance(leaf, type) or (
             hasattr(leaf, "shape") and not isinstance(leaf, jax.Array | np.ndarray | np.generic)
         )
@@ -337,7 +338,7 @@ class _ToTarget:
     def _shape(
         self, name: str, source: VirtualArray, wanted: tuple[int, ...]
     ) -> tuple[int, ...] | None:
-        """Return the shape to read, of a PRNG key that of its data; None if it may not be so."""
+        """Return the shape to read, for a PRNG key that of its data; None if it is not allowed."""
         entry = source.entry
         if entry.kind == "key":
             return source.shape if key_shape(entry) == wanted else None
@@ -360,7 +361,7 @@ class _ToTarget:
 def _cast_of(adapt: Adapt, name: str, source: VirtualArray) -> Any:
     """Return the dtype an array is cast to, or None.
 
-    One dtype for all casts only what is of its kind: step counters are no bfloat16.
+    One dtype for all arrays casts only those of its kind, and so no step counters to bfloat16.
     """
     if adapt.cast is None or source.entry.kind == "key":
         return None
@@ -371,7 +372,7 @@ def _cast_of(adapt: Adapt, name: str, source: VirtualArray) -> Any:
 
 
 def _likeness(leaf: Any, source: VirtualArray) -> _Likeness | None:
-    """Return a key that is equal only for pairs that fit each other in the same way, or None."""
+    """Return a key that is equal only for pairs that match in the same way, or None."""
     if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array):
         return None
     entry = source.entry

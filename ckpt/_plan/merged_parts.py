@@ -1,38 +1,33 @@
-"""A tree that arrives in parts: dicts are merged, and keys are only ever added. Pure.
+"""Merged parts: a tree that is saved in parts is put together. Pure.
 
-What comes out is what describing and saving the whole tree at once would have given, but for the
-names of data files and where in them the chunks lie.
+Dicts are merged, and a part may only add keys. The result is that of describing and saving the
+whole tree at once, but for the names of data files and where in them the chunks are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any, TypeAlias
 
-from ckpt._format.manifest import (
-    ItemEntry,
-    JsonValue,
-    LeafEntry,
-    Node,
-    ShardingEntry,
-)
-from ckpt._format.ocdbt import KeyValue
-from ckpt._plan.save_plan import Places, SavePlan, database_entries
+import numpy as np
+
+from ckpt._format.manifest import JsonValue, Node
+from ckpt._plan.chunking import LeafPlan
+from ckpt._plan.item_reports import ItemReport, PlannedTree
 from ckpt._tree.leaf_names import join_keys, sibling_names
 from ckpt._tree.static_values import decode_key
 from ckpt.errors import InvalidArgumentError
 
-__all__ = ["Merged", "PartPlan", "TreeParts", "merge_database", "merge_entries"]
+__all__ = ["MergedTree", "TreeParts", "merge_parts"]
 
 _SORTED = frozenset({"dict", "default_dict"})
 _DICTS = _SORTED | {"ordered_dict"}
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
-    """A whole tree.
+class MergedTree:
+    """The structure of a whole tree.
 
     Attributes:
         nodes: Its inner nodes, root first.
@@ -46,21 +41,6 @@ class Merged:
 
 
 @dataclass(frozen=True, slots=True)
-class PartPlan:
-    """Where the arrays of one part went.
-
-    Attributes:
-        save: Its plan.
-        places: Where the chunks lie that were encoded.
-        files: Paths of the data files of its batches, relative to the item.
-    """
-
-    save: SavePlan
-    places: Places
-    files: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
 class _Leaf:
     part: int
     number: int
@@ -71,8 +51,8 @@ class _Branch:
     """An inner node that may grow.
 
     Attributes:
-        node: The node it came as.
-        children: By key, by place in a sequence: the key as it is stored, and what is below it.
+        node: The node as it came.
+        children: By key, or by place in a sequence: the key as it is stored, and what is below.
     """
 
     node: Node
@@ -109,12 +89,12 @@ class TreeParts:
         self.count += 1
         return self.count - 1
 
-    def merged(self) -> Merged:
+    def merged(self) -> MergedTree:
         """Return the tree that the parts make; there must be one."""
         assert self._root is not None
         walk = _Numbering()
         walk.visit(self._root, ())
-        return Merged(walk.nodes, walk.names, walk.sources)
+        return MergedTree(walk.nodes, walk.names, walk.sources)
 
 
 def _tree_of(nodes: Sequence[Node], part: int) -> _Tree:
@@ -191,7 +171,7 @@ def _ordered(node: Node, keys: Sequence[Any]) -> Iterable[int]:
 
 @dataclass(slots=True)
 class _Numbering:
-    """Numbers nodes and leaves as `layout.structure` does."""
+    """Numbers nodes and leaves in the order of `describe`."""
 
     nodes: list[Node] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -220,72 +200,37 @@ class _Numbering:
         return -number
 
 
-def merge_entries(entries: Sequence[ItemEntry], merged: Merged) -> ItemEntry:
-    """Return the manifest entry of the whole tree.
+def merge_parts(
+    merged: MergedTree, parts: Sequence[PlannedTree], reports: Sequence[ItemReport]
+) -> tuple[PlannedTree, list[ItemReport]]:
+    """Return the whole tree with its plan, and the reports as those of its writers.
 
     Args:
-        entries: The entry of every part, by its number.
-        merged: The tree.
+        merged: The structure.
+        parts: The parts, by number.
+        reports: What was written of each; its leaves are those of the part.
     """
-    first_files = _starts([len(entry.data_files) for entry in entries])
-    shardings: dict[str, tuple[int, ShardingEntry]] = {}
-    known: dict[tuple[int, int], int] = {}
     firsts: dict[tuple[int, int], int] = {}
-
-    def sharding_of(part: int, number: int) -> int:
-        if (part, number) not in known:
-            entry = entries[part].shardings[number]
-            text = entry.model_dump_json()
-            known[part, number] = shardings.setdefault(text, (len(shardings), entry))[0]
-        return known[part, number]
-
-    leaves: list[LeafEntry] = []
+    leaves: list[LeafPlan] = []
+    values = []
     for name, (part, number) in zip(merged.names, merged.sources, strict=True):
-        leaf = entries[part].leaves[number]
-        # Keys of ordered dicts keep the places they came to, so of the leaves that are one array
-        # another may come first than in the part.
-        array = (part, number if leaf.same_as is None else leaf.same_as)
+        leaf = parts[part].leaves[number]
+        # Keys of ordered dicts stay where they came first, so of the leaves that are one array
+        # another may be the first than in the part.
+        array = (part, number if leaf.spec.same_as is None else leaf.spec.same_as)
         first = firsts.setdefault(array, len(leaves))
         same_as = None if first == len(leaves) else first
-        update: dict[str, Any] = {"name": name, "same_as": same_as}
-        if leaf.offsets and first_files[part]:
-            here = leaf.files or [0] * len(leaf.offsets)
-            update["files"] = [file + first_files[part] for file in here]
-        if leaf.sharding is not None:
-            update["sharding"] = sharding_of(part, leaf.sharding)
-        leaves.append(leaf.model_copy(update=update))
-    return entries[0].model_copy(
-        update={
-            "nodes": merged.nodes,
-            "leaves": leaves,
-            "shardings": [entry for _, entry in shardings.values()],
-            "data_files": [path for entry in entries for path in entry.data_files],
-            "nbytes": sum(entry.nbytes for entry in entries),
-        }
-    )
-
-
-def merge_database(plans: Sequence[PartPlan], merged: Merged) -> list[KeyValue]:
-    """Return the keys of the database of the whole tree.
-
-    Its data files are those of all parts, one part after the other.
-    """
-    first_files = _starts([len(plan.files) for plan in plans])
-    names: list[dict[int, str]] = [{} for _ in plans]
-    for name, (part, number) in zip(merged.names, merged.sources, strict=True):
-        names[part][number] = name
-    found = []
-    for part, plan in enumerate(plans):
-        # A key that is no string is marked beside a string of the same text.
-        leaves = tuple(
-            leaf if leaf.name == names[part][number] else replace(leaf, name=names[part][number])
-            for number, leaf in enumerate(plan.save.leaves)
-        )
-        for entry in database_entries(replace(plan.save, leaves=leaves), plan.places):
-            shifted = entry.inline is None and first_files[part]
-            found.append(replace(entry, file=entry.file + first_files[part]) if shifted else entry)
-    return found
-
-
-def _starts(counts: Sequence[int]) -> list[int]:
-    return list(accumulate(counts, initial=0))[:-1]
+        # A key that is not a string is marked beside a string of the same text.
+        if leaf.name != name or leaf.spec.same_as != same_as:
+            leaf = replace(leaf, name=name, spec=replace(leaf.spec, same_as=same_as))
+        leaves.append(leaf)
+        values.append(parts[part].values[number])
+    numbers = [np.zeros(len(part.leaves), np.uint32) for part in parts]
+    for (part, number), first in firsts.items():
+        numbers[part][number] = first
+    moved = []
+    for table, report in zip(numbers, reports, strict=True):
+        rows = report.rows.copy()
+        rows["leaf"] = table[rows["leaf"]]
+        moved.append(replace(report, rows=rows))
+    return PlannedTree(merged.nodes, leaves, values), moved

@@ -1,8 +1,8 @@
-"""The files that make a step readable by Orbax, as a pure function of its manifest entries.
+"""The Orbax view: the files that let Orbax read a step, made from its manifest entries. Pure.
 
-Nothing here is read back by this library: `ckpt.json` alone is. A leaf whose stored name had to be
-escaped appears to Orbax under the escaped key; a value Orbax has no kind for (complex, bytes, an
-int beyond 64 bits) appears as its text.
+This library does not read them, only `ckpt.json`. A leaf whose stored name had to be escaped
+appears to Orbax under the escaped key; a value that Orbax has no kind for (complex, bytes, an int
+beyond 64 bits) appears as its text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ckpt._tree.static_values import decode_key
 
 __all__ = ["item_view", "root_view", "step_view"]
 
-# Orbax stores private Python paths as handler names; these are the ones that both its APIs resolve.
+# Orbax stores private Python paths as handler names; both of its APIs resolve these.
 _HANDLERS = "orbax.checkpoint._src.handlers"
 _TREE = f"{_HANDLERS}.standard_checkpoint_handler.StandardCheckpointHandler"
 _JSON = f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler"
@@ -65,8 +65,8 @@ def step_view(
 ) -> dict[str, bytes]:
     """Return the files of the step itself, by path relative to it.
 
-    An item that is no tree is JSON to Orbax: what its handler wrote as `metadata`, and otherwise a
-    few words about it, since Orbax reads all items of a step or none.
+    An item that is not a tree is JSON to Orbax: what its handler wrote as `metadata`, or a few
+    words about it, since Orbax reads all items of a step or none.
 
     Args:
         entry: Name of the step's directory.
@@ -75,7 +75,7 @@ def step_view(
         metadata: User metadata.
         created_ns: When the save began.
         committed_ns: When the manifest is written.
-        written: The files of the step that were written already.
+        written: The files of the step that are already written.
     """
     if metadata is None:
         custom: dict[str, Any] = {}
@@ -88,7 +88,7 @@ def step_view(
             about = {"handler": item.handler, "data": item.data, "nbytes": item.nbytes}
             files[f"{name}/metadata"] = _json(about)
     if metrics is not None:
-        # An item of their own, where Orbax looks; NaN and infinities as Python's json writes them.
+        # An item of their own, where Orbax looks; NaN and infinities as Python's json has them.
         handlers["metrics"] = _JSON
         files["metrics/metrics"] = _json({name: float(value) for name, value in metrics.items()})
     document = {
@@ -109,7 +109,7 @@ def step_view(
 def item_view(item: ItemEntry) -> dict[str, bytes]:
     """Return the files of one item that do not depend on its values, by path relative to it.
 
-    Digests, places and values of the leaves are not looked at.
+    Digests and values of the leaves, and where their chunks are, do not matter.
     """
     tree = {}
     for path, leaf in _paths(item):
@@ -134,7 +134,7 @@ def item_view(item: ItemEntry) -> dict[str, bytes]:
 
 
 def text_view(item: ItemEntry) -> dict[str, bytes]:
-    """Return the file that holds an item's values without an array; nothing if there are none."""
+    """Return the file with the values of an item that have no array; empty if there are none."""
     texts = {leaf.name: _text(leaf) for leaf in item.leaves if _value_type(leaf) == "string"}
     return {"_strings.json": _json(texts)} if texts else {}
 
@@ -191,7 +191,7 @@ def _value_metadata(leaf: LeafEntry | Node) -> dict[str, Any]:
 def _text(leaf: LeafEntry) -> str:
     value = leaf.value if leaf.kind == CALLABLE else decode_scalar(leaf)
     if isinstance(value, int):
-        # Python limits how long a decimal text it makes.
+        # Python limits the length of decimal texts.
         return hex(value)
     return value if isinstance(value, str) else repr(value)
 

@@ -1,9 +1,9 @@
-"""Which process of a job writes what: every chunk once, by one of the processes that hold it. Pure.
+"""Ownership of chunks: each is written once, by one of the processes that hold it. Pure.
 
-Every process works out its own share, from what is the same on all of them. It looks only at shards
-that it holds. The processes that hold the same shards are a crew: all of them know what the crew
-has to write, deal it out in the same order, largest first, always to the one with the least so far,
-and each takes its own part of that. What one process alone holds needs no dealing.
+Every process works out its own part from what is the same on all of them, and looks only at shards
+that it holds. The processes that hold the same shards are a replica group: each knows what the
+group has to write, divides it in the same order, largest first and always to the member with the
+least so far, and takes its own part. What one process alone holds needs no dividing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ProcessGroup:
             all that it holds into a place of its own.
 
     Raises:
-        InvalidArgumentError: They cannot be meant so.
+        InvalidArgumentError: The numbers or the mode are invalid.
     """
 
     index: int
@@ -66,13 +66,13 @@ class ProcessGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicaGroup:
-    """Processes that hold the same.
+    """Processes that hold the same shards.
 
     Attributes:
         members: Their numbers, ascending.
-        rank: Place of this process among them.
-        start: The place that comes first where nobody has anything yet; not the same one for all
-            crews, so that those with the lowest numbers do not get the odd bit of everything.
+        rank: Position of this process among them.
+        start: Position of the member that comes first while all have the same; it differs from
+            group to group, so that the lowest numbers do not get the remainder of everything.
     """
 
     members: tuple[int, ...]
@@ -85,7 +85,7 @@ class HeldShard:
     """A shard that this process holds.
 
     Attributes:
-        place: Its place in the grid of the shards of its array.
+        place: Its place in the shard grid of its array.
         shard: Position in `addressable_shards` of the first replica of it here.
     """
 
@@ -98,42 +98,44 @@ class ArrayPlacement:
     """How an array lies on the devices of several processes, as one of them sees it.
 
     Attributes:
-        shares: The shards that this process holds, by the crew that holds them.
-        is_whole: Whether some process holds the whole array.
-        whole: The crew of those that do, or None if this process is not among them.
+        shards: The shards that this process holds, by the group that holds them.
+        is_whole_somewhere: Whether some process holds the whole array.
+        whole_group: The group of those that do, or None if this process is not among them.
     """
 
-    shares: tuple[tuple[ReplicaGroup, tuple[HeldShard, ...]], ...]
-    is_whole: bool
-    whole: ReplicaGroup | None
+    shards: tuple[tuple[ReplicaGroup, tuple[HeldShard, ...]], ...]
+    is_whole_somewhere: bool
+    whole_group: ReplicaGroup | None
 
 
-_NOTHING = ArrayPlacement((), is_whole=True, whole=None)
+_EMPTY = ArrayPlacement((), is_whole_somewhere=True, whole_group=None)
 
 
 @dataclass(slots=True)
 class Ownership:
-    """Finds out who holds what of the arrays of one tree; looks at every kind of spread once."""
+    """Which process holds what of the arrays of one tree; looks at every kind of placement once."""
 
     team: ProcessGroup
     _ranges: dict[int, tuple[object, tuple[int, int]]] = field(default_factory=dict)
-    _spreads: dict[tuple[int, Shape], tuple[object, ArrayPlacement]] = field(default_factory=dict)
+    _placements: dict[tuple[int, Shape], tuple[object, ArrayPlacement]] = field(
+        default_factory=dict
+    )
     _known: dict[tuple[jax.sharding.Sharding, Shape], ArrayPlacement] = field(default_factory=dict)
-    _crews: dict[tuple[int, ...], ReplicaGroup] = field(default_factory=dict)
+    _groups: dict[tuple[int, ...], ReplicaGroup] = field(default_factory=dict)
 
-    def spread(
+    def placement(
         self, sharding: jax.sharding.Sharding | None, shape: Shape, name: str
     ) -> ArrayPlacement | None:
-        """Return how an array lies on several processes, or None where it is this process's own.
+        """Return how an array lies on several processes, or None where it is on this one alone.
 
         Args:
-            sharding: Its sharding, or None for what is no jax array.
+            sharding: Its sharding; None for anything but a jax array.
             shape: Its shape.
             name: Name of the leaf, for messages.
 
         Raises:
-            UnsupportedLeafError: It lies on devices of one other process only.
-            InvalidArgumentError: It lies on a process that the team does not have.
+            UnsupportedLeafError: It is on devices of one other process only.
+            InvalidArgumentError: It is on a process that does not save.
         """
         if sharding is None:
             return None
@@ -154,17 +156,17 @@ class Ownership:
                 leaf=name,
             )
         if 0 in shape:
-            return _NOTHING
-        # Shards are even, so that it only matters into how many parts every axis is cut.
+            return _EMPTY
+        # Shards are even, so only the number of parts of every axis matters.
         parts = _parts(sharding, shape)
-        by_identity = self._spreads.get((id(sharding), parts))
+        by_identity = self._placements.get((id(sharding), parts))
         if by_identity is not None:
             return by_identity[1]
         # Hashing a sharding is slow, and jax makes new ones that are equal.
         found = self._known.get((sharding, parts))
         if found is None:
-            found = self._known[sharding, parts] = self._look(sharding, parts)
-        self._spreads[id(sharding), parts] = sharding, found
+            found = self._known[sharding, parts] = self._find(sharding, parts)
+        self._placements[id(sharding), parts] = sharding, found
         return found
 
     def _range_of(self, sharding: jax.sharding.Sharding) -> tuple[int, int]:
@@ -176,7 +178,7 @@ class Ownership:
             known = self._ranges[id(sharding)] = (sharding, (min(found), max(found)))
         return known[1]
 
-    def _look(self, sharding: jax.sharding.Sharding, parts: Shape) -> ArrayPlacement:
+    def _find(self, sharding: jax.sharding.Sharding, parts: Shape) -> ArrayPlacement:
         places = _places(sharding, parts)
         index = self.team.index
         own: dict[Shape, int] = {}
@@ -186,32 +188,35 @@ class Ownership:
         holders = {
             place: {process for process, found in held.items() if place in found} for place in own
         }
-        cells: dict[ReplicaGroup, list[HeldShard]] = {}
+        shards: dict[ReplicaGroup, list[HeldShard]] = {}
         # In the same order on all processes.
         for place in sorted(own):
-            crew = self._crew(holders[place])
-            cells.setdefault(crew, []).append(HeldShard(place, own[place]))
+            group = self._group(holders[place])
+            shards.setdefault(group, []).append(HeldShard(place, own[place]))
         count = len({place for _, place in places})
         whole = {process for process, found in held.items() if len(found) == count}
         if self.team.mode == "local":
-            # None writes for another one.
+            # No process writes for another one.
             whole = whole if len(whole) == len(held) else set()
-        shares = tuple((crew, tuple(each)) for crew, each in cells.items())
-        return ArrayPlacement(shares, bool(whole), self._crew(whole) if index in whole else None)
+        return ArrayPlacement(
+            tuple((group, tuple(held)) for group, held in shards.items()),
+            bool(whole),
+            self._group(whole) if index in whole else None,
+        )
 
-    def _crew(self, processes: set[int]) -> ReplicaGroup:
-        """Return the crew of `processes`, this one among them."""
+    def _group(self, processes: set[int]) -> ReplicaGroup:
+        """Return the group of `processes`, this one among them."""
         members = (self.team.index,) if self.team.mode == "local" else tuple(sorted(processes))
-        known = self._crews.get(members)
+        known = self._groups.get(members)
         if known is None:
             start = int(digest(repr(members).encode())[:8], 16) % len(members)
             rank = members.index(self.team.index)
-            known = self._crews[members] = ReplicaGroup(members, rank, start)
+            known = self._groups[members] = ReplicaGroup(members, rank, start)
         return known
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _LeafChunks:
     leaf: int
     chunks: int
     nbytes: int
@@ -219,45 +224,45 @@ class _Job:
 
 @dataclass(slots=True)
 class Partitioner:
-    """What crews have to write, dealt out to their members."""
+    """What replica groups have to write, divided among their members."""
 
-    _jobs: dict[ReplicaGroup, list[_Job]] = field(default_factory=dict)
+    _work: dict[ReplicaGroup, list[_LeafChunks]] = field(default_factory=dict)
 
-    def add(self, crew: ReplicaGroup, leaf: int, chunks: int, nbytes: int) -> None:
-        """Note that a crew has to write so many chunks of a leaf, of `nbytes` each."""
-        self._jobs.setdefault(crew, []).append(_Job(leaf, chunks, nbytes))
+    def add(self, group: ReplicaGroup, leaf: int, chunks: int, nbytes: int) -> None:
+        """Note that a group has to write so many chunks of a leaf, of `nbytes` each."""
+        self._work.setdefault(group, []).append(_LeafChunks(leaf, chunks, nbytes))
 
     def own(self) -> Mapping[tuple[int, ReplicaGroup], range]:
-        """Return by leaf and crew which of the chunks, in their order, this process writes."""
+        """Return by leaf and group which of the chunks, in their order, this process writes."""
         return {
-            (leaf, crew): share
-            for crew, jobs in self._jobs.items()
-            for leaf, share in _dealt(crew, jobs)
+            (leaf, group): chunks
+            for group, work in self._work.items()
+            for leaf, chunks in _own_part(group, work)
         }
 
 
-def _dealt(crew: ReplicaGroup, jobs: list[_Job]) -> list[tuple[int, range]]:
-    count = len(crew.members)
+def _own_part(group: ReplicaGroup, work: list[_LeafChunks]) -> list[tuple[int, range]]:
+    count = len(group.members)
     if count == 1:
-        return [(job.leaf, range(job.chunks)) for job in jobs]
+        return [(each.leaf, range(each.chunks)) for each in work]
     # How much every member has beyond what all of them have, and who comes first among equals.
-    loads = [(0, (place - crew.start) % count, place) for place in range(count)]
+    loads = [(0, (rank - group.start) % count, rank) for rank in range(count)]
     heapq.heapify(loads)
     found = []
-    for job in sorted(jobs, key=lambda job: (-job.nbytes, job.leaf)):
-        each, rest = divmod(job.chunks, count)
+    for each in sorted(work, key=lambda each: (-each.nbytes, each.leaf)):
+        equal, rest = divmod(each.chunks, count)
         taken = [heapq.heappop(loads) for _ in range(rest)]
-        for load, turn, place in taken:
-            heapq.heappush(loads, (load + job.nbytes, turn, place))
-        mine = sum(place == crew.rank for _, _, place in taken)
-        start = each * crew.rank + sum(place < crew.rank for _, _, place in taken)
-        if each or mine:
-            found.append((job.leaf, range(start, start + each + mine)))
+        for load, turn, rank in taken:
+            heapq.heappush(loads, (load + each.nbytes, turn, rank))
+        more = sum(rank == group.rank for _, _, rank in taken)
+        start = equal * group.rank + sum(rank < group.rank for _, _, rank in taken)
+        if equal or more:
+            found.append((each.leaf, range(start, start + equal + more)))
     return found
 
 
 def held_by(sharding: jax.sharding.Sharding, shape: Shape) -> dict[int, frozenset[Shape]]:
-    """Return for every process the places, in the grid of shards, of what its devices hold."""
+    """Return for every process the places in the shard grid of what its devices hold."""
     return {
         process: frozenset(found)
         for process, found in _held(_places(sharding, _parts(sharding, shape))).items()
@@ -285,7 +290,7 @@ def _parts(sharding: jax.sharding.Sharding, shape: Shape) -> Shape:
 
 
 def _places(sharding: jax.sharding.Sharding, parts: Shape) -> list[tuple[int, Shape]]:
-    """Return for every device its process, and the place in the grid of shards of what it holds."""
+    """Return for every device its process, and the place in the shard grid of what it holds."""
     devices: Mapping[jax.Device, tuple[slice, ...]] = sharding.devices_indices_map(parts)
     return [
         (device.process_index, tuple(part.start or 0 for part in index))

@@ -1,78 +1,32 @@
-"""What is written where: leaves to chunks, chunks to batches.
+"""The save plan: what is written where, from leaves to chunks to write batches. Pure.
 
 A plan depends on the specs of the leaves alone, so one plan serves every save of a tree of the same
-structure. A write batch is the unit of work of the engine: chunks that are staged together
-into one block of the arena, and written as they lie there as one data file. Leaves of a few
-kilobytes are packed: the whole array is one chunk, gathered from its shards. Where several
-processes save, each has a plan of its own: its share of the chunks.
+structure. The chunks of a write batch are staged together into one block of memory, and written as
+one data file. Leaves of a few kilobytes are packed: the whole array is one chunk, gathered from its
+shards. Of several processes each has a plan of its own, with its part of the chunks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckpt._format.ocdbt import KeyValue
-from ckpt._format.zarr import chunk_key
 from ckpt._plan.chunking import (
-    BATCH_BYTES,
-    METADATA_KEY,
-    PACKED_BYTES,
     LeafPlan,
+    add_leaf,
+    has_chunks,
     limits_of,
     plan_leaf,
-)
-from ckpt._plan.data_files import (
-    CHUNK_ALIGNMENT,
-    SECTOR,
-    Chunk,
-    ChunkPart,
-    FileSpan,
-    Places,
-    WriteBatch,
-    aligned,
-    alignment_of,
-    encoded_bound,
-    file_size,
-    pack_chunks,
-    to_encode,
-)
-from ckpt._plan.local_chunks import (
-    add_jobs,
-    has_chunks,
-    own_chunks,
     shared_chunks,
+    whole_leaf_chunks,
 )
-from ckpt._plan.ownership import (
-    ArrayPlacement,
-    Ownership,
-    Partitioner,
-    ProcessGroup,
-)
+from ckpt._plan.ownership import ArrayPlacement, Ownership, Partitioner, ProcessGroup
+from ckpt._plan.write_batches import SECTOR, Chunk, WriteBatch, pack_chunks, to_encode
 from ckpt._tree.leaf_specs import ARRAY_KINDS, LeafSpec
 from ckpt.errors import InvalidArgumentError
 
-__all__ = [
-    "BATCH_BYTES",
-    "CHUNK_ALIGNMENT",
-    "MOST_CHUNKS",
-    "PACKED_BYTES",
-    "SECTOR",
-    "Chunk",
-    "ChunkPart",
-    "FileSpan",
-    "LeafPlan",
-    "Places",
-    "SavePlan",
-    "WriteBatch",
-    "aligned",
-    "alignment_of",
-    "database_entries",
-    "encoded_bound",
-    "file_size",
-    "plan_save",
-]
+__all__ = ["MOST_CHUNKS", "SavePlan", "plan_save"]
 
 # A chunk takes about 55 bytes of the manifest, a file 130; it may have 256 MiB in all.
 MOST_CHUNKS = 3_000_000
@@ -87,7 +41,7 @@ class SavePlan:
         batches: The batches that this process writes, biggest first.
         nbytes: Logical bytes of all arrays, shared ones once; Python scalars do not count.
         team: The processes that save, or None for one alone.
-        own: Numbers of the leaves of which every process has its own. They are stored once, so they
+        own: Numbers of the leaves that every process has for itself. They are stored once, so they
             must be equal on all processes.
     """
 
@@ -99,7 +53,7 @@ class SavePlan:
 
     @property
     def is_encoded(self) -> bool:
-        """Whether the places of some chunks are only known once they are encoded."""
+        """Whether the places of some chunks are known only once they are encoded."""
         return any(batch.encoded for batch in self.batches)
 
 
@@ -121,13 +75,13 @@ def plan_save(
             smaller may be larger.)
         team: The processes that save together; None for one alone.
         largest_file_bytes: No data file is larger.
-        usual_file_bytes: About how large data files are best; None for what is best on a disk.
+        usual_file_bytes: About the best size of a data file; None for the best on a disk.
 
     Raises:
         UnsupportedLeafError: The name of a leaf is too long to be a key of a database, or the leaf
-            lies on devices of one other process only.
-        InvalidArgumentError: The tree has more chunks than a manifest can hold, or an array lies
-            on processes that do not save.
+            is on devices of one other process only.
+        InvalidArgumentError: The tree has more chunks than a manifest can hold, or an array is on
+            processes that do not save.
     """
     if largest_file_bytes is not None and largest_file_bytes < SECTOR:
         raise InvalidArgumentError(
@@ -135,31 +89,33 @@ def plan_save(
         )
     if team is not None and team.count == 1:
         team = None
-    owners = None if team is None else Ownership(team)
-    owned = [spec for spec in specs if spec.kind in ARRAY_KINDS and spec.same_as is None]
-    nbytes = sum(spec.nbytes for spec in owned)
+    ownership = None if team is None else Ownership(team)
+    stored = [spec for spec in specs if spec.kind in ARRAY_KINDS and spec.same_as is None]
+    nbytes = sum(spec.nbytes for spec in stored)
     processes = 1 if team is None else team.count
     limits = limits_of(nbytes, budget_bytes, processes, largest_file_bytes, usual_file_bytes)
     documents: dict[tuple[object, ...], bytes] = {}
     leaves = []
     own = []
-    spreads: dict[int, ArrayPlacement] = {}
-    deal = Partitioner()
+    placements: dict[int, ArrayPlacement] = {}
+    partitioner = Partitioner()
     chunks = 0
     for number, (name, spec) in enumerate(zip(names, specs, strict=True)):
-        spread = None if owners is None else owners.spread(spec.sharding, spec.shape, name)
-        leaf = plan_leaf(name, spec, limits, documents, spread)
+        placement = None
+        if ownership is not None:
+            placement = ownership.placement(spec.sharding, spec.shape, name)
+        leaf = plan_leaf(name, spec, limits, documents, placement)
         leaves.append(leaf)
-        if spread is not None:
-            spreads[number] = spread
+        if placement is not None:
+            placements[number] = placement
             if has_chunks(leaf):
-                add_jobs(deal, number, leaf, spread)
-        elif owners is not None and spec.same_as is None:
+                add_leaf(partitioner, number, leaf, placement)
+        elif team is not None and spec.same_as is None:
             own.append(number)
         chunks += math.prod(leaf.grid)
     if chunks > MOST_CHUNKS:
         raise _too_many(chunks, leaves)
-    shares = deal.own()
+    parts = partitioner.own()
     packed: list[Chunk] = []
     large: list[Chunk] = []
     encoded: list[Chunk] = []
@@ -167,10 +123,10 @@ def plan_save(
         if not has_chunks(leaf):
             continue
         found = packed if leaf.packed else large if leaf.compression is None else encoded
-        if number in spreads:
-            found.extend(shared_chunks(number, leaf, spreads[number], shares))
+        if number in placements:
+            found.extend(shared_chunks(number, leaf, placements[number], parts))
         elif team is None or team.index == 0 or team.mode == "local":
-            found.extend(own_chunks(number, leaf, team))
+            found.extend(whole_leaf_chunks(number, leaf, team))
     batches = [
         *pack_chunks(packed, limits.batch, packed=True),
         *pack_chunks(large, limits.batch),
@@ -179,25 +135,6 @@ def plan_save(
     batches.sort(key=lambda batch: batch.nbytes, reverse=True)
     alike = () if team is None or team.mode == "local" else tuple(own)
     return SavePlan(tuple(leaves), tuple(batches), nbytes, team, alike)
-
-
-def database_entries(plan: SavePlan, places: Places | None = None) -> Iterable[KeyValue]:
-    """Yield the keys of the item's database; batch `n` is its data file `n`."""
-    placed = places or {}
-    sharers: dict[int, list[LeafPlan]] = {}
-    for leaf in plan.leaves:
-        if leaf.metadata is not None:
-            yield KeyValue(f"{leaf.name}/{METADATA_KEY}".encode(), leaf.metadata)
-        if leaf.spec.same_as is not None:
-            sharers.setdefault(leaf.spec.same_as, []).append(leaf)
-    for file, batch in enumerate(plan.batches):
-        found = placed.get(file) or [
-            FileSpan(chunk.offset, chunk.stored_nbytes) for chunk in batch.chunks
-        ]
-        for chunk, place in zip(batch.chunks, found, strict=True):
-            for leaf in (plan.leaves[chunk.leaf], *sharers.get(chunk.leaf, ())):
-                key = f"{leaf.name}/{chunk_key(chunk.place)}"
-                yield KeyValue(key.encode(), None, file, place.offset, place.length)
 
 
 def _too_many(chunks: int, leaves: Sequence[LeafPlan]) -> InvalidArgumentError:

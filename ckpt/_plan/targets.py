@@ -1,4 +1,4 @@
-"""What an array comes back as: from a target leaf and what is stored, or the reasons it cannot."""
+"""Array targets: what an array is restored as, or why it cannot be."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "wanted_text",
 ]
 
-# Python scalars that arrays of no dimensions can stand for.
+# Python scalars that arrays without dimensions can be restored as.
 PYTHON_TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, complex)}
 _CATEGORIES: dict[type, str] = {
     bool: jnp.bool_.__name__,
@@ -45,13 +45,13 @@ DType = np.dtype[Any]
 
 @dataclass(frozen=True, slots=True)
 class ArrayTarget:
-    """What an array leaf comes back as.
+    """What an array leaf is restored as.
 
     Attributes:
         kind: `jax`, `key`, `numpy`, `numpy_scalar`, or a Python type: `bool`, `int`, `float`,
             `complex`.
-        dtype: Dtype of the result; of a PRNG key that of its data.
-        sharding: Where a jax array goes; None leaves it where jax puts new arrays, uncommitted.
+        dtype: Dtype of the result; for a PRNG key that of its data.
+        sharding: Sharding of a jax array; None for an uncommitted one where jax puts new arrays.
         weak_type: Whether it is weakly typed.
         impl: Implementation of a PRNG key.
     """
@@ -68,13 +68,13 @@ class ArrayRead:
     """One array to read.
 
     Attributes:
-        target: What it comes back as.
-        shape: Its shape; of a PRNG key that of its data.
+        target: What it is restored as.
+        shape: Its shape; for a PRNG key that of its data.
         stored: Dtype of what is read, which may differ from the target's.
         leaf: Number of the stored leaf that it is as a whole, or None.
         path: Leaf path, for messages.
-        pieces: What it is made of otherwise; where they leave room, there are zeros.
-        value: The array itself where it is known already: of a stored Python scalar.
+        pieces: Otherwise the slices that it is made of; zeros fill the rest.
+        value: The array itself if it is already known, from a stored Python scalar.
     """
 
     target: ArrayTarget
@@ -89,7 +89,7 @@ class ArrayRead:
 def array_target(leaf: Any, entry: LeafEntry) -> tuple[ArrayTarget, Shape] | None:
     """Return what an array-like target leaf asks for and its shape; None if it is not array-like.
 
-    Of a PRNG key the shape is that of the key, not of its data.
+    The shape of a PRNG key is that of the key, not of its data.
     """
     if isinstance(leaf, np.ndarray):
         return ArrayTarget("numpy", leaf.dtype), leaf.shape
@@ -117,7 +117,7 @@ def array_target(leaf: Any, entry: LeafEntry) -> tuple[ArrayTarget, Shape] | Non
 
 
 def _impl_of(dtype: Any, stored: str | None) -> str:
-    """Return the implementation of a key dtype, as jax writes it where it is not the stored one."""
+    """Return the implementation of a key dtype, in jax's words unless it is the stored one."""
     return stored if stored is not None and _key_dtype(stored) == dtype else str(dtype)
 
 
@@ -127,7 +127,7 @@ def _key_dtype(impl: str) -> Any:
     try:
         return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
     except Exception:
-        # jax refuses with whatever its own code happens to raise.
+        # jax may raise any error for an unknown implementation.
         return None
 
 
@@ -140,12 +140,12 @@ def _key_data(impl: str) -> Any:
 
 
 def key_shape(entry: LeafEntry) -> Shape:
-    """Return the shape of a stored PRNG key; the last axis of its data is the key's own."""
+    """Return the shape of a stored PRNG key: that of its data without the last axis."""
     return tuple(entry.shape[:-1])
 
 
 def _placement(sharding: jax.sharding.Sharding, entry: LeafEntry) -> jax.sharding.Sharding | None:
-    """Return the sharding to restore to; None for an array that was free to move and may stay so.
+    """Return the sharding to restore to; None for an array that was and stays uncommitted.
 
     An uncommitted array (`jnp.zeros(3)`) has the sharding of the default device too, but committing
     it there would make jax refuse to combine it with arrays on other devices.
@@ -165,12 +165,12 @@ def _default_device() -> jax.Device:
 def array_problem(
     source: VirtualArray, target: ArrayTarget, shape: Shape, *, casts: bool
 ) -> str | None:
-    """Return why an array cannot come back as its target says, or None.
+    """Return why an array cannot be restored as its target, or None.
 
     Args:
         source: What is stored.
-        target: What it is to come back as.
-        shape: The shape it has then; of a PRNG key that of its data.
+        target: The target.
+        shape: The shape of the result; for a PRNG key that of its data.
         casts: Whether a cast to another kind of dtype was asked for.
     """
     entry = source.entry
@@ -182,7 +182,7 @@ def array_problem(
             return f"wanted as a PRNG key, but jax has no implementation {target.impl!r:.40} here"
         if (entry.dtype, tuple(entry.shape[-1:])) != (data.dtype.name, data.shape):
             raise CorruptCheckpointError(
-                f"{entry.dtype}{entry.shape!s:.80} is no data of {target.impl:.40} keys",
+                f"{entry.dtype}{entry.shape!s:.80} cannot be the data of {target.impl:.40} keys",
                 leaf=entry.name,
             )
     stored = DTYPES[entry.dtype or ""]
@@ -208,7 +208,7 @@ def array_problem(
         try:
             target.sharding.shard_shape(shape)
         except Exception as error:
-            # jax raises what its own code happens to raise: ValueError, IndexError, ...
+            # jax raises various errors here: ValueError, IndexError, ...
             return f"wanted a sharding that does not divide it ({error})"
     return None
 
@@ -218,9 +218,9 @@ def _target_text(target: ArrayTarget) -> str:
 
 
 def python_target(leaf: Any, source: VirtualArray) -> ArrayTarget | None:
-    """Return the target of an array of no dimensions that is wanted as a Python scalar, or None.
+    """Return the target of an array without dimensions that is wanted as a Python scalar, or None.
 
-    A step counter is a Python int in a fresh state, and an array once a jitted step made it.
+    A step counter is a Python int in a fresh state, and an array after a jitted step.
     """
     kind = leaf if isinstance(leaf, type) else type(leaf)
     dtype = DTYPES[source.entry.dtype or ""]
@@ -231,7 +231,7 @@ def python_target(leaf: Any, source: VirtualArray) -> ArrayTarget | None:
 
 
 def scalar_value(value: Any, dtype: DType) -> np.ndarray[Any, Any] | None:
-    """Return a stored Python scalar as an array of no dimensions; None if the dtype cannot be."""
+    """Return a stored Python scalar as an array without dimensions; None if the dtype cannot."""
     if dtype.name not in DTYPES or _category(dtype) != _CATEGORIES.get(type(value)):
         return None
     if type(value) is int:

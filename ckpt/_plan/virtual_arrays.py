@@ -1,8 +1,8 @@
-"""Arrays made of parts of stored arrays: the algebra behind stacking, splitting, padding.
+"""Virtual arrays, made of slices of stored arrays: the algebra of stacking, splitting, padding.
 
-A piece says which box of a stored leaf is which box of the array wanted. Both boxes have the same
-lengths, but for axes of length one, which may stand anywhere: so a stack of ten vectors is ten
-pieces, and what is read of them depends on the devices that want it.
+An array slice says which region of a stored leaf is which region of the virtual array. Both have
+the same lengths, but for axes of length one, which may be anywhere: a stack of ten vectors is ten
+slices, and what is read of them depends on the devices that need it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,27 @@ from dataclasses import dataclass, replace
 from ckpt._format.manifest import LeafEntry
 from ckpt._format.regions import Region, whole
 
-__all__ = ["ArraySlice", "VirtualArray", "cut", "drop_axis", "insert_axis", "joined", "resize"]
+__all__ = [
+    "ArraySlice",
+    "VirtualArray",
+    "concatenated",
+    "cut",
+    "drop_axis",
+    "insert_axis",
+    "resize",
+]
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ArraySlice:
-    """A box of a stored leaf, and the box it is of the array wanted.
+    """A region of a stored leaf, and the region of the virtual array that it is.
 
     Attributes:
         leaf: Number of the stored leaf.
-        source: The box of the stored array.
-        target: The box of the array wanted.
+        source: The region of the stored array.
+        target: The region of the virtual array.
     """
 
     leaf: int
@@ -33,11 +41,11 @@ class ArraySlice:
     target: Region
 
     def to_source(self, part: Region) -> Region:
-        """Return the box of the stored array that is `part`, a box inside `target`."""
+        """Return the region of the stored array that is `part`, a region inside `target`."""
         return _carried(part, self.target, self.source)
 
     def to_target(self, part: Region) -> Region:
-        """Return the box of the array wanted that is `part`, a box inside `source`."""
+        """Return the region of the virtual array that is `part`, a region inside `source`."""
         return _carried(part, self.source, self.target)
 
 
@@ -60,14 +68,14 @@ def _carried(part: Region, here: Region, there: Region) -> Region:
 
 @dataclass(frozen=True, slots=True)
 class VirtualArray:
-    """An array that can be had from what is stored.
+    """An array that can be made of stored ones.
 
     Attributes:
-        entry: Manifest entry of the leaf it is, or of the first one it is made of.
+        entry: Manifest entry of the leaf that it is, or of the first one that it is made of.
         shape: Its shape.
         leaf: Number of the stored leaf that it is as a whole, or None.
-        pieces: What it is made of otherwise; where they leave room, there are zeros.
-        used: Leaf paths of all stored leaves it is made of.
+        pieces: Otherwise the slices that it is made of; zeros fill the rest.
+        used: Leaf paths of all stored leaves that it is made of.
     """
 
     entry: LeafEntry
@@ -83,7 +91,7 @@ class VirtualArray:
 
     @property
     def parts(self) -> tuple[ArraySlice, ...]:
-        """The pieces, also of a whole leaf."""
+        """The slices, also of a whole leaf."""
         if self.leaf is None:
             return self.pieces
         everything = whole(self.shape)
@@ -111,7 +119,7 @@ def drop_axis(source: VirtualArray, axis: int) -> VirtualArray:
 
 
 def cut(source: VirtualArray, axis: int, start: int, length: int) -> VirtualArray:
-    """Return `length` places of the array from `start` on along `axis`."""
+    """Return the slice of the array from `start` on along `axis`, `length` long."""
     slab = Region(_at((0,) * len(source.shape), axis, start), _at(source.shape, axis, length))
     pieces = []
     for piece in source.parts:
@@ -121,7 +129,7 @@ def cut(source: VirtualArray, axis: int, start: int, length: int) -> VirtualArra
     return replace(source, shape=slab.shape, leaf=None, pieces=tuple(pieces))
 
 
-def joined(sources: Sequence[VirtualArray], axis: int) -> VirtualArray:
+def concatenated(sources: Sequence[VirtualArray], axis: int) -> VirtualArray:
     """Return the arrays one after the other along `axis`; their other lengths are equal."""
     pieces: list[ArraySlice] = []
     end = 0

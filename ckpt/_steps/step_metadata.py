@@ -32,7 +32,7 @@ from ckpt._tree.table import (
     size_text,
     text_table,
 )
-from ckpt._tree.unflatten import rebuild
+from ckpt._tree.unflatten import unflatten
 from ckpt.errors import InvalidArgumentError
 
 __all__ = [
@@ -241,7 +241,7 @@ def describe_step(
         leaves = [
             _describe_leaf(paths, number, leaf, item) for number, leaf in enumerate(item.leaves)
         ]
-        trees[name], reasons = rebuild(item.nodes, leaves)
+        trees[name], reasons = unflatten(item.nodes, leaves)
         unbuilt |= reasons
         flat[name] = MappingProxyType(dict(zip(paths, leaves, strict=True)))
     return StepMetadata(

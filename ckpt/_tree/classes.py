@@ -1,7 +1,7 @@
-"""The classes a tree is made of: named in files, found among what the process already has.
+"""Classes of tree nodes: named in files, and found among those that the process already has.
 
-Nothing is ever imported by a name found in a file. A class is known if it was handed over, or if
-its module is imported and it can be reached there.
+Nothing is ever imported by a name found in a file. A class is known if it was passed, or if its
+module is imported and has it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckpt.errors import InvalidArgumentError
 
 __all__ = ["Classes", "UnknownNode", "class_name", "find_class", "known_classes"]
 
-# Classes that were handed over, by the name that stands in files.
+# Classes that were passed, by the name that is in files.
 Classes = Mapping[str, type]
 
 
@@ -27,15 +27,15 @@ Classes = Mapping[str, type]
 class UnknownNode:
     """Stands for a node whose class this process does not have, or cannot make; read-only.
 
-    `record["count"]` is a field of it. It is a PyTree node, and saving it again stores what was
+    `node["count"]` is a field of it. It is a PyTree node, and saving it again stores what was
     stored, so that a process which has the class gets the object back.
 
     Attributes:
         class_name: `module:qualified name` of the class that was saved.
         fields: Its children by field name.
         kind: What it was: `namedtuple` or `custom`.
-        static: What it kept beside its children, as the manifest has it.
-        unstored: Names of what it kept beside its children that could not be stored.
+        static: Its static data, as the manifest has it.
+        unstored: Names of the static data that could not be stored.
     """
 
     class_name: str
@@ -48,13 +48,13 @@ class UnknownNode:
         return self.fields[name]
 
 
-def _flatten_record(record: UnknownNode) -> tuple[list[tuple[Any, Any]], Any]:
-    children = [(jax.tree_util.DictKey(name), child) for name, child in record.fields.items()]
-    aux = (record.class_name, tuple(record.fields), record.kind, _Static(record.static))
-    return children, (*aux, record.unstored)
+def _flatten_unknown(node: UnknownNode) -> tuple[list[tuple[Any, Any]], Any]:
+    children = [(jax.tree_util.DictKey(name), child) for name, child in node.fields.items()]
+    aux = (node.class_name, tuple(node.fields), node.kind, _Static(node.static))
+    return children, (*aux, node.unstored)
 
 
-def _unflatten_record(aux: Any, children: Iterable[Any]) -> UnknownNode:
+def _unflatten_unknown(aux: Any, children: Iterable[Any]) -> UnknownNode:
     name, fields, kind, static, unstored = aux
     found = MappingProxyType(dict(zip(fields, children, strict=True)))
     return UnknownNode(name, found, kind, static.value, unstored)
@@ -70,23 +70,23 @@ class _Static:
         return hash(repr(self.value))
 
 
-jax.tree_util.register_pytree_with_keys(UnknownNode, _flatten_record, _unflatten_record)
+jax.tree_util.register_pytree_with_keys(UnknownNode, _flatten_unknown, _unflatten_unknown)
 
 
 def class_name(kind: type) -> str:
-    """Return the name under which a class stands in files: `module:qualified name`."""
+    """Return the name of a class in files: `module:qualified name`."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def known_classes(classes: Mapping[str, type] | Iterable[type]) -> Classes:
-    """Return classes by the name that stands in files.
+    """Return classes by their name in files.
 
     Args:
         classes: The classes, or a mapping of names to them, for those that were renamed or moved
             since they were saved.
 
     Raises:
-        InvalidArgumentError: Something else than a class is among them.
+        InvalidArgumentError: Something other than a class is among them.
     """
     if isinstance(classes, Mapping):
         found = dict(classes)

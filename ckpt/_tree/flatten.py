@@ -1,7 +1,7 @@
-"""PyTree to leaves and a storable structure.
+"""Flattening: a PyTree becomes leaves and a structure that can be stored.
 
 `describe` walks a tree once and gives its leaves in the order of `jax.tree.leaves`, a stored name
-for each, and the inner nodes as manifest records. `layout.rebuild` is the way back.
+for each, and the inner nodes as the manifest has them. `unflatten` is the inverse.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from ckpt._format.manifest import JsonValue, Node
 from ckpt._tree.classes import UnknownNode, class_name
 from ckpt._tree.leaf_names import ROOT, join_keys, sibling_names
-from ckpt._tree.registered_nodes import is_box, is_plain_namedtuple, open_custom
+from ckpt._tree.registered_nodes import is_box, is_plain_namedtuple, open_registered
 from ckpt._tree.static_values import encode_key
 from ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 
@@ -26,14 +26,14 @@ __all__ = ["FACTORIES", "Structure", "describe", "unboxed_names"]
 
 PyTree = Any
 
-# Only these very classes: one derived from them can be registered with jax as a node.
+# Exactly these classes: a subclass can be registered with jax as a node.
 _PLAIN_LEAVES = frozenset(
     {bool, int, float, complex, str, bytes, np.ndarray, jax.ShapeDtypeStruct, EllipsisType}
 )
 # Far deeper than any model, and far from Python's own limit on the way back.
 _MAX_DEPTH = 200
 _MAX_BOXES = 1000
-# Factories of a defaultdict that stand under their bare name.
+# Factories of a defaultdict that are stored under their bare name.
 FACTORIES: Mapping[str, type] = MappingProxyType(
     {kind.__name__: kind for kind in (list, dict, int, float, set, str, tuple)}
 )
@@ -61,7 +61,7 @@ class _Flattening:
     leaves: list[Any] = field(default_factory=list)
 
     def visit(self, tree: PyTree, path: tuple[str, ...]) -> int:
-        """UnknownNode `tree` and what is below it; return its number as a child."""
+        """Take in `tree` with everything below it; return its number as a child."""
         opened = _open(tree, path)
         if len(path) > _MAX_DEPTH:
             raise RecursionError
@@ -76,8 +76,8 @@ class _Flattening:
         except ValueError as error:
             raise UnsupportedLeafError(str(error), leaf=join_keys(path)) from error
         numbers = [0] * len(opened.keys)
-        # jax visits some containers in another order than the one they are kept in (sorted dict
-        # keys); leaves are numbered in jax's order, keys stay in the container's own.
+        # jax visits some containers in another order than their own (sorted dict keys); leaves are
+        # numbered in jax's order, keys stay in the container's.
         for position in opened.order:
             numbers[position] = self.visit(opened.children[position], (*path, names[position]))
         self.nodes[number] = opened.node.model_copy(update={"children": numbers})
@@ -97,7 +97,7 @@ def describe(tree: PyTree) -> Structure:
 
     Raises:
         UnsupportedLeafError: A key cannot be stored, two keys cannot be told apart, or the tree
-            contains itself. (Leaves are judged later, by `layout.leaves`.)
+            contains itself. (Leaves are checked later, by `classify`.)
     """
     walk = _Flattening()
     try:
@@ -110,13 +110,13 @@ def describe(tree: PyTree) -> Structure:
 
 
 def unboxed_names(nodes: Sequence[Node], names: Sequence[str]) -> Sequence[str]:
-    """Return the names of leaves without the keys of boxes (see `customs.is_box`).
+    """Return the names of leaves without the keys of boxes (see `is_box`).
 
-    A tree with and one without boxes have the same unboxed names. They are all different, since a
-    box has no other child.
+    A tree has the same unboxed names with and without boxes. They are all different, since a box
+    has no other child.
 
     Raises:
-        CorruptCheckpointError: Two of them are not, or the nodes are no tree.
+        CorruptCheckpointError: Two of them are equal, or the nodes are not a tree.
     """
     if not any(is_box(node) for node in nodes):
         return names
@@ -135,7 +135,7 @@ def _without_boxes(nodes: Sequence[Node], names: Sequence[str]) -> Iterator[str]
         number, depth, boxes = stack.pop()
         node = nodes[number]
         if number in seen or len(boxes) > _MAX_BOXES:
-            # A few nodes that are twice in each other unfold into more than any memory holds.
+            # A few nodes that contain each other twice would unfold into more than fits in memory.
             raise CorruptCheckpointError(f"node {number} does not belong where it is")
         seen.add(number)
         if is_box(node):
@@ -172,30 +172,30 @@ def _open(tree: PyTree, path: tuple[str, ...]) -> _Opened | None:
         node = Node(kind="namedtuple", keys=list(fields), class_name=class_name(kind))
         return _Opened(node, fields, tree, range(len(fields)))
     if kind is UnknownNode:
-        return _open_record(tree, path)
-    custom = open_custom(tree)
-    if custom is None:
+        return _open_unknown(tree, path)
+    opened = open_registered(tree)
+    if opened is None:
         return None
     node = Node(
         kind="custom",
-        keys=_encode_keys(custom.keys, path),
-        class_name=custom.name,
-        static=custom.static,
-        unstored=custom.unstored,
+        keys=_encode_keys(opened.keys, path),
+        class_name=opened.name,
+        static=opened.static,
+        unstored=opened.unstored,
     )
-    return _Opened(node, custom.keys, custom.children, range(len(custom.keys)))
+    return _Opened(node, opened.keys, opened.children, range(len(opened.keys)))
 
 
-def _open_record(record: UnknownNode, path: tuple[str, ...]) -> _Opened:
-    keys = list(record.fields)
+def _open_unknown(unknown: UnknownNode, path: tuple[str, ...]) -> _Opened:
+    keys = list(unknown.fields)
     node = Node(
-        kind=record.kind,
+        kind=unknown.kind,
         keys=_encode_keys(keys, path),
-        class_name=record.class_name,
-        static=record.static,
-        unstored=list(record.unstored),
+        class_name=unknown.class_name,
+        static=unknown.static,
+        unstored=list(unknown.unstored),
     )
-    return _Opened(node, keys, list(record.fields.values()), range(len(keys)))
+    return _Opened(node, keys, list(unknown.fields.values()), range(len(keys)))
 
 
 def _open_mapping(tree: Mapping[Any, Any], path: tuple[str, ...]) -> _Opened:

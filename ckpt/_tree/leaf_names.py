@@ -1,4 +1,4 @@
-"""Leaf paths and the names they are stored under.
+"""Leaf names: leaf paths, and the names that they are stored under.
 
 A stored name is the escaped keys of a leaf path joined with dots. It equals the dotted name that
 Orbax uses wherever that one is unambiguous (`params.layers.0.kernel`), so that Orbax finds the
@@ -7,8 +7,8 @@ arrays. It is injective where Orbax's is not: `{"a": {"b": x}, "a.b": y}` is sto
 
 Escapes, all introduced by `%`, which is itself escaped: two hex digits stand for one UTF-8 byte;
 `%e` is an empty key; `%k` before a key marks one that is not a string beside a string sibling of
-the same text; the name of a leaf without any key is `%root`. Of a very long key the beginning
-stands, then `%h` and a digest of all of it: the key itself is in the manifest.
+the same text; the name of a leaf without any key is `%root`. A very long key is shortened to its
+beginning, `%h` and a digest of all of it: the key itself is in the manifest.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ ROOT = "%root"
 _EMPTY = "%e"
 _MARK = "%k"
 _HASH = "%h"
-# Names are keys of a database, and of those every level of the tree has a part.
+# Names are keys of a database, whose length is limited, and every level of the tree adds to them.
 _MOST_CHARACTERS = 512
 _KEPT_CHARACTERS = 64
 
 
-# A fixed list: what counts as printable changes from one Python to the next, a name must not.
+# A fixed list: which characters are printable changes with the version of Python; names must not.
 _SPECIAL = re.compile(r"[%./\\\x00-\x1f\x7f-\xa0\u2028-\u202e\ud800-\udfff]")
 
 
@@ -41,7 +41,7 @@ def _is_plain(character: str) -> bool:
 
 
 def escape_key(key: str) -> str:
-    """Return `key` with every character escaped that has a meaning in stored names."""
+    """Return `key` with all characters escaped that have a meaning in stored names."""
     if not key:
         return _EMPTY
     if key.isidentifier():
@@ -106,7 +106,7 @@ def _text_of(key: Hashable) -> str:
     if isinstance(key, str):
         return key
     if isinstance(key, int) and abs(key) >= 2**63:
-        # Python limits how long a decimal text it makes.
+        # Python limits the length of decimal texts.
         return hex(key)
     return str(key)
 
@@ -123,10 +123,10 @@ def join_keys(names: Sequence[str]) -> str:
 
 
 def nested(leaves: Mapping[str, Any]) -> Any:
-    """Return leaves by path as nested dicts with the keys as they were before they were escaped.
+    """Return leaves by path as nested dicts, with unescaped keys.
 
     Raises:
-        InvalidArgumentError: A path is that of a leaf, and of a dict that holds others.
+        InvalidArgumentError: A path is that of a leaf and of a dict that holds others.
     """
     if set(leaves) == {ROOT}:
         return leaves[ROOT]

@@ -1,9 +1,9 @@
-"""Patterns over leaf paths.
+"""Patterns of leaf paths.
 
-A leaf path is written as messages write it: its keys joined by dots, `params.layers.0.kernel`. In a
-pattern `*` stands for any text within one key, `?` for one character, and a key `**` for any
-number of keys. A pattern covers the leaves it matches and all leaves below what it matches, so
-`params` is everything in `params`, and `layers.*.kernel` is every layer's kernel.
+A leaf path is its keys joined by dots, as in messages: `params.layers.0.kernel`. In a pattern `*`
+stands for any text within one key, `?` for one character, and a key `**` for any number of keys. A
+pattern covers the leaves that it matches and all leaves below its matches, so `params` is
+everything in `params`, and `layers.*.kernel` is every layer's kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ckpt._tree.leaf_names import ROOT
 from ckpt.errors import InvalidArgumentError
 
-__all__ = ["PathRule", "Pattern", "compile_pattern", "compile_rule", "fill", "natural"]
+__all__ = ["PathRule", "Pattern", "compile_pattern", "compile_rule", "fill_stars", "natural_key"]
 
 # A pattern, a predicate of leaf paths, or several of them.
 PathRule = str | Callable[[str], bool] | Sequence[str | Callable[[str], bool]]
@@ -31,7 +31,7 @@ class Pattern:
     keys: tuple[re.Pattern[str] | None, ...]
 
     def split(self, path: str) -> tuple[tuple[str, ...], str] | None:
-        """Return what the `*` of the pattern stand for in `path`, and the keys below; or None."""
+        """Return the texts of the `*` in `path`, and the keys below the match; None if none."""
         keys = path.split(".")
         found = _match(self.keys, keys)
         if found is None:
@@ -40,14 +40,14 @@ class Pattern:
         return stars, ".".join(keys[end:])
 
     def covers(self, path: str) -> bool:
-        """Tell whether the leaf at `path` is what the pattern means, or below it."""
+        """Tell whether the leaf at `path` matches the pattern, or is below a match."""
         return _match(self.keys, path.split(".")) is not None
 
 
 def _match(
     pattern: Sequence[re.Pattern[str] | None], keys: Sequence[str]
 ) -> tuple[tuple[str, ...], int] | None:
-    """Return the stars and how many keys were matched; the fewest that do."""
+    """Return the texts of the stars and the number of matched keys, the least possible."""
     if not pattern:
         return (), 0
     first, rest = pattern[0], pattern[1:]
@@ -68,7 +68,7 @@ def compile_pattern(text: str) -> Pattern:
     """Return a compiled pattern.
 
     Raises:
-        InvalidArgumentError: It is no pattern.
+        InvalidArgumentError: It is not a pattern.
     """
     given: object = text
     if not isinstance(given, str) or not text:
@@ -80,7 +80,7 @@ def compile_pattern(text: str) -> Pattern:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(text: str) -> Pattern:
-    # Asked for once a leaf.
+    # Called once for every leaf.
     return Pattern(text, tuple(_expression(key) for key in text.split(".")))
 
 
@@ -114,11 +114,11 @@ def compile_rule(rule: PathRule) -> list[tuple[str, Callable[[str], bool]]]:
     return compiled
 
 
-def fill(text: str, stars: Sequence[str], below: str) -> str:
-    """Return the path that a pattern becomes when its `*` stand for `stars`, and what is below.
+def fill_stars(text: str, stars: Sequence[str], below: str) -> str:
+    """Return a pattern with `stars` in place of its `*`, and the path `below` after it.
 
     Raises:
-        InvalidArgumentError: It has not as many `*`.
+        InvalidArgumentError: It has another number of `*`.
     """
     pieces = text.split("*")
     if len(pieces) != len(stars) + 1:
@@ -129,7 +129,7 @@ def fill(text: str, stars: Sequence[str], below: str) -> str:
     return ".".join(part for part in (whole, below) if part) or ROOT
 
 
-def natural(text: str) -> tuple[tuple[int, str], ...]:
+def natural_key(text: str) -> tuple[tuple[int, str], ...]:
     """Return a sort key that orders the numbers in texts by value: `2` before `10`."""
     parts = _DIGITS.split(text)
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)

@@ -1,10 +1,9 @@
-"""Nodes of classes registered with `jax.tree_util`: what is stored of one, and making one again.
+"""Registered nodes: how nodes of classes registered with `jax.tree_util` are stored and made again.
 
-Beside its children such a node has static data: the fields of a dataclass that are no children, or
-whatever else its class gives jax as auxiliary data. It is stored where it is plain (see
-`layout.values`). A node is made by the flatten and unflatten functions that its class registered;
-what comes out has to flatten into the same children under the same keys again, otherwise it becomes
-a `UnknownNode`.
+Beside its children such a node has static data: the fields of a dataclass that are not children, or
+what its class gives jax as auxiliary data. Plain values of it are stored (see `static_values`). A
+node is made by the flatten and unflatten functions that its class registered. The result must
+flatten into the same children under the same keys; otherwise it becomes an `UnknownNode`.
 """
 
 from __future__ import annotations
@@ -35,31 +34,31 @@ from ckpt._tree.static_values import (
 from ckpt.errors import CorruptCheckpointError
 
 __all__ = [
-    "Custom",
-    "Unbuilt",
-    "build_custom",
+    "RegisteredNode",
+    "UnknownReason",
     "build_namedtuple",
+    "build_registered",
     "is_box",
     "is_plain_namedtuple",
-    "open_custom",
+    "open_registered",
 ]
 
-# Static data is a few numbers and names; what is larger is none of a checkpoint's business.
+# Static data is a few numbers and names; anything larger does not belong into a manifest.
 _MAX_STATIC = 64 << 10
 _AUX = "aux"
 _NOT_HERE = "not imported here: import it, or pass it as PyTreeHandler(classes=[...])"
 
 
 @dataclass(frozen=True, slots=True)
-class Custom:
+class RegisteredNode:
     """A node of a registered class, opened.
 
     Attributes:
         name: Name of its class.
         keys: A key for every child.
         children: The children, in jax's order.
-        static: What the class keeps beside them.
-        unstored: What of that cannot be stored.
+        static: Its static data.
+        unstored: Names of the static data that cannot be stored.
     """
 
     name: str
@@ -70,14 +69,14 @@ class Custom:
 
 
 @dataclass(frozen=True, slots=True)
-class Unbuilt:
-    """Why a node became a `UnknownNode`."""
+class UnknownReason:
+    """Why nodes of a class became `UnknownNode`s."""
 
     name: str
     reason: str
 
 
-def open_custom(tree: Any) -> Custom | None:
+def open_registered(tree: Any) -> RegisteredNode | None:
     """Return what is stored of a node whose class is registered with jax, or None for a leaf."""
     treedef: Any
     entries, treedef = jax.tree_util.tree_flatten_with_path(
@@ -99,11 +98,11 @@ def open_custom(tree: Any) -> Custom | None:
             static, unstored = {_AUX: encode_value(None if node is None else node[1])}, []
     if static is not None and len(json.dumps(static)) > _MAX_STATIC:
         static, unstored = None, [_AUX]
-    return Custom(class_name(kind), keys, children, static, unstored)
+    return RegisteredNode(class_name(kind), keys, children, static, unstored)
 
 
 def is_plain_namedtuple(tree: Any) -> bool:
-    """Tell whether a tuple is to jax what its fields say; its class may be registered otherwise."""
+    """Tell whether jax sees a namedtuple as its fields; its class may be registered otherwise."""
     fields = getattr(tree, "_fields", None)
     if fields is None:
         return False
@@ -121,23 +120,23 @@ def is_plain_namedtuple(tree: Any) -> bool:
 def is_box(node: Node) -> bool:
     """Tell whether a node is a class around a single value, such as a `flax.nnx.Param`.
 
-    A target may have the value without the box and the other way round.
+    A target may have the value without the box, and vice versa.
     """
     return node.kind == "custom" and node.keys == ["value"] and len(node.children) == 1
 
 
-def build_custom(node: Node, keys: Sequence[Any], children: list[Any], classes: Classes) -> Any:
-    """Return the node, or an `Unbuilt` that says why it cannot be made."""
+def build_registered(node: Node, keys: Sequence[Any], children: list[Any], classes: Classes) -> Any:
+    """Return the node, or an `UnknownReason` that says why it cannot be made."""
     name = node.class_name or "?"
     if name == class_name(UnknownNode):
-        # Written by versions that did not keep what a record stood for.
+        # Written by versions that did not keep what an unknown node stood for.
         return UnknownNode(name, MappingProxyType(dict(zip(keys, children, strict=True))))
     kind = find_class(name, classes)
     if kind is None:
-        return Unbuilt(name, _NOT_HERE)
+        return UnknownReason(name, _NOT_HERE)
     if node.unstored or not isinstance(node.static, dict):
         what = ", ".join(node.unstored) or _AUX
-        return Unbuilt(name, f"its {what} could not be stored: pass like=")
+        return UnknownReason(name, f"its {what} could not be stored: pass like=")
     try:
         if _AUX in node.static:
             made = _from_aux(kind, decode_value(node.static[_AUX], classes), children)
@@ -145,34 +144,36 @@ def build_custom(node: Node, keys: Sequence[Any], children: list[Any], classes: 
             made = _from_fields(kind, node.static["fields"], keys, children, classes)
         again, _ = jax.tree_util.tree_flatten_with_path(made, is_leaf=lambda part: part is not made)
     except ClassNotHereError as error:
-        return Unbuilt(name, error.message)
+        return UnknownReason(name, error.message)
     except CorruptCheckpointError:
         raise
     except Exception as error:
-        # Code of the class, or of what a hostile file took it for.
-        return Unbuilt(name, f"it cannot be made from what is stored ({error!s:.120}): pass like=")
+        # From code of the class, or of the one that a hostile file names.
+        return UnknownReason(
+            name, f"it cannot be made from what is stored ({error!s:.120}): pass like="
+        )
     same = len(again) == len(children) and all(
         mine is child for (_, mine), child in zip(again, children, strict=True)
     )
     if type(made) is not kind or not same or not _agree(keys, [path for path, _ in again]):
-        return Unbuilt(name, "it has other fields today: pass like=")
+        return UnknownReason(name, "it has other fields today: pass like=")
     return made
 
 
 def build_namedtuple(node: Node, children: list[Any], classes: Classes) -> Any:
-    """Return the namedtuple, or an `Unbuilt` that says why it cannot be made."""
+    """Return the namedtuple, or an `UnknownReason` that says why it cannot be made."""
     name = node.class_name or "?"
     kind = find_class(name, classes)
     if kind is None or not (issubclass(kind, tuple) and hasattr(kind, "_fields")):
-        return Unbuilt(name, _NOT_HERE)
+        return UnknownReason(name, _NOT_HERE)
     if list(kind._fields) != node.keys:
-        return Unbuilt(name, "it has other fields today: pass like=")
-    # Not called: a constructor of the class's own may take other arguments.
+        return UnknownReason(name, "it has other fields today: pass like=")
+    # Not called: the class's own constructor may take other arguments.
     return tuple.__new__(kind, children)
 
 
 def _keys_of(paths: Sequence[Any]) -> list[Hashable]:
-    """Return a key for every child: the ones its class gives, or numbers where those do not do."""
+    """Return a key for every child: the ones its class gives if they can be stored, or numbers."""
     keys = [_key_of(path[0]) for path in paths]
     try:
         for key in keys:
@@ -195,9 +196,9 @@ def _key_of(entry: Any) -> Hashable:
 
 
 def _agree(keys: Sequence[Any], paths: Sequence[Any]) -> bool:
-    """Tell whether children stored under `keys` are those that stand at `paths` today.
+    """Tell whether children stored under `keys` are those at `paths` today.
 
-    A class that only counts its children, then or now, says nothing of their order.
+    A class that only counts its children, then or now, says nothing about their order.
     """
     numbers = list(range(len(keys)))
     today = _keys_of(paths)
@@ -211,9 +212,9 @@ def _is_dataclass_node(kind: type, keys: Sequence[Any]) -> bool:
 def _static_fields(
     tree: Any, keys: Sequence[Any], treedef: Any
 ) -> tuple[dict[str, JsonValue], list[str]] | None:
-    """Return the fields of a dataclass that are no children, and which cannot be stored.
+    """Return the fields of a dataclass that are not children, and those that cannot be stored.
 
-    None if jax is given something else than its fields, by a flatten function of its own.
+    None if its own flatten function gives jax something other than its fields.
     """
     kind = type(tree)
     values = {}
@@ -254,7 +255,7 @@ def _from_aux(kind: type, aux: Any, children: list[Any]) -> Any:
     treedef = _treedef(kind, aux, [leaf] * len(children))
     if _sort(treedef) != _sort(jax.tree.structure(UnknownNode("", {}))):
         # Made by jax itself, which trusts its data: wrong data from a file ends the process.
-        raise TypeError("it is not made by functions of its own")
+        raise TypeError("its class has no flatten functions of its own")
     return treedef.unflatten(children)
 
 

@@ -1,8 +1,8 @@
-"""Plain Python values as JSON, exactly: dict keys, and what a class keeps beside its leaves.
+"""Static values: dict keys and the static data of classes, as JSON and back exactly.
 
-Strings and small integers stand for themselves, everything else is `{"kind": ...}`. The kinds are
-a closed list, so that decoding a file makes nothing but plain values and members of enumerations
-this process already has.
+Strings and small integers are stored as themselves, everything else as `{"kind": ...}`. The kinds
+are a closed list, so decoding a file makes only plain values and members of enumerations that this
+process already has.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def encode_value(value: Any, depth: int = 0) -> JsonValue:
     """Return the JSON form of a plain value; the inverse of `decode_value`.
 
     Raises:
-        ValueError: It has none; says why.
+        ValueError: It has no JSON form; says why.
     """
     if depth > _MAX_DEPTH:
         raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
@@ -45,7 +45,7 @@ def encode_value(value: Any, depth: int = 0) -> JsonValue:
     if value is None:
         return None
     if kind is int:
-        # Python limits how long a decimal text it converts.
+        # Python limits the length of decimal texts.
         return cast("JsonValue", value) if abs(value) < _MAX_INT else {"int": hex(value)}
     if kind is str:
         return _encode_text(value)
@@ -86,9 +86,9 @@ def _encode_other(value: Any, depth: int) -> JsonValue:
     if isinstance(value, PartitionSpec) and not _is_special(value):
         return {"partition_spec": [encode_value(each, depth + 1) for each in value]}
     if isinstance(value, enum.Enum):
-        # Flags that were joined are no members.
+        # A combination of flags is not a member.
         if type(value).__members__.get(value.name) is not value:
-            raise ValueError(f"{value!r:.60} is no single member of its enumeration")
+            raise ValueError(f"{value!r:.60} is not a single member of its enumeration")
         return {"enum": [class_name(type(value)), value.name]}
     raise ValueError(f"a value of type {type(value).__name__} cannot be stored")
 
@@ -103,11 +103,11 @@ def decode_value(value: JsonValue, classes: Classes, depth: int = 0) -> Any:
     Args:
         value: What `encode_value` returned.
         classes: Where the classes of enumerations are looked up first.
-        depth: How many values it is inside of.
+        depth: Number of values that it is nested in.
 
     Raises:
-        CorruptCheckpointError: It is of no known kind; a `ClassNotHereError` if it is a member of
-            an enumeration that this process does not have.
+        CorruptCheckpointError: Its kind is unknown; a `ClassNotHereError` if it is a member of an
+            enumeration that this process does not have.
     """
     if value is None or type(value) in (str, int):
         return value
@@ -120,9 +120,9 @@ def decode_value(value: JsonValue, classes: Classes, depth: int = 0) -> Any:
         except CorruptCheckpointError:
             raise
         except Exception as error:
-            # What Python, numpy and jax raise for contents that are none.
+            # Whatever Python, numpy and jax raise for malformed contents.
             raise CorruptCheckpointError(
-                f"a stored {kind:.40} is no value: {value!r:.80}"
+                f"a stored {kind:.40} is malformed: {value!r:.80}"
             ) from error
     raise CorruptCheckpointError(f"a stored value is of no known kind: {value!r:.80}")
 
@@ -159,9 +159,13 @@ def _member(name: str, member: str, classes: Classes) -> enum.Enum:
 
 
 def encode_key(key: Any) -> JsonValue:
-    """Return the JSON form of a dict key; raises `ValueError` with the reason if it has none."""
+    """Return the JSON form of a dict key.
+
+    Raises:
+        ValueError: It has no JSON form; says why.
+    """
     if _has_set(key):
-        # Its text, which is part of leaf paths, has another order in every process.
+        # Its text, which is part of leaf paths, differs in every process.
         raise ValueError("sets have no order")
     return encode_value(key)
 
@@ -173,7 +177,11 @@ def _has_set(key: Any) -> bool:
 
 
 def decode_key(key: JsonValue, classes: Classes | None = None) -> Any:
-    """Return the dict key stored as `key`; raises `CorruptCheckpointError` for no known kind."""
+    """Return the dict key stored as `key`.
+
+    Raises:
+        CorruptCheckpointError: Its kind is unknown.
+    """
     if type(key) is str or type(key) is int:
         return key
     found = decode_value(key, classes or {})
@@ -209,7 +217,7 @@ _SIMPLE: dict[type, tuple[Callable[[Any], JsonValue], Callable[[Any], Any]]] = {
     bytes: (_encode_bytes, lambda text: base64.b64decode(_text(text), validate=True)),
     type(...): (lambda _: "...", lambda _: ...),
 }
-# Classes that stand for a dtype, as fields such as `param_dtype` hold them.
+# Classes that mean a dtype, as fields such as `param_dtype` hold them.
 _SCALAR_TYPES = {
     f"{module.__name__}.{name}": getattr(module, name)
     for module, names in (

@@ -1,4 +1,4 @@
-"""What was perhaps meant by a leaf path or pattern that is nowhere."""
+"""Suggestions for leaf paths and patterns that match nothing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from ckpt._tree.patterns import compile_pattern
 
-__all__ = ["near_miss", "what_is_there"]
+__all__ = ["near_miss", "suggestion"]
 
-# Looking for what is nearly right in more takes seconds.
+# Looking for close matches among more names takes seconds.
 _MOST_NAMES = 10_000
 _MOST_LISTED = 8
 
@@ -17,14 +17,14 @@ _Keys = tuple[str, ...]
 
 
 def near_miss(text: str, names: Iterable[str]) -> str:
-    """Return a hint at the path or pattern that was perhaps meant, or nothing.
+    """Return a hint at the path or pattern that was probably meant, or empty text.
 
-    The first key that is nowhere is replaced by the one most like it that stands at its place, so
-    that `layer.*.kernel` leads to `layers.*.kernel`.
+    The first key that does not exist is replaced by the most similar one at its place, so that
+    `layer.*.kernel` leads to `layers.*.kernel`.
 
     Args:
         text: A leaf path, or a pattern.
-        names: The leaf paths that there are.
+        names: The existing leaf paths.
     """
     known = list(names)
     if len(known) > _MOST_NAMES or not text:
@@ -33,8 +33,8 @@ def near_miss(text: str, names: Iterable[str]) -> str:
     return f" (is it {found!r}?)" if found else ""
 
 
-def what_is_there(text: str, names: Iterable[str]) -> str:
-    """Return `near_miss`, or else what there is where the first wrong key of a pattern stands."""
+def suggestion(text: str, names: Iterable[str]) -> str:
+    """Return `near_miss`, or else the keys that exist in place of the first wrong one."""
     known = list(names)
     hint = near_miss(text, known)
     if hint or not known or len(known) > _MOST_NAMES or not text:
@@ -53,7 +53,7 @@ def _corrected(text: str, names: Sequence[str]) -> str | None:
     keys, paths = text.split("."), [tuple(name.split(".")) for name in names]
     place, here = _first_wrong(keys, paths)
     if here and keys[place].isdecimal():
-        # No number is more like it than another.
+        # No number is more similar to it than another.
         return None
     if here:
         near = difflib.get_close_matches(keys[place], here, n=1) or _short(keys[place], here)
@@ -63,19 +63,19 @@ def _corrected(text: str, names: Sequence[str]) -> str | None:
                 if any(map(compile_pattern(found).covers, names)):
                     return found
     if place:
-        # Something stands above it: a leaf from elsewhere is not what was meant.
+        # Its first keys exist: a leaf from elsewhere was not meant.
         return None
     return next(iter(difflib.get_close_matches(text, names, n=1)), None)
 
 
 def _short(key: str, others: Sequence[str]) -> list[str]:
-    """Return the key that another one is short for: `b` for `bias`."""
+    """Return the key that another one abbreviates, or is an abbreviation of: `b` and `bias`."""
     found = [each for each in others if each and (key.startswith(each) or each.startswith(key))]
     return found[:1] if not key.isdigit() else []
 
 
 def _first_wrong(keys: Sequence[str], paths: Sequence[_Keys]) -> tuple[int, list[str]]:
-    """Return the number of the first key that stands nowhere, and what stands at its place."""
+    """Return the number of the first key that does not exist, and the keys in its place."""
     left = list(paths)
     anywhere = False
     for place, key in enumerate(keys):

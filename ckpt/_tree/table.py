@@ -1,4 +1,4 @@
-"""A step in a few lines, for terminals and notebooks. Pure text."""
+"""Tables of leaves for terminals and notebooks, as text and as HTML."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class LeafRow:
     Attributes:
         path: Its leaf path.
         what: Dtype and shape, or the value.
-        nbytes: Logical bytes, or None where it is no array.
-        place: How it lay on the devices.
+        nbytes: Logical bytes, or None if it is not an array.
+        place: Its sharding.
     """
 
     path: str
@@ -38,7 +38,7 @@ class LeafRow:
 
 
 def size_text(nbytes: int) -> str:
-    """Return a number of bytes as people read it, such as `1.5 GiB`."""
+    """Return a number of bytes for people to read, such as `1.5 GiB`."""
     value, unit = float(nbytes), _UNITS[0]
     for unit in _UNITS:
         if value < 1024 or unit == _UNITS[-1]:
@@ -48,7 +48,7 @@ def size_text(nbytes: int) -> str:
 
 
 def sharding_text(entry: ShardingEntry | None) -> str:
-    """Return how an array lay on the devices, in a few words."""
+    """Return a sharding in a few words."""
     if entry is None:
         return ""
     kind = "" if entry.memory_kind is None else f" in {entry.memory_kind:.40}"
@@ -65,7 +65,7 @@ def sharding_text(entry: ShardingEntry | None) -> str:
 
 
 def text_table(title: str, rows: Sequence[LeafRow]) -> str:
-    """Return rows as aligned columns below `title`; of very many the first ones."""
+    """Return rows as aligned columns below `title`; only the first ones if there are many."""
     cells = [row.cells for row in rows[:_SHOWN]]
     widths = [max((len(row[place]) for row in cells), default=0) for place in range(4)]
     lines = [title]
@@ -77,7 +77,7 @@ def text_table(title: str, rows: Sequence[LeafRow]) -> str:
 
 
 def html_table(title: str, rows: Sequence[LeafRow]) -> str:
-    """Return rows as an HTML table that can be folded; of very many the first ones."""
+    """Return rows as an HTML table that can be folded; only the first ones if there are many."""
     body = "".join(
         "<tr>"
         + "".join(

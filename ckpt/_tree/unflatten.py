@@ -1,7 +1,7 @@
-"""A storable structure and its leaves to the PyTree they were, without the original object.
+"""Unflattening: a stored structure and its leaves become the PyTree again, without the original.
 
-Built-in containers natively, other classes if this process has them (`layout.customs`), and as a
-`UnknownNode` if it does not.
+Built-in containers are made as they were, and nodes of other classes if this process has those;
+otherwise they become an `UnknownNode`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 from ckpt._format.manifest import Node
 from ckpt._tree.classes import Classes, UnknownNode
 from ckpt._tree.flatten import FACTORIES
-from ckpt._tree.registered_nodes import Unbuilt, build_custom, build_namedtuple
+from ckpt._tree.registered_nodes import UnknownReason, build_namedtuple, build_registered
 from ckpt._tree.static_values import decode_key
 from ckpt.errors import CorruptCheckpointError
 
-__all__ = ["rebuild"]
+__all__ = ["unflatten"]
 
 PyTree = Any
 _NO_CLASSES: Classes = MappingProxyType({})
 
 
-def rebuild(
+def unflatten(
     nodes: Sequence[Node], leaves: Sequence[Any], classes: Classes = _NO_CLASSES
 ) -> tuple[PyTree, dict[str, str]]:
     """Make the tree of `nodes` with `leaves` in place.
@@ -32,41 +32,39 @@ def rebuild(
     Args:
         nodes: Inner nodes, root first.
         leaves: The leaves, in the order of `jax.tree.leaves`.
-        classes: Classes that were handed over, by name; others are looked up among the modules
-            that are imported.
+        classes: Classes that were passed, by name; others are looked up among the imported modules.
 
     Returns:
-        The tree, and for every class that could not be made the reason: its nodes are
-        `UnknownNode`s.
+        The tree, and the reason for every class whose nodes became `UnknownNode`s.
 
     Raises:
-        CorruptCheckpointError: The records are not a tree over exactly these leaves.
+        CorruptCheckpointError: The nodes are not a tree with exactly these leaves.
     """
-    work = _Rebuild(nodes, leaves, classes)
+    work = _Unflattening(nodes, leaves, classes)
     try:
         tree = work.make_node(0) if nodes else work.make(0, 0)
     except RecursionError:
         raise CorruptCheckpointError("the stored tree is nested too deeply") from None
     if next(work.unused, None) is not None:
         raise CorruptCheckpointError("the stored tree does not use all of its leaves")
-    return tree, work.unbuilt
+    return tree, work.unknown
 
 
-class _Rebuild:
+class _Unflattening:
     def __init__(self, nodes: Sequence[Node], leaves: Sequence[Any], classes: Classes) -> None:
         self.nodes = nodes
         self.leaves = leaves
         self.classes = classes
         self.unused = iter(range(len(leaves)))
         self.used: set[int] = set()
-        self.unbuilt: dict[str, str] = {}
+        self.unknown: dict[str, str] = {}
 
     def make(self, number: int, parent: int) -> Any:
         if number >= 0:
             if number != next(self.unused, None):
                 raise CorruptCheckpointError(f"leaf {number} is missing, out of order or twice")
             return self.leaves[number]
-        # Children come after their parents, so no chain of numbers can be a circle.
+        # Children come after their parents, so the numbers cannot form a cycle.
         if not parent < -number < len(self.nodes) or -number in self.used:
             raise CorruptCheckpointError(f"node {-number} does not belong below node {parent}")
         self.used.add(-number)
@@ -101,7 +99,7 @@ class _Rebuild:
         keys = [decode_key(key, self.classes) for key in node.keys]
         if len(keys) != len(node.children):
             raise CorruptCheckpointError(
-                f"a stored {node.kind:.40} has not as many keys as children"
+                f"a stored {node.kind:.40} has {len(keys)} keys and {len(node.children)} children"
             )
         if len(set(keys)) != len(keys):
             raise CorruptCheckpointError("a stored node has two children under one key")
@@ -111,10 +109,10 @@ class _Rebuild:
         name = node.class_name
         if name is None:
             return None
-        # A name in a file chooses what is called at the next missing key: only among these.
+        # A name in a file chooses what is called for the next missing key: only one of these.
         factory = FACTORIES.get(name) or self.classes.get(name)
         if factory is None:
-            self.unbuilt.setdefault(
+            self.unknown.setdefault(
                 name,
                 "the factory of a defaultdict, which has none now: pass like=, or if it is a class "
                 "PyTreeHandler(classes=[...])",
@@ -125,12 +123,12 @@ class _Rebuild:
         if node.kind == "namedtuple":
             made = build_namedtuple(node, children, self.classes)
         elif node.kind == "custom":
-            made = build_custom(node, keys, children, self.classes)
+            made = build_registered(node, keys, children, self.classes)
         else:
             raise CorruptCheckpointError(f"a tree node of no known kind: {node.kind!r:.80}")
-        if not isinstance(made, Unbuilt):
+        if not isinstance(made, UnknownReason):
             return made
-        self.unbuilt.setdefault(made.name, made.reason)
+        self.unknown.setdefault(made.name, made.reason)
         fields: Mapping[Any, Any] = MappingProxyType(dict(zip(keys, children, strict=True)))
         return UnknownNode(made.name, fields, node.kind, node.static, tuple(node.unstored))
 

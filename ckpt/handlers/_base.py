@@ -13,9 +13,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from ckpt._format.manifest import ItemEntry, JsonValue
 from ckpt._plan.adapt import Adapt
-from ckpt._plan.leaf_entries import LeafEntries
 from ckpt._plan.targets import ArrayRead
-from ckpt._tree.flatten import Structure
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -55,7 +53,7 @@ class Deferred(Generic[T]):
         return self._function().__await__()
 
     def close(self) -> None:
-        """Say that it will not be awaited. Does nothing once it has been; idempotent."""
+        """Give it up, unless it was awaited; idempotent."""
         dropped, self._dropped = self._dropped, None
         if dropped is not None:
             dropped()
@@ -72,22 +70,21 @@ class ItemWriter(Protocol):
     def processes(self) -> int:
         """How many save the step together."""
 
-    async def stage(
-        self, structure: Structure, *, formatted: bool = True
-    ) -> Awaitable[LeafEntries]:
-        """Stage leaves; return once they are safe from whatever the caller does.
+    async def stage(self, tree: Any, *, formatted: bool = True) -> None:
+        """Stage a tree of arrays; return once it is safe from whatever the caller does.
 
-        Awaiting the result gives their manifest entries once they are durable. It belongs into
-        `Handler.stage`: in the commit there is nothing left to take a snapshot of.
+        The entry that the commit gives then gets the tree, its leaves and their bytes from the
+        engine, once they are durable. This belongs into `Handler.stage`: in the commit there is
+        nothing left to take a snapshot of. An item has one tree at most.
 
         Args:
-            structure: The tree.
+            tree: The tree.
             formatted: Whether the formats of the save apply; without them every leaf is stored as
                 it is.
 
         Raises:
-            UnsupportedLeafError: A leaf cannot be stored; names its path.
-            InvalidArgumentError: The commit was asked for already.
+            UnsupportedLeafError: A leaf or key cannot be stored; names its path.
+            InvalidArgumentError: A tree was staged already, or the commit has begun.
         """
 
     async def write_file(self, path: str, data: FileData) -> None:
@@ -130,7 +127,7 @@ class ItemReader(Protocol):
         """Read arrays of an item, in the order of `reads`.
 
         Raises:
-            CorruptCheckpointError: What is stored was damaged; names the leaf.
+            CorruptCheckpointError: The stored bytes are damaged; names the leaf.
         """
 
     async def read_file(self, path: str) -> bytes:
@@ -150,16 +147,16 @@ class ItemReader(Protocol):
 class Handler(Protocol):
     """How one kind of item is saved and loaded.
 
-    What a method raises beside this library's errors arrives as a `HandlerError`.
+    Errors of its methods that are not this library's own arrive as a `HandlerError`.
 
     A handler may have an attribute `per_process`: whether every process of a job stores an item of
     its own, such as the state of its data iterator. Without it all processes have the same item:
-    arrays are shared out, and everything else is the primary's. With it the methods are the same:
-    files are kept apart, and `load` is given the entry that this process's `stage` gave. What such
-    a handler stores are files; arrays that it stages are refused where there are several processes.
+    they divide the arrays among them, and the primary writes everything else. With it the files of
+    each process are kept apart, and `load` gets the entry that this process's `stage` gave. Such a
+    handler stores only files; arrays that it stages are refused if there are several processes.
 
     Attributes:
-        name: Written to disk; stable for ever, and never a Python path.
+        name: Its stable name, which is written to disk; never a Python path.
     """
 
     @property
@@ -173,11 +170,11 @@ class Handler(Protocol):
         """Take a snapshot of `item`; on return the caller may change or donate it.
 
         Returns:
-            The commit future: awaiting it gives the item's manifest entry once its data is
-            durable. It is awaited at most once; where it has a method `close`, that is called
-            if it never is.
+            The commit, such as a `Deferred`: awaiting it writes the files of the item, and gives
+            its manifest entry. It is awaited at most once; if it has a method `close`, that is
+            called if it never is.
 
-        Cancellation: goes on through this, and what was taken is given up.
+        Cancellation: goes on through this, and the snapshot is given up.
         """
 
     async def load(self, entry: ItemEntry, like: Any, adapt: Adapt, reader: ItemReader) -> Any:
@@ -186,12 +183,12 @@ class Handler(Protocol):
         Args:
             entry: The item's manifest entry.
             like: The target, or None for the item as it was saved.
-            adapt: What may differ between the two; of no concern to items without leaf paths.
+            adapt: What may differ between the two; only for items with leaf paths.
             reader: The engine.
 
         Raises:
-            TargetMismatchError: `like` is not what this item can come back as.
-            CorruptCheckpointError: What is stored is damaged.
+            TargetMismatchError: The item cannot be restored onto `like`.
+            CorruptCheckpointError: The stored item is damaged.
         """
 
 
@@ -202,7 +199,7 @@ def is_per_process(handler: Handler) -> bool:
 
 @contextlib.contextmanager
 def errors_of(handler: Handler, item: str, doing: str) -> Iterator[None]:
-    """Turn what a handler raises into errors of this library that name the item.
+    """Turn errors of a handler into errors of this library that name the item.
 
     Args:
         handler: The handler whose code the body runs.
@@ -210,8 +207,8 @@ def errors_of(handler: Handler, item: str, doing: str) -> Iterator[None]:
         doing: What it was asked to do, for the message.
 
     Raises:
-        HandlerError: The body raised something else than a `CheckpointError`. What is no
-            `Exception`, such as a cancellation, goes through as it is.
+        HandlerError: The body raised another error than a `CheckpointError`. Anything but an
+            `Exception`, such as a cancellation, passes unchanged.
     """
     try:
         with located(item=item):
@@ -230,7 +227,7 @@ def entry_data(entry: ItemEntry, handler: str) -> dict[str, JsonValue]:
     """Return what a handler keeps in the manifest.
 
     Raises:
-        CorruptCheckpointError: The entry is of another handler, or has no object in `data`.
+        CorruptCheckpointError: The entry is of another handler, or its `data` is not an object.
     """
     if entry.handler != handler or not isinstance(entry.data, dict):
         raise CorruptCheckpointError(
@@ -243,7 +240,7 @@ def text_of(data: dict[str, JsonValue], key: str) -> str:
     """Return a text that a handler keeps in the manifest.
 
     Raises:
-        CorruptCheckpointError: It is not there.
+        CorruptCheckpointError: The text is missing.
     """
     value = data.get(key)
     if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""The JSON handler: dicts and lists of JSON values, and pydantic models."""
+"""The JSON handler, for dicts and lists of JSON values, and pydantic models."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _LEAST_INT, _GREATEST_INT = -(2**63), 2**64 - 1
 class JsonHandler:
     """Saves JSON values exactly as they are, and pydantic models as their JSON.
 
-    Models are taken without further ado. A dict could be a tree of arrays as well, so this handler
-    has to be chosen for it: `handlers={"config": JsonHandler()}`.
+    Models need no choice of handler. A dict could also be a tree of arrays, so this handler has to
+    be chosen for it: `handlers={"config": JsonHandler()}`.
     """
 
     name = "json"
@@ -42,8 +42,8 @@ class JsonHandler:
         """Take the JSON of `item`; see `Handler.stage`.
 
         Raises:
-            InvalidArgumentError: It has something that JSON cannot say, or that would come back as
-                something else; names where.
+            InvalidArgumentError: It has a value that JSON does not have, or that would be restored
+                as another one; names the place.
         """
         data: dict[str, JsonValue] = {"model": None}
         if _is_model(type(item)):
@@ -63,7 +63,7 @@ class JsonHandler:
 
         Raises:
             TargetMismatchError: The values do not fit the model, or `like` is something else.
-            CorruptCheckpointError: What is stored is damaged.
+            CorruptCheckpointError: The stored file is damaged.
         """
         entry_data(entry, self.name)
         encoded = await reader.read_file(_FILE)
@@ -148,7 +148,7 @@ def _find(value: Any, depth: int) -> tuple[str, str] | None:
                 return f".{key:.60}{found[0]}", found[1]
         return None
     return "", (
-        f"a {kind.__module__}.{kind.__qualname__} is no JSON value; those are dict, list, str, "
+        f"a {kind.__module__}.{kind.__qualname__} is not a JSON value; those are dict, list, str, "
         "int, float, bool and None"
     )
 

@@ -1,4 +1,4 @@
-"""The handler of protocol buffers: messages of classes that the program has imported."""
+"""The protobuf handler, for messages of classes that the program has imported."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class ProtobufHandler:
     name = "protobuf"
 
     def accepts(self, item: Any) -> bool:
-        """Tell whether `item` is a message; of a program without protobuf nothing is."""
+        """Tell whether `item` is a message; in a program without protobuf nothing is."""
         return _is_message_class(type(item))
 
     async def stage(self, item: Any, writer: ItemWriter) -> Awaitable[ItemEntry]:
         """Take the message's bytes; see `Handler.stage`.
 
         Raises:
-            InvalidArgumentError: It is no message, lacks required fields, or is too large.
+            InvalidArgumentError: It is not a message, lacks required fields, or is too large.
         """
         if not self.accepts(item):
             raise InvalidArgumentError(
@@ -51,14 +51,14 @@ class ProtobufHandler:
         return Deferred(commit)
 
     async def load(self, entry: ItemEntry, like: Any, adapt: Adapt, reader: ItemReader) -> Any:
-        """Return a new message of the class that `like` is, or is an object of.
+        """Return a new message of the class `like`, or of the class of `like`.
 
-        Without one the class is looked up by the message's name among those that are imported.
+        Without `like` the class is looked up by the message's name among the imported ones.
 
         Raises:
             TargetMismatchError: `like` is another message.
             InvalidArgumentError: No imported module has the message.
-            CorruptCheckpointError: What is stored is damaged.
+            CorruptCheckpointError: The stored file is damaged.
         """
         message = text_of(entry_data(entry, self.name), "message")
         wanted: Any = like if isinstance(like, type) else type(like)
@@ -89,7 +89,7 @@ def _parsed(kind: Any, encoded: bytes) -> Any:
         return kind.FromString(encoded)
     except Exception as error:
         raise CorruptCheckpointError(
-            f"what is stored is no message {kind.DESCRIPTOR.full_name}: {error!s:.200}"
+            f"the stored file is not a message {kind.DESCRIPTOR.full_name}: {error!s:.200}"
         ) from error
 
 

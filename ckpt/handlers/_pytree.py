@@ -1,4 +1,4 @@
-"""The PyTree handler: any tree of arrays, PRNG keys and Python scalars; also a single array."""
+"""The PyTree handler, for trees of arrays, PRNG keys and Python scalars, or a single array."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ckpt._tree.classes import known_classes
 from ckpt._tree.flatten import describe, unboxed_names
 from ckpt._tree.leaf_names import nested
 from ckpt._tree.leaf_specs import is_function
-from ckpt._tree.unflatten import rebuild
+from ckpt._tree.unflatten import unflatten
 from ckpt.handlers._base import Deferred, ItemReader, ItemWriter
 
-__all__ = ["PyTreeHandler", "stage_tree"]
+__all__ = ["PyTreeHandler"]
 
 logger = logging.getLogger("ckpt")
 
@@ -38,19 +38,19 @@ class PyTreeHandler:
         """Rebuild also nodes of these classes.
 
         A class is found by its name if its module is imported, so only others are needed here:
-        classes made inside functions, and those that were renamed or moved since they were saved.
+        classes made inside functions, and those renamed or moved since they were saved.
 
         Args:
             classes: The classes; or `{"module:name as saved": class}`.
 
         Raises:
-            InvalidArgumentError: Something else than a class is among them.
+            InvalidArgumentError: Something other than a class is among them.
         """
         self._classes = known_classes(classes)
 
     def accepts(self, item: Any) -> bool:
-        """Tell whether `item` can be saved as a tree; leaves are judged one by one later."""
-        # Of a function only the name is stored, which is no item.
+        """Tell whether `item` can be saved as a tree; leaves are checked one by one later."""
+        # Only the name of a function is stored, which does not make an item.
         return not is_function(item)
 
     async def stage(self, item: Any, writer: ItemWriter) -> Awaitable[ItemEntry]:
@@ -59,14 +59,19 @@ class PyTreeHandler:
         Raises:
             UnsupportedLeafError: A leaf or key cannot be stored; names its path.
         """
-        return await stage_tree(item, writer, self.name)
+        await writer.stage(item)
+
+        async def commit() -> ItemEntry:
+            return ItemEntry(handler=self.name)
+
+        return Deferred(commit)
 
     async def load(self, entry: ItemEntry, like: Any, adapt: Adapt, reader: ItemReader) -> Any:
         """Return the tree, onto the target `like` where there is one; see `Handler.load`.
 
         Raises:
             TargetMismatchError: The target does not fit; lists every leaf.
-            CorruptCheckpointError: What is stored is damaged.
+            CorruptCheckpointError: The stored tree is damaged.
         """
         await reader.in_thread(check_leaves, entry)
         stored = await reader.in_thread(adapted, entry, adapt)
@@ -79,46 +84,22 @@ class PyTreeHandler:
             match = await reader.in_thread(match_target, structure, stored, adapt)
             leaves = match.leaves(await reader.read(entry, match.reads))
             tree = jax.tree.unflatten(jax.tree.structure(like), leaves)
-        _tell(entry, match, adapt, reader.item)
+        _report(entry, match, adapt, reader.item)
         return tree
 
     def _rebuilt(self, entry: ItemEntry, stored: Stored, leaves: list[Any]) -> Any:
         if stored.moved:
             return nested(dict(zip(stored.sources, leaves, strict=True)))
-        tree, unbuilt = rebuild(entry.nodes, leaves, self._classes)
-        if unbuilt:
+        tree, unknown = unflatten(entry.nodes, leaves, self._classes)
+        if unknown:
             logger.warning(
                 "restored as read-only ckpt.UnknownNode: %s",
-                "; ".join(f"{name} ({why})" for name, why in sorted(unbuilt.items())),
+                "; ".join(f"{name} ({why})" for name, why in sorted(unknown.items())),
             )
         return tree
 
 
-async def stage_tree(
-    item: Any, writer: ItemWriter, handler: str, *, formatted: bool = True
-) -> Awaitable[ItemEntry]:
-    """Take a snapshot of a tree for the handler called `handler`; see `ItemWriter.stage`."""
-    structure = await writer.in_thread(describe, item)
-    records = await writer.stage(structure, formatted=formatted)
-    # Only the nodes: what waits for the commit must not keep the caller's arrays alive.
-    nodes = list(structure.nodes)
-    del structure, item
-
-    async def commit() -> ItemEntry:
-        done = await records
-        return ItemEntry(
-            handler=handler,
-            nodes=nodes,
-            leaves=done.leaves,
-            shardings=done.shardings,
-            data_files=done.data_files,
-            nbytes=done.nbytes,
-        )
-
-    return Deferred(commit)
-
-
-def _tell(entry: ItemEntry, match: Match, adapt: Adapt, item: str) -> None:
+def _report(entry: ItemEntry, match: Match, adapt: Adapt, item: str) -> None:
     if match.moved:
         logger.warning(
             "%d arrays (%s, ...) were saved on devices this process does not have; they are "

@@ -1,4 +1,4 @@
-"""The handler of numpy's random generators: their state, exactly."""
+"""The random state handler, for numpy's random generators: their exact state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ckpt.handlers._json import json_bytes, json_value
 __all__ = ["RandomStateHandler"]
 
 _FILE = "state.json"
-# A name from a file is looked up here and nowhere else.
+# A name from a file is looked up only here.
 _BIT_GENERATORS: Mapping[str, type[np.random.BitGenerator]] = MappingProxyType(
     {
         "MT19937": np.random.MT19937,
@@ -40,9 +40,9 @@ _KINDS: Mapping[str, type] = MappingProxyType(
         "random_state": np.random.RandomState,
     }
 )
-# numpy takes positions unchecked, and would read past its buffers with greater ones.
+# numpy does not check positions, and would read past its buffers with greater ones.
 _GREATEST = {"pos": 624, "buffer_pos": 4, "has_gauss": 1, "has_uint32": 1, "uinteger": 2**32 - 1}
-# numpy's own is 4; making one takes time with the square of it.
+# numpy's own is 4; the time to make one grows with its square.
 _MOST_POOL = 256
 _DTYPES = ("uint32", "uint64")
 
@@ -51,7 +51,7 @@ class RandomStateHandler:
     """Saves `np.random.Generator`, `BitGenerator` and `RandomState` with numpy's bit generators."""
 
     name = "random_state"
-    # What one process draws is not what the others draw.
+    # Every process draws other numbers.
     per_process = True
 
     def accepts(self, item: Any) -> bool:
@@ -62,7 +62,7 @@ class RandomStateHandler:
         """Take the generator's state; see `Handler.stage`.
 
         Raises:
-            InvalidArgumentError: Its bit generator is none of numpy's own.
+            InvalidArgumentError: Its bit generator is not one of numpy's own.
         """
         kind, name, encoded = await writer.in_thread(_take, item)
 
@@ -76,16 +76,18 @@ class RandomStateHandler:
     async def load(self, entry: ItemEntry, like: Any, adapt: Adapt, reader: ItemReader) -> Any:
         """Return the generator that `like` is, its state set; without one a new generator.
 
-        Children of a new generator (`spawn`) go on where they were; those of `like` are its own.
+        A new generator goes on to `spawn` the same children; `like` keeps its own.
 
         Raises:
             TargetMismatchError: `like` is of another type, or has another bit generator.
-            CorruptCheckpointError: What is stored is damaged.
+            CorruptCheckpointError: The stored state is damaged.
         """
         data = entry_data(entry, self.name)
         kind, name = text_of(data, "type"), text_of(data, "bit_generator")
         if kind not in _KINDS or name not in _BIT_GENERATORS:
-            raise CorruptCheckpointError(f"{kind!r:.40} of {name!r:.40} is no generator of numpy")
+            raise CorruptCheckpointError(
+                f"{kind!r:.40} of {name!r:.40} is not a generator of numpy"
+            )
         if like is not None and like is not _KINDS[kind]:
             if not isinstance(like, _KINDS[kind]) or _name_of(like) != name:
                 raise TargetMismatchError(
@@ -137,7 +139,7 @@ def _take(item: Any) -> tuple[str, str, bytes]:
 
 
 def _seeds_of(bits: Any) -> Any:
-    """Return what children of a generator are seeded from, or None where it is not numpy's."""
+    """Return what children of a generator are seeded from, or None if it is not numpy's."""
     seeds = bits.seed_seq
     if type(seeds) is not np.random.SeedSequence:
         return None
@@ -145,7 +147,7 @@ def _seeds_of(bits: Any) -> Any:
 
 
 def _encoded(value: Any) -> Any:
-    """Return a state as JSON values; numbers as text, since JSON's end at 64 bits."""
+    """Return a state as JSON values; numbers as text, since those of JSON end at 64 bits."""
     if isinstance(value, dict):
         return {str(key): _encoded(each) for key, each in value.items()}
     if isinstance(value, np.ndarray):
@@ -196,7 +198,7 @@ def _restored(kind: str, name: str, document: Any, target: Any) -> Any:
         _set_state(target, state)
     except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise CorruptCheckpointError(
-            f"what is stored is no state of {name}: {type(error).__name__}: {error!s:.200}"
+            f"the stored file is not a state of {name}: {type(error).__name__}: {error!s:.200}"
         ) from error
     return target
 

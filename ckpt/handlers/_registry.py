@@ -1,4 +1,4 @@
-"""Which handler saves or loads an item: those given, those installed, the built-in ones."""
+"""The registry of handlers: those given, those installed, and the built-in ones."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Handlers:
     """The handlers of one manager or call.
 
     Attributes:
-        by_item: Chosen by name of the item, without being asked.
-        in_order: Asked one after the other for every other item.
+        by_item: Chosen by the name of the item, without being asked.
+        in_order: Asked one after the other for all other items.
     """
 
     by_item: Mapping[str, Handler]
@@ -47,8 +47,8 @@ class Handlers:
         """Return the handler that saves `value` as the item called `item`.
 
         Raises:
-            InvalidArgumentError: None takes it.
-            HandlerError: One raised when it was asked.
+            InvalidArgumentError: No handler accepts it.
+            HandlerError: A handler raised when it was asked.
         """
         chosen = self.by_item.get(item)
         if chosen is not None:
@@ -163,7 +163,7 @@ def _problem(handler: Any) -> str | None:
         return f"{handler.__name__} is a class; pass an object of it"
     missing = [name for name in _METHODS if not callable(getattr(handler, name, None))]
     if missing:
-        return f"{handler!r:.80} is no handler: it has no method {', '.join(missing)}"
+        return f"{handler!r:.80} is not a handler: it has no method {', '.join(missing)}"
     name = getattr(handler, "name", None)
     if not isinstance(name, str) or not _NAME.match(name):
         return f"the name {name!r:.80} of a handler: expected 1 to 100 letters, digits or '_.:-'"

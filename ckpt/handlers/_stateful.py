@@ -1,6 +1,6 @@
-"""The handler of objects that know their own state: data iterators, samplers, optimizers.
+"""The stateful handler, for objects that know their own state, such as data iterators and samplers.
 
-What an object can do decides, not its class:
+An object needs one of these protocols, whatever its class:
 
 - coroutines `save(directory)` and `load(directory)` of two phases, as Grain's iterators have them
 - `get_state()` and `set_state(state)`
@@ -29,20 +29,20 @@ from ckpt.handlers._base import (
     text_of,
 )
 from ckpt.handlers._json import json_bytes, json_value
-from ckpt.handlers._pytree import PyTreeHandler, stage_tree
+from ckpt.handlers._pytree import PyTreeHandler
 from ckpt.handlers._tree_file import encode_tree, load_tree
 from ckpt.handlers._two_phase import begin_save, finish_load
 
 __all__ = ["StatefulHandler"]
 
-# What is stored is the state of one process, and called so, as Grain's own files are. Where several
-# processes save, the engine keeps their files apart.
+# The files are named as those of one process, as Grain names its own. If several processes save,
+# the engine keeps their files apart.
 _PROCESSES = 1
 _STEM = f"process_0-of-{_PROCESSES}"
 _SUFFIXES = {"bytes": ".bin", "json": ".json", "tree_file": ".tree"}
 _AS_IT_IS = Adapt()
 _OTHER_PROCESS = re.compile(r"(?:^|/)process_\d+-of-(\d+)\.")
-# In the order in which they are looked for, each with what it is called in the manifest.
+# In the order in which they are tried, by their names in the manifest.
 _TWO_PHASES = "save_load"
 _PROTOCOLS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -60,7 +60,7 @@ class StatefulHandler:
     per_process = True
 
     def accepts(self, item: Any) -> bool:
-        """Tell whether `item` has one of the protocols; what jax takes for a tree has not."""
+        """Tell whether `item` has one of the protocols, and is not a tree to jax."""
         return _protocol_of(item) is not None and jax.tree_util.all_leaves([item])
 
     async def stage(self, item: Any, writer: ItemWriter) -> Awaitable[ItemEntry]:
@@ -84,23 +84,16 @@ class StatefulHandler:
         alone = writer.processes == 1
         state = await writer.in_thread(_taken, item, _PROTOCOLS[protocol][0], alone)
         if not isinstance(state, _Encoded):
-            return await self._stage_tree(state, writer, data)
+            # A state comes back as it was: formats are for the arrays of models.
+            await writer.stage(state, formatted=False)
 
         async def commit() -> ItemEntry:
+            if not isinstance(state, _Encoded):
+                return ItemEntry(handler=self.name, data={**data, "form": "tree"})
             await writer.write_file(_STEM + _SUFFIXES[state.form], state.data)
-            entry = ItemEntry(handler=self.name, nbytes=len(state.data))
-            return entry.model_copy(update={"data": {**data, "form": state.form}})
-
-        return Deferred(commit)
-
-    async def _stage_tree(
-        self, state: Any, writer: ItemWriter, data: dict[str, JsonValue]
-    ) -> Awaitable[ItemEntry]:
-        # A state comes back as it was: formats are for the arrays of models.
-        tree = await stage_tree(state, writer, self.name, formatted=False)
-
-        async def commit() -> ItemEntry:
-            return (await tree).model_copy(update={"data": {**data, "form": "tree"}})
+            return ItemEntry(
+                handler=self.name, nbytes=len(state.data), data={**data, "form": state.form}
+            )
 
         return Deferred(commit)
 
@@ -111,8 +104,10 @@ class StatefulHandler:
 
         async def commit() -> ItemEntry:
             sizes = await save.finish(writer)
-            entry = ItemEntry(handler=self.name, nbytes=sum(sizes.values()))
-            return entry.model_copy(update={"data": {**data, "files": sorted(sizes)}})
+            files: list[JsonValue] = [*sorted(sizes)]
+            return ItemEntry(
+                handler=self.name, nbytes=sum(sizes.values()), data={**data, "files": files}
+            )
 
         return Deferred(commit, save.close)
 
@@ -123,14 +118,14 @@ class StatefulHandler:
         JSON file. For a state that is a tree, `like` can also be a target of that tree.
 
         Raises:
-            TargetMismatchError: `like` has not the protocol with which the state was saved, or
-                another number of processes saved it.
-            CorruptCheckpointError: What is stored is damaged.
+            TargetMismatchError: `like` does not have the protocol with which the state was saved,
+                or another number of processes saved it.
+            CorruptCheckpointError: The stored state is damaged.
         """
         data = entry_data(entry, self.name)
         protocol = text_of(data, "protocol")
         if protocol not in _PROTOCOLS:
-            raise CorruptCheckpointError(f"{protocol!r:.40} is no way to save a state")
+            raise CorruptCheckpointError(f"{protocol!r:.40} is not a known protocol")
         names = _files_of(data) if protocol == _TWO_PHASES else []
         _check_processes(data, names)
         is_tree = data.get("form") in ("tree", "tree_file")
@@ -164,7 +159,7 @@ class StatefulHandler:
             tree = entry.model_copy(update={"handler": PyTreeHandler.name})
             return await PyTreeHandler().load(tree, like, adapt, reader)
         if form not in _SUFFIXES:
-            raise CorruptCheckpointError(f"{form!r:.40} is no form of a state")
+            raise CorruptCheckpointError(f"{form!r:.40} is not a known form of a state")
         found = await reader.read_file(_STEM + _SUFFIXES[form])
         if form == "tree_file":
             return await load_tree(found, like, adapt, reader)
@@ -173,7 +168,7 @@ class StatefulHandler:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A state that is one file."""
+    """A state that becomes one file."""
 
     form: str
     data: bytes
@@ -195,7 +190,7 @@ def _protocol_of(item: Any) -> str | None:
 
 
 def _has(item: Any, protocol: str) -> bool:
-    # Methods of the class: an object that makes up attributes when asked has everything.
+    # Methods of the class: an object can make up any attribute that it is asked for.
     kind = type(item)
     found = [getattr(kind, name, None) for name in _PROTOCOLS[protocol]]
     if isinstance(item, type) or not all(map(callable, found)):
@@ -206,7 +201,7 @@ def _has(item: Any, protocol: str) -> bool:
 
 
 def _takes_one(method: Any) -> bool:
-    """Tell whether a method needs one argument beside the object."""
+    """Tell whether a method takes one argument beside the object."""
     try:
         inspect.signature(method).bind(None, None)
     except (TypeError, ValueError):
@@ -233,7 +228,7 @@ def _check_processes(data: dict[str, JsonValue], names: Sequence[str]) -> None:
     if wrong != _PROCESSES:
         raise TargetMismatchError(
             f"the state is that of one of {wrong} processes, and this run has {_PROCESSES}: a data "
-            "iterator cannot be dealt out anew. Restore with as many processes, or without this "
+            "iterator cannot be divided again. Restore with as many processes, or without this "
             "item"
         )
 

@@ -1,4 +1,4 @@
-"""The handler of texts and bytes: each is one file, of any size."""
+"""The bytes handler, for texts and bytes: each is one file, of any size."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BytesHandler:
         """Take the text or bytes; what the caller can change is copied. See `Handler.stage`.
 
         Raises:
-            UnsupportedLeafError: A text with lone surrogates, or no text or bytes at all.
+            UnsupportedLeafError: It is a text with lone surrogates, or neither a text nor bytes.
         """
         kind = type(item).__name__
         if not self.accepts(item):
@@ -50,17 +50,17 @@ class BytesHandler:
         return Deferred(commit)
 
     async def load(self, entry: ItemEntry, like: Any, adapt: Adapt, reader: ItemReader) -> Any:
-        """Return the text or the bytes, as what `like` is (or is a type of) where it is given.
+        """Return the text or the bytes, of the type of `like` (or `like` itself) if it is given.
 
-        A `memoryview` comes back as `bytes` unless `like` asks for one.
+        A `memoryview` is restored as `bytes` unless `like` asks for one.
 
         Raises:
             TargetMismatchError: `like` is a text and the item bytes, or the other way around.
-            CorruptCheckpointError: What is stored is damaged.
+            CorruptCheckpointError: The stored file is damaged.
         """
         kind = text_of(entry_data(entry, self.name), "type")
         if kind != "str" and kind not in _BINARY:
-            raise CorruptCheckpointError(f"{kind!r:.40} is no type of a text or bytes")
+            raise CorruptCheckpointError(f"{kind!r:.40} is not a type of text or bytes")
         wanted = like if isinstance(like, type) else type(like)
         if like is not None and (
             wanted is not str if kind == "str" else wanted not in _BINARY.values()
@@ -75,7 +75,7 @@ class BytesHandler:
 
 
 def _frozen(item: Any) -> bytes:
-    """Return the bytes of `item`; a copy where somebody could change it."""
+    """Return the bytes of `item`; a copy if the caller could change it."""
     if not isinstance(item, str):
         return item if isinstance(item, bytes) else bytes(item)
     try:

@@ -1,9 +1,9 @@
-"""Objects that save themselves into a directory, in two phases.
+"""Two-phase objects, which save themselves into a directory.
 
 `await item.save(directory)` takes the snapshot and returns an awaitable that writes;
-`await item.load(directory)` returns one that reads. Grain's iterators are such objects, and so is
-whatever Orbax takes as stateful. They get a temporary local directory; its files go through the
-engine, so that they are digested, durable, and work on every store.
+`await item.load(directory)` returns one that reads. Grain's iterators are such objects, as are all
+that Orbax takes as stateful. They get a temporary local directory, whose files go through the
+engine: so they have digests, are durable, and work on every store.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_FILES = 10_000
 
 
 class _AwaitedDirectory:
-    """What `save` is given: a directory that is there once it has been awaited."""
+    """The argument of `save`: a directory that exists once it has been awaited."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,20 +43,20 @@ class _AwaitedDirectory:
 
 
 class TwoPhaseSave:
-    """A save between its two phases. It is finished or closed."""
+    """A save between its two phases. Either `finish` or `close` is called."""
 
     def __init__(self, directory: tempfile.TemporaryDirectory[str], writing: Any) -> None:
-        """Wait with `writing`, which writes into `directory`."""
+        """Hold `writing`, which will write into `directory`."""
         self._directory = directory
         self._writing = writing
 
     async def finish(self, writer: ItemWriter) -> dict[str, int]:
         """Let the object write, and write its files to the step; return their sizes by path.
 
-        Paths that tell whose file it is are returned as those of a single process.
+        Paths that name the process are returned as those of a single process.
 
         Raises:
-            HandlerError: It wrote something else than plain files of plain names.
+            HandlerError: It wrote anything but regular files with plain names.
         """
         root = Path(self._directory.name)
         try:
@@ -74,7 +74,7 @@ class TwoPhaseSave:
                 await writer.in_thread(self._directory.cleanup)
 
     def close(self) -> None:
-        """Give the save up."""
+        """Give up the save."""
         _give_up(self._writing)
         self._directory.cleanup()
 
@@ -83,7 +83,7 @@ async def begin_save(item: Any, writer: ItemWriter) -> TwoPhaseSave:
     """Let `item` take its snapshot.
 
     Raises:
-        HandlerError: `save` did not return what is awaited to write.
+        HandlerError: `save` did not return an awaitable.
     """
     directory = await writer.in_thread(_new_directory)
     try:
@@ -103,13 +103,13 @@ async def finish_load(item: Any, names: Sequence[str], reader: ItemReader) -> No
     """Let `item` load itself from a copy of its files.
 
     Raises:
-        CorruptCheckpointError: A file is missing, cut or changed; nothing was loaded.
+        CorruptCheckpointError: A file is missing, cut short or changed; nothing was loaded.
     """
     directory = await reader.in_thread(_new_directory)
     try:
         for name in names:
             data = await reader.read_file(name)
-            # The object looks for a file of its own process.
+            # The object looks for the file of its own process.
             own = renamed(name, reader.process, reader.processes)
             await reader.in_thread(_write, Path(directory.name) / own, data)
         reading = await item.load(Path(directory.name))
@@ -130,7 +130,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _give_up(writing: Any) -> None:
-    """End what will not be awaited: a coroutine, or a task that runs already."""
+    """End an awaitable that will not be awaited: a coroutine, or a task that already runs."""
     for name in ("close", "cancel"):
         end = getattr(writing, name, None)
         if callable(end):
@@ -155,7 +155,9 @@ def _files_below(root: Path) -> dict[str, int]:
                     f"its object wrote a file that cannot be kept: {error}"
                 ) from None
             if not stat.S_ISREG(status.st_mode):
-                raise HandlerError(f"its object wrote {relative!r:.120}, which is no plain file")
+                raise HandlerError(
+                    f"its object wrote {relative!r:.120}, which is not a regular file"
+                )
             sizes[relative] = status.st_size
             if len(sizes) > _MOST_FILES:
                 raise HandlerError(f"its object wrote more than {_MOST_FILES} files")
@@ -164,7 +166,7 @@ def _files_below(root: Path) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _mapped(path: Path) -> Iterator[bytes | mmap.mmap]:
-    """Give the content of a file without reading it into memory."""
+    """Provide the content of a file without reading it into memory."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             yield b""
@@ -173,6 +175,6 @@ def _mapped(path: Path) -> Iterator[bytes | mmap.mmap]:
         try:
             yield data
         finally:
-            # What still looks at it, such as the traceback of an error, keeps it open.
+            # A remaining view, such as one in the traceback of an error, keeps it open.
             with contextlib.suppress(BufferError):
                 data.close()

@@ -506,7 +506,7 @@ def test_another_job_gets_what_can_be_given_to_it(job: tuple[Path, list[Result]]
             message = found.pop(name)
             assert f"step 1, item '{name}'" in message
             assert "it was saved by 2 processes, each with a state of its own" in message
-            assert "restored by 3: a state cannot be dealt out anew" in message
+            assert "restored by 3: a state cannot be divided again" in message
         assert found == {"progress": 7, "model": True, "notes": "of process 0"}
     # This process is a job of one.
     with pytest.raises(TargetMismatchError, match="saved by 2 processes"):

@@ -1,8 +1,8 @@
 """The staging arena: one region of host memory, touched once and reused by every save.
 
-Memory that was never touched costs 10 to 30 times as much to write as warm memory, on virtual
-machines more, so blocks are handed out lowest address first: the pages warmed by the first save
-serve all later ones. The region is only reserved address space until it is used.
+Writing to memory that was never touched takes 10 to 30 times as long as to warm memory, and longer
+on virtual machines. So blocks are handed out lowest address first: the pages that the first save
+has warmed serve all later ones. The region is only reserved address space until it is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Arena", "Block"]
 
 # Blocks start on page boundaries: whole pages are warmed, and direct I/O stays possible.
 _ALIGNMENT = mmap.PAGESIZE
-# A piece must not hold up the end of a program for long: cold memory comes at 0.4 GB/s and more.
+# A piece must not delay the end of a program for long: cold memory comes at 0.4 GB/s or faster.
 _WARMING_BYTES = 16 << 20
 # MADV_POPULATE_WRITE of Linux 5.14, which Python has no name for.
 _POPULATE_WRITE = 23
@@ -51,9 +51,9 @@ class Arena:
         self._free: list[tuple[int, int]] = [(0, self.capacity)]
         self._waiting: deque[tuple[int, anyio.Event]] = deque()
         self.high_water = 0
-        # Called when memory is about to be touched that was not before.
+        # Called when new memory is about to be touched.
         self.on_growth: Callable[[], None] = _do_nothing
-        # Bytes asked for since the arena was last empty, and the most that this ever was.
+        # Bytes asked for since the arena was last empty, and the maximum of that.
         self._asked = 0
         self._demand = 0
 
@@ -83,7 +83,7 @@ class Arena:
             ticket = (length, anyio.Event())
             self._waiting.append(ticket)
             try:
-                # Set only while this ticket is first and its length fits; nobody takes room past a
+                # Set only while this ticket is first and its length fits; no request overtakes a
                 # waiting ticket, so it still fits when this task runs again.
                 await ticket[1].wait()
             except BaseException:
@@ -107,10 +107,10 @@ class Arena:
         self._wake()
 
     async def warm(self, go_on: Callable[[], bool]) -> None:
-        """Touch as much of the region as a save has wanted at once, so that the next finds it warm.
+        """Touch as much of the region as a save has wanted at once, to have it warm for the next.
 
-        A first save copies so slowly into cold memory that its first blocks are free again before
-        its last are asked for; the next one is faster, and would touch cold memory once more.
+        The first save copies so slowly into cold memory that its first blocks are free again before
+        its last are asked for; the next one is faster, and would touch cold memory again.
 
         Args:
             go_on: Asked before every piece of a few milliseconds.

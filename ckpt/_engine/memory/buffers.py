@@ -1,9 +1,9 @@
-"""Host memory of restored arrays, used again when they are gone.
+"""Buffers: host memory of restored arrays, reused when the arrays are gone.
 
-On CPU devices a restored array is the buffer it was read into, so the buffer cannot come from the
-arena. But who restores again and again, as evaluators do, drops one state before the next: its
-memory is kept, and reading into warm memory is 5 to 15 times as fast as into memory that was never
-touched. What lies idle here and what saves have touched of the arena stay within the one budget.
+On CPU devices a restored array is the buffer that it was read into, so the buffer cannot come from
+the arena. Evaluators restore again and again, and drop one state before the next: its memory is
+kept, since reading into warm memory is 5 to 15 times as fast as into memory that was never touched.
+Idle memory here and the touched part of the arena stay within one budget.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Buffers"]
 Array = np.ndarray[Any, Any]
 
 # jax takes over a host buffer without a copy if it is aligned to a cache line, and files can be
-# read straight into one that is aligned to the sectors of disks; a mapping is.
+# read directly into one that is aligned to sectors; a mapping is aligned to both.
 _PAGE = mmap.PAGESIZE
 
 
@@ -39,7 +39,7 @@ class Buffers:
         """Keep idle memory within what `arena` has not touched of its capacity."""
         self._arena = arena
         arena.on_growth = self.trim
-        # Reentrant: the collector can drop an array while this very thread is in here.
+        # Reentrant: garbage collection can drop an array while this thread holds the lock.
         self._guard = threading.RLock()
         self._idle: dict[int, list[mmap.mmap]] = {}
         self.idle_bytes = 0
@@ -48,7 +48,7 @@ class Buffers:
         """Return an array with undefined content, aligned so that jax can take it over.
 
         Raises:
-            CheckpointError: There is no memory for it.
+            CheckpointError: There is not enough memory.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         length = max(-(-nbytes // _PAGE) * _PAGE, _PAGE)
@@ -56,7 +56,7 @@ class Buffers:
             region = self._take(length)
         if region is None:
             region = _map(length, shape)
-        # Every view of this array refers to it, so its end is the end of all of them.
+        # Every view of this array refers to it, so it lives as long as any of them.
         memory = np.frombuffer(region, np.uint8)
         weakref.finalize(memory, _give_back, weakref.ref(self), region).atexit = False
         return memory[:nbytes].view(dtype).reshape(shape)
@@ -66,7 +66,7 @@ class Buffers:
         self._make_room(0)
 
     def take_back(self, region: mmap.mmap) -> None:
-        """Keep `region`, whose arrays are gone; what was kept before gives way to it."""
+        """Keep `region`, whose arrays are gone; memory that was kept earlier makes room for it."""
         length = len(region)
         with self._guard:
             if self._make_room(length):

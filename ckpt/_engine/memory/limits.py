@@ -1,4 +1,4 @@
-"""Whether the arrays that are wanted fit into the memory of this machine."""
+"""Memory limits: whether the arrays to restore fit into the memory of this machine."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["check_memory"]
 
 
 def check_memory(reads: Sequence[ArrayRead], leaves: Sequence[LeafEntry]) -> None:
-    """Refuse what cannot be held, before any memory is taken.
+    """Refuse arrays that do not fit, before any memory is taken.
 
-    The sizes come from a file, and the system gives out memory that is not there, only to kill the
-    process when it is used.
+    The sizes come from a file, and the system promises more memory than it has, only to kill the
+    process that uses it.
 
     Raises:
         InvalidArgumentError: The arrays take more host memory than there is.
@@ -31,8 +31,8 @@ def check_memory(reads: Sequence[ArrayRead], leaves: Sequence[LeafEntry]) -> Non
         available
     ):
         return
-    # On devices with memory of their own a host buffer is a passing thing, and of a sharded array
-    # only what this process has of it counts.
+    # For devices with memory of their own a host buffer is temporary, and only the part of a
+    # sharded array that this process has counts.
     sizes = [(_local_bytes(read), read) for read in reads if _stays_on_host(read.target)]
     needed = sum(size for size, _ in sizes)
     if needed > available:

@@ -1,7 +1,7 @@
-"""Device memory to host memory the library owns, one batch at a time.
+"""Staging: device memory is copied to host memory that the library owns, batch by batch.
 
-Everything here runs in worker threads. Host copies are taken shard by shard, never of an array that
-lies on several devices, whose host copy jax would keep alive on the array.
+Everything here runs in worker threads. Host copies are taken shard by shard, never of an array on
+several devices: jax would keep that copy alive on the array.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ckpt._engine.memory.casting import cast, cast_into, is_narrowed
+from ckpt._engine.memory.casts import cast, cast_into, is_narrowed
 from ckpt._format.digests import digest
 from ckpt._format.dtypes import DTYPES
-from ckpt._plan.save_plan import ChunkPart, LeafPlan, WriteBatch
+from ckpt._plan.chunking import LeafPlan
+from ckpt._plan.write_batches import ChunkPart, WriteBatch
 from ckpt._settings import StagingMode
 from ckpt._tree.leaf_specs import ARRAY_KINDS, LeafSpec, scalar_array
 from ckpt.errors import CheckpointError
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, Any]
-# What a chunk is copied from: a leaf, or what a snapshot holds in its place.
+# What a chunk is copied from: a leaf, or what a snapshot holds instead.
 Source = Any
 
 logger = logging.getLogger("ckpt")
@@ -43,7 +44,7 @@ logger = logging.getLogger("ckpt")
 _PINNED = "pinned_host"
 _HOST_KINDS = (_PINNED, "unpinned_host")
 _PADDING = np.zeros(4096, np.uint8)
-# Narrower than a byte: jax has several elements in one, and unpacks them for the host.
+# Narrower than a byte: jax packs several elements into one, and unpacks them for the host.
 _UNPACKED = frozenset({"float4_e2m1fn", "int2", "int4", "uint2", "uint4"})
 
 
@@ -64,7 +65,7 @@ def wait_until_computed(leaves: Sequence[Any]) -> None:
 def snapshot(
     batches: Iterable[WriteBatch], leaves: Sequence[Any], mode: StagingMode
 ) -> dict[int, list[Source]]:
-    """Hold what batches can be copied from later, whatever the caller does to its arrays.
+    """Hold what batches can be copied from later, whatever the caller does with its arrays.
 
     Args:
         batches: The batches of an item.
@@ -110,7 +111,7 @@ def _hold(shard: jax.Array, mode: StagingMode) -> Source | None:
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise CheckpointError(f"copying the state to save failed: {error}") from error
-        # No room for a second copy on the device; the host takes it, as in the mode `copy`.
+        # No room for a second copy on the device: it is copied to the host, as in the mode `copy`.
         logger.debug("the device has no room for a copy of %s%s", shard.dtype, shard.shape)
         return None
 
@@ -122,13 +123,13 @@ def _can_wait(leaf: Any, mode: StagingMode) -> bool:
 
 
 def copies_on_host(batch: WriteBatch, plans: Sequence[LeafPlan]) -> int:
-    """Return how often the bytes are in host memory while they are copied into a block.
+    """Return how many copies of the bytes are in host memory while they go into a block.
 
     Arrays of accelerators pass through page-locked memory on their way.
     """
     shardings = {id(s): s for s in (plans[chunk.leaf].spec.sharding for chunk in batch.chunks)}
     on_host = all(sharding is None or _is_host(sharding) for sharding in shardings.values())
-    # Of packed leaves that are cast there is a copy of each; of others it is cast piece by piece.
+    # Packed leaves are cast as a whole, in a copy of each; others are cast part by part.
     cast = batch.packed and any(plans[chunk.leaf].spec.cast_from for chunk in batch.chunks)
     return 1 + (not on_host) + cast
 
@@ -145,8 +146,8 @@ def copy_batch(
         memory: `[batch.nbytes] uint8`, owned by the library.
     """
     if batch.packed:
-        pieces = _with_padding(batch, _packed_bytes(batch, plans, sources))
-        np.concatenate(list(pieces), out=memory)
+        arrays = _with_padding(batch, _packed_bytes(batch, plans, sources))
+        np.concatenate(list(arrays), out=memory)
         return
     end = 0
     parts = _on_host(batch, plans, sources)
@@ -181,7 +182,7 @@ def batch_digests(batch: WriteBatch, plans: Sequence[LeafPlan], memory: Array) -
 
 
 def host_bytes(leaf: Any) -> Array:
-    """Return the bytes of an array that this process has of its own, in C order; `[n] uint8`."""
+    """Return the bytes of an array that this process has for itself, in C order; `[n] uint8`."""
     if isinstance(leaf, jax.Array):
         leaf = _gathered(leaf.shape, _begin_gather(leaf))
     return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
@@ -190,7 +191,7 @@ def host_bytes(leaf: Any) -> Array:
 def _on_host(
     batch: WriteBatch, plans: Sequence[LeafPlan], sources: Sequence[Source]
 ) -> Iterator[Array]:
-    """Yield every part as a host array; the transfers of all are under way at once."""
+    """Yield every part as a host array; all are transferred at the same time."""
     parts = [(plans[chunk.leaf].spec, part) for chunk in batch.chunks for part in chunk.parts]
     started = [
         _begin_transfer(_shard(source, part), part, spec)
@@ -198,12 +199,12 @@ def _on_host(
     ]
     started.reverse()
     while started:
-        # Dropped one by one: page-locked memory is given back as soon as it has been copied.
+        # Dropped one by one: page-locked memory is free again as soon as it has been copied.
         yield np.asarray(started.pop())
 
 
 def _begin_transfer(shard: Any, part: ChunkPart, spec: LeafSpec) -> Any:
-    """Return a part of `shard` on its way to the host, or there already."""
+    """Return a part of `shard` on its way to the host, or already there."""
     if not isinstance(shard, jax.Array) or _on_cpu(shard):
         return np.asarray(_unkept(shard))[part.source.slices]
     if shard.sharding.memory_kind in _HOST_KINDS:
@@ -213,7 +214,7 @@ def _begin_transfer(shard: Any, part: ChunkPart, spec: LeafSpec) -> Any:
         # Sliced on the device: what a part takes on the host is the part, not its shard.
         shard = jax.lax.dynamic_slice(shard, part.source.offset, part.source.shape)
     if spec.cast_from is not None and is_narrowed(spec.cast_from, spec.dtype or ""):
-        # Fewer bytes to move; what is widened is so on the host.
+        # Fewer bytes to move; values that are widened are cast on the host.
         shard = jax.lax.convert_element_type(shard, DTYPES[spec.dtype or ""])
     return to_page_locked(shard)
 
@@ -221,7 +222,7 @@ def _begin_transfer(shard: Any, part: ChunkPart, spec: LeafSpec) -> Any:
 def to_page_locked(array: jax.Array) -> jax.Array:
     """Return `array` on its way to page-locked host memory, where its device has such.
 
-    Devices copy there by themselves and at the full speed of the bus; to other memory they go
+    Devices copy there by themselves, at the full speed of the bus; copies to other memory go
     through a small buffer.
     """
     (device,) = array.devices()
@@ -236,7 +237,7 @@ def to_page_locked(array: jax.Array) -> jax.Array:
 
 
 def _shard(source: Source, part: ChunkPart) -> Any:
-    """Return the shard of an array that holds a part; what is no jax array is taken whole."""
+    """Return the shard of an array that holds a part; anything but a jax array is taken whole."""
     if isinstance(source, jax.Array) and not _is_single(source):
         return source.addressable_shards[part.shard].data
     return source
@@ -273,7 +274,7 @@ def _packed_bytes(
             array = scalar
         if spec.cast_from is not None:
             array = cast(array, spec.dtype or "")
-        # Any byte but 0 is true in memory; stored is what TensorStore stores, 0 or 1.
+        # In memory any byte but 0 is true; TensorStore stores 0 or 1.
         flat = array.reshape(-1).view(np.uint8)
         yield (flat != 0).view(np.uint8) if spec.dtype == "bool" else flat
 
@@ -294,7 +295,7 @@ def _distinct_shards(leaf: jax.Array) -> list[tuple[tuple[slice, ...], jax.Array
         return [
             (shard.index, shard.data) for shard in leaf.addressable_shards if not shard.replica_id
         ]
-    # The first replicas may be on devices of another process.
+    # The replicas with id 0 may be on devices of another process.
     found = {
         tuple((part.start, part.stop) for part in shard.index): (shard.index, shard.data)
         for shard in reversed(leaf.addressable_shards)
@@ -315,9 +316,9 @@ def _gathered(
 
 
 def _unkept(array: Any) -> Any:
-    """Return an array in host memory that numpy can look at without a trace on the caller's one.
+    """Return an array in host memory that numpy can view without leaving a copy on the caller's.
 
-    Of most dtypes numpy sees the buffer itself; what had to be unpacked jax would keep.
+    Numpy sees the buffer itself of most dtypes; jax would keep the copy of those it has to unpack.
     """
     if isinstance(array, jax.Array) and array.dtype.name in _UNPACKED:
         return _apart(array)
@@ -327,8 +328,8 @@ def _unkept(array: Any) -> Any:
 def _apart(array: jax.Array) -> jax.Array:
     """Return another array object over the same buffer.
 
-    jax keeps the host copy of an accelerator's array on the object that was asked for it, and the
-    only shard of an array is that array itself: the caller's would hold the copy while it lives.
+    jax keeps the host copy of an accelerator's array on the object that it is asked of, and the
+    only shard of an array is the array itself: the caller's would hold the copy while it lives.
     """
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
 
@@ -356,7 +357,7 @@ def _is_host(sharding: jax.sharding.Sharding) -> bool:
 
 
 def _copy_bits(target: Array, source: Array) -> None:
-    """Copy without looking at the values: numpy copies foreign dtypes slowly, under the GIL.
+    """Copy as plain integers: numpy copies foreign dtypes slowly, holding the GIL.
 
     Values of another dtype are cast.
     """

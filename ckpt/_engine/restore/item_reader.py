@@ -52,10 +52,11 @@ from ckpt._events import EventRecorder
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.manifest import FileEntry, ItemEntry, LeafEntry
 from ckpt._plan.chunk_reads import ChunkRead, plan_chunk_reads
+from ckpt._plan.chunking import BATCH_BYTES
 from ckpt._plan.multihost.per_process import ProcessPart, own_path
 from ckpt._plan.multihost.read_groups import Grouping
-from ckpt._plan.save_plan import BATCH_BYTES, CHUNK_ALIGNMENT, aligned
 from ckpt._plan.targets import ArrayRead
+from ckpt._plan.write_batches import CHUNK_ALIGNMENT, aligned
 from ckpt.errors import CorruptCheckpointError, located
 from ckpt.storage._base import Storage
 

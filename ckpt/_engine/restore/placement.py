@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from ckpt._engine.memory.casting import cast
+from ckpt._engine.memory.casts import cast
 from ckpt._format.regions import Region, addressable_regions
 from ckpt._plan.targets import PYTHON_TYPES, ArrayRead, ArrayTarget
 from ckpt.errors import TargetMismatchError

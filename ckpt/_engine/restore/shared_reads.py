@@ -26,6 +26,7 @@ from ckpt._engine.restore.read_units import Unit, extents_of, leaves_of
 from ckpt._events import EventRecorder
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.manifest import JsonValue, LeafEntry
+from ckpt._plan.chunking import BATCH_BYTES
 from ckpt._plan.multihost.read_groups import (
     BatchRead,
     Grouping,
@@ -34,7 +35,6 @@ from ckpt._plan.multihost.read_groups import (
     groupings_of,
     shares_key,
 )
-from ckpt._plan.save_plan import BATCH_BYTES
 from ckpt._plan.targets import ArrayRead
 from ckpt._runtime.futures import CallingThread
 from ckpt.coordination._operation import Operation

@@ -1,4 +1,4 @@
-"""A staged batch to the bytes of its file, where its chunks are compressed."""
+"""Encoding: a staged batch becomes the bytes of its file, if its chunks are compressed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,8 @@ import numpy as np
 from ckpt._engine.codecs import encode_chunk
 from ckpt._engine.memory.staging import batch_digests
 from ckpt._format.dtypes import DTYPES
-from ckpt._plan.save_plan import (
-    FileSpan,
-    LeafPlan,
-    WriteBatch,
-    aligned,
-    alignment_of,
-    file_size,
-)
+from ckpt._plan.chunking import LeafPlan
+from ckpt._plan.write_batches import FileSpan, WriteBatch, aligned, alignment_of, file_size
 from ckpt.errors import located
 
 __all__ = ["Encoded", "encode_batch"]
@@ -32,27 +26,27 @@ class Encoded:
 
     Attributes:
         digests: Digest of the logical bytes of every chunk.
-        places: Where every chunk lies in the file.
+        spans: Where every chunk is in the file.
         nbytes: Size of the file.
     """
 
     digests: list[str]
-    places: list[FileSpan]
+    spans: list[FileSpan]
     nbytes: int
 
 
 def encode_batch(batch: WriteBatch, plans: Sequence[LeafPlan], memory: Bytes) -> Encoded:
-    """Encode the chunks of a batch in its block; the file is at the block's beginning after it.
+    """Encode the chunks of a batch in its block, whose beginning is the file afterwards.
 
     Args:
-        batch: The batch; staged from its `lead` on.
+        batch: The batch, staged from its `staged_at` on.
         plans: The plans of all leaves of the item.
         memory: The block. Chunk after chunk moves to the front, where there is always room for it:
-            the lead is as long as all of them can grow.
+            what comes before the staged chunks is as long as all of them can grow.
     """
-    staged = memory[batch.lead : batch.lead + batch.nbytes]
+    staged = memory[batch.staged_at : batch.staged_at + batch.nbytes]
     digests = batch_digests(batch, plans, staged)
-    places = []
+    spans = []
     end = 0
     for chunk in batch.chunks:
         plan = plans[chunk.leaf]
@@ -65,7 +59,7 @@ def encode_batch(batch: WriteBatch, plans: Sequence[LeafPlan], memory: Bytes) ->
         memory[end:offset] = 0
         end = offset + len(encoded)
         memory[offset:end] = np.frombuffer(encoded, np.uint8)
-        places.append(FileSpan(offset, len(encoded)))
+        spans.append(FileSpan(offset, len(encoded)))
     size = file_size(end)
     memory[end:size] = 0
-    return Encoded(digests, places, size)
+    return Encoded(digests, spans, size)

@@ -1,4 +1,4 @@
-"""Deleting one item of a committed step: the step is published anew without it."""
+"""Item removal: a committed step is published again without one of its items."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ __all__ = ["delete_item"]
 async def delete_item(storage: Storage, entry: str, manifest: Manifest, item: str) -> Manifest:
     """Take one item out of a committed entry.
 
-    Everything else is put into a new attempt without being copied, where the store can do that, and
-    the attempt takes the place of the old step in one atomic act: at every instant one of the two
-    is there, whole. Then the old one is removed. Metrics, metadata and times stay what they were.
+    Everything else is put into a new attempt, without being copied if the store can do that, and
+    the attempt replaces the old step atomically: at every instant one of the two is there, whole.
+    Then the old one is removed. Metrics, metadata and times stay the same.
 
     Args:
         storage: The root.
         entry: The entry's name.
-        manifest: What is there now.
+        manifest: Its manifest.
         item: Name of the item.
 
     Returns:
-        The manifest of what is there afterwards.
+        The manifest of the new step.
 
     Raises:
-        InvalidArgumentError: The step has no such item, or no other one; names those it has.
-        StepDeletedError: It was deleted or replaced meanwhile.
-        CorruptCheckpointError: A file of another item is missing, or is no regular one.
+        InvalidArgumentError: The step has no such item, or only this one; names those it has.
+        StepDeletedError: The step was deleted or replaced meanwhile.
+        CorruptCheckpointError: A file of another item is missing, or is not a regular file.
         StorageError: The store refused.
 
-    Cancellation: what has begun is waited for, and the step is as it was, unless publishing had
-    begun: then the item is gone.
+    Cancellation: operations under way are waited for, and the step is unchanged, unless publishing
+    had begun: then the item is gone.
     """
     items = {name: each for name, each in manifest.items.items() if name != item}
     if item not in manifest.items:
@@ -77,7 +77,7 @@ async def delete_item(storage: Storage, entry: str, manifest: Manifest, item: st
                 )
                 async with while_read(storage, entry, manifest):
                     kept = await _write_rest(storage, attempt, manifest, kept, item)
-                # From here on nothing may come between the store and our knowing what it did.
+                # Not cancelled from here on: it must be known what the store has done.
                 with anyio.CancelScope(shield=True):
                     await storage.publish(attempt, overwrite=True, replacing=manifest.attempt)
                     attempt = None
@@ -92,7 +92,7 @@ async def delete_item(storage: Storage, entry: str, manifest: Manifest, item: st
 async def _write_rest(
     storage: Storage, attempt: Attempt, old: Manifest, new: Manifest, item: str
 ) -> Manifest:
-    """Fill an attempt with all but one item; return its manifest, which is written last."""
+    """Write all but one item to an attempt; return its manifest, which is written last."""
     entry = attempt.entry
     written: dict[str, bytes] = {}
     if OWN_DISKS not in old.requires:

@@ -1,60 +1,36 @@
-"""One item on its way out: plan, stage, and hand batches to the write lanes.
-
-Stagers and lanes are tasks of the save's task group. A stager takes the next batch (biggest
-first), waits for room in the arena, and copies; a free lane takes the next staged batch and
-writes it as one data file. So copies from the device overlap writes to the store, and the arena's
-capacity bounds the memory of both.
-"""
+"""The item writer: what the engine offers the handler of one item during a save."""
 
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import anyio
 import jax
-import numpy as np
 
-from ckpt._engine.memory.staging import (
-    Source,
-    copies_on_host,
-    snapshot,
-    sources_of,
-)
-from ckpt._engine.plan_cache import ItemPlan, new_data_file
-from ckpt._engine.save.encoding import encode_batch
-from ckpt._engine.save.item_files import write_item_file
-from ckpt._engine.save.item_parts import ItemParts
-from ckpt._engine.save.item_write import (
-    ItemWrite,
-    Staged,
-    file_digests,
-    first_of,
-    stage_batch,
-)
-from ckpt._engine.save.session import (
-    ENCODERS,
-    LANES,
-    STAGERS,
-    SaveCall,
-    SaveSession,
-)
-from ckpt._engine.save.sharded_items import TreeWrite, own_digests
-from ckpt._plan.leaf_entries import LeafEntries, record_leaves
-from ckpt._plan.merged_parts import PartPlan
+from ckpt._engine.save.item_write import ItemWrite
+from ckpt._engine.save.merged_items import ItemParts, WrittenTree, own_digests
+from ckpt._engine.save.request import SaveCall
+from ckpt._engine.save.session import SaveSession
+from ckpt._format.digests import digest
+from ckpt._format.item_file_names import check_file_path
+from ckpt._format.manifest import FileEntry, ItemEntry
+from ckpt._plan.item_reports import PlannedTree, fill_entry, merge_reports
 from ckpt._plan.multihost.per_process import own_path
-from ckpt._tree.flatten import Structure
+from ckpt._plan.multihost.tree_fingerprint import value_fingerprint
+from ckpt._tree.flatten import describe
 from ckpt._tree.leaf_specs import ARRAY_KINDS
 from ckpt.errors import InvalidArgumentError, located
-from ckpt.handlers._base import Deferred, FileData
+from ckpt.handlers._base import FileData
 
 __all__ = ["EngineItemWriter"]
 
 T = TypeVar("T")
-Array = np.ndarray[Any, np.dtype[np.uint8]]
+
+# Up to this size a file is hashed on the loop, and written in one go.
+_SMALL_BYTES = 1 << 20
 
 
 class EngineItemWriter:
@@ -73,9 +49,9 @@ class EngineItemWriter:
 
         Args:
             session: The save.
-            call: What came with it.
+            call: The call that the item came with.
             item: Name of the item.
-            parts: The parts of it so far, where it may have several.
+            parts: The parts of it so far, if it may have several.
             per_process: Whether every process of the job stores an item of its own.
         """
         self._session = session
@@ -84,43 +60,35 @@ class EngineItemWriter:
         self.processes = team.count
         self._per_process = per_process
         self._team = None if session.joint.is_alone or per_process else team
-        # Otherwise all of the item that is here is for this process to write.
+        # Otherwise this process writes everything that it has of the item.
         self._is_shared = self._team is not None and not session.joint.own_disks
         self._call = call
         self._item = item
         self._parts = parts
-        # Number of the part; 0 also of an item that is no tree.
-        self.part = 0
+        # The tree, once it is staged, and its write.
+        self._staged: tuple[WrittenTree, ItemWrite] | None = None
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Run a slow pure function off the engine's loop."""
         return await anyio.to_thread.run_sync(partial(function, *args))
 
-    async def write_file(self, path: str, data: FileData) -> None:
-        """Write a file of the item; see `ItemWriter.write_file`."""
-        if self._is_shared and not self._session.joint.leads:
-            # All have the same, and the primary writes it.
-            return
-        if self._per_process:
-            path = own_path(path, self.process, self.processes)
-        await write_item_file(self._session, self._item, path, data)
-
-    async def stage(
-        self, structure: Structure, *, formatted: bool = True
-    ) -> Awaitable[LeafEntries]:
-        """Stage leaves; see `ItemWriter.stage`."""
-        session, parts = self._session, self._parts
+    async def stage(self, tree: Any, *, formatted: bool = True) -> None:
+        """Stage a tree; see `ItemWriter.stage`."""
+        session, parts, joint = self._session, self._parts, self._session.joint
         if self._call.returned.is_set():
-            # What it would take a snapshot of is the caller's again, and so is the memory for it.
+            # The arrays are the caller's again, and so is the memory for a snapshot.
             raise InvalidArgumentError(
                 "leaves are staged in Handler.stage, not in the commit that it returns"
             )
+        if self._staged is not None:
+            raise InvalidArgumentError("an item is one tree: its leaves were staged already")
+        structure = await self.in_thread(describe, tree)
         began_ns = time.perf_counter_ns()
-        joint = session.joint
+        part = 0
         async with session.planning:
             # Before anything is staged that has no place in the tree.
             if parts is not None:
-                self.part = await self.in_thread(parts.add, structure.nodes)
+                part = await self.in_thread(parts.structure.add, structure.nodes)
             plan = await self.in_thread(
                 session.plans.plan,
                 self._item,
@@ -138,201 +106,96 @@ class EngineItemWriter:
         total = sum(batch.nbytes for batch in plan.save.batches)
         session.recorder.planned(began_ns, total)
         session.hooks.advance(total=total)
-        batches = plan.save.batches
-        count = len(batches)
-        blank: list[list[str]] = [[] for _ in batches]
-        encoded = sum(batch.encoded for batch in batches)
-        write = ItemWrite(plan, plan.new_data_files(), blank, count, encoded, iter(range(count)))
-        if not batches:
-            write.hashed.set()
-        if parts is not None:
-            self._start(write, self._keep_plan, write, parts)
-        elif joint.is_alone:
-            self._start(write, self._write_index, write)
-        elif self._is_shared and joint.leads:
-            # What lies over the chunks of all processes is written when all have told of them.
-            self._start(write, self._write_view, plan)
         if plan.formatted is not None:
             session.formatted.append(plan.formatted)
-        for _ in range(min(ENCODERS if encoded else LANES, count)):
-            self._start(write, self._run_lane, write)
-        with session.recorder.phase("snapshot"):
-            held = await self.in_thread(snapshot, batches, leaves, session.staging.mode)
-        at_once = {
-            number: sources_of(batch, leaves)
-            for number, batch in enumerate(batches)
-            if number not in held
-        }
-        # What is held is staged behind the caller's back.
-        if held:
-            session.begin_staging(self._call)
-            self._start(write, self._stage_held, write, held)
-        await self._stage_all(write, at_once, session.stagers)
-        own = await self.in_thread(own_digests, plan, leaves) if self._team is not None else {}
+        write = ItemWrite(session, self._call, self._item, plan)
+        # The index over the chunks of several writers is written when all have reported.
+        if parts is None and joint.is_alone:
+            write.start(write.write_index)
+        elif self._is_shared and joint.leads:
+            write.start(write.write_view)
+        await write.stage(leaves)
+        own = {} if self._team is None else await self.in_thread(own_digests, plan, leaves)
         # What outlives this call must not keep the caller's arrays alive.
-        kept = [
+        values = [
             None if leaf_plan.spec.kind in ARRAY_KINDS else leaf
             for leaf_plan, leaf in zip(plan.save.leaves, leaves, strict=True)
         ]
-        del leaves
+        written = WrittenTree(PlannedTree(structure.nodes, plan.save.leaves, values), plan, own)
+        self._staged = written, write
         if self._team is not None:
-            session.trees[self._item] = TreeWrite(plan, kept, own)
-        return Deferred(partial(self._finish, write, kept))
+            session.trees[self._item] = written
+        if parts is not None:
+            parts.written[part] = written
 
-    def _start(
-        self, write: ItemWrite, work: Callable[..., Awaitable[None]], *arguments: Any
-    ) -> None:
-        """Run `work` in the save's task group; the item is durable when all of it has ended."""
+    async def write_file(self, path: str, data: FileData) -> None:
+        """Write a file of the item; see `ItemWriter.write_file`."""
+        session = self._session
+        if self._is_shared and not session.joint.leads:
+            # All processes have the same file, and the primary writes it.
+            return
+        if self._per_process:
+            path = own_path(path, self.process, self.processes)
+        try:
+            name = f"{self._item}/{check_file_path(path)}"
+        except ValueError as error:
+            raise InvalidArgumentError(
+                f"this cannot be a file of an item: {error}", item=self._item
+            ) from None
+        if name in session.files:
+            raise InvalidArgumentError(
+                f"the file {path!r:.120} was written already", item=self._item
+            )
+        # Taken at once, so that it is not written a second time meanwhile.
+        session.files[name] = FileEntry(size=0, digest="")
+        attempt = await session.opened()
+        with memoryview(data) as raw, raw.cast("B") as view:
+            nbytes = len(view)
+            session.hooks.advance(staged=nbytes, total=nbytes)
+            async with session.lanes.taken() as lane:
+                if nbytes <= _SMALL_BYTES:
+                    content = bytes(view)
+                    session.files[name] = FileEntry(size=nbytes, digest=digest(content))
+                    with session.recorder.phase("write", nbytes, lane):
+                        await session.storage.write(attempt, name, content)
+                else:
+                    with session.recorder.phase("digest", nbytes, lane):
+                        found = await self.in_thread(digest, view)
+                    session.files[name] = FileEntry(size=nbytes, digest=found)
+                    with session.recorder.phase("write", nbytes, lane):
+                        await session.storage.write_block(attempt, name, view)
+        session.hooks.advance(written=nbytes)
+        session.joint.advance(nbytes)
 
-        async def run() -> None:
-            with located(item=self._item):
-                await work(*arguments)
-            write.running -= 1
-            if not write.running:
-                write.durable.set()
-
-        write.running += 1
-        self._session.tasks.start_soon(run)
-
-    async def _write_index(self, write: ItemWrite) -> None:
-        """Write what does not depend on values: the database's index and the Orbax view."""
-        session, plan = self._session, write.plan
-        async with anyio.create_task_group() as writers:
-            writers.start_soon(self._write_view, plan)
-            index = plan.index
-            if write.unplaced:
-                await write.placed.wait()
-                index = await self.in_thread(plan.index_over, write.places)
-            if index is not None:
-                tree_file, name = new_data_file(), uuid.uuid4().bytes
-                database = await self.in_thread(
-                    index.encode, write.files, tree_file, name, session.created_ns
-                )
-                writers.start_soon(session.write, f"{self._item}/{tree_file}", database.tree)
-                writers.start_soon(session.write, f"{self._item}/manifest.ocdbt", database.manifest)
-
-    async def _write_view(self, plan: ItemPlan) -> None:
-        async with anyio.create_task_group() as writers:
-            for path, (data, entry) in plan.view.items():
-                writers.start_soon(self._session.write, f"{self._item}/{path}", data, entry)
-
-    async def _keep_plan(self, write: ItemWrite, parts: ItemParts) -> None:
-        """Keep what the index over all parts of the item needs of this one."""
-        if write.unplaced:
-            await write.placed.wait()
-        parts.plans[self.part] = PartPlan(write.plan.save, write.places, write.files)
-
-    async def _stage_held(self, write: ItemWrite, sources: dict[int, list[Source]]) -> None:
-        await self._stage_all(write, sources, self._session.held_stagers)
-        self._session.end_staging(self._call)
-
-    async def _stage_all(
-        self, write: ItemWrite, sources: dict[int, list[Source]], slots: anyio.Semaphore
-    ) -> None:
-        """Stage batches in the order of the plan, several at a time.
+    async def finish(self, entry: ItemEntry) -> ItemEntry:
+        """Return the entry of the item, once everything staged of it is durable.
 
         Args:
-            write: The item.
-            sources: By the number of each batch what its chunks are copied from; emptied, so
-                that what has been staged is not kept alive.
-            slots: Bounds how many batches, of all items, are copied at once.
+            entry: What the handler made of it. It gets the leaves here, unless the item may have
+                several writers: then it gets them at the end of the save.
         """
-        async with anyio.create_task_group() as stagers:
-            numbers = iter(sorted(sources))
-            for _ in range(min(STAGERS, len(sources))):
-                stagers.start_soon(self._run_stager, write, numbers, sources, slots)
-
-    async def _run_stager(
-        self,
-        write: ItemWrite,
-        numbers: Iterator[int],
-        sources: dict[int, list[Source]],
-        slots: anyio.Semaphore,
-    ) -> None:
-        session, plan = self._session, write.plan.save
-        for number in numbers:
-            batch = plan.batches[number]
-            copies = copies_on_host(batch, plan.leaves) - 1
-            nbytes = batch.block_bytes + copies * batch.nbytes
-            async with slots:
-                block = await session.allocate(nbytes, self._call)
-                with session.recorder.phase("stage", batch.nbytes, batch=number):
-                    await self.in_thread(
-                        stage_batch, batch, plan.leaves, sources.pop(number), block
-                    )
-            session.hooks.advance(staged=batch.nbytes)
-            # Staging never waits for a lane, only for room in the arena.
-            write.staged.append(Staged(number, block))
-            write.ready.release()
-
-    async def _run_lane(self, write: ItemWrite) -> None:
-        session = self._session
-        await session.opened()
-        for _ in write.turns:
-            await write.ready.acquire()
-            staged = write.staged.popleft()
-            memory = await self._encoded(write, staged)
-            async with session.lanes.taken() as lane:
-                await self._write_batch(write, lane, staged.number, memory)
-            session.free(staged.block)
-
-    async def _encoded(self, write: ItemWrite, staged: Staged) -> Array:
-        """Return the bytes of a batch's file; they lie in its block."""
-        session, plan = self._session, write.plan.save
-        batch, memory = plan.batches[staged.number], staged.block.memory
-        if not batch.encoded:
-            return memory[: batch.nbytes]
-        # The cores are for the copies while the caller waits for them.
-        await first_of(self._call.returned, self._call.pressed)
-        async with session.encoders:
-            with session.recorder.phase("encode", batch.nbytes, batch=staged.number):
-                done = await self.in_thread(encode_batch, batch, plan.leaves, memory)
-        write.note_encoded(staged.number, done)
-        return memory[: done.nbytes]
-
-    async def _write_batch(self, write: ItemWrite, lane: int, number: int, memory: Array) -> None:
-        session, plan = self._session, write.plan.save
-        attempt = await session.opened()
-        batch = plan.batches[number]
-        path = f"{self._item}/{write.files[number]}"
-        leaf = plan.leaves[batch.chunks[0].leaf].name
-        written = anyio.Event()
-
-        async def take_digests() -> None:
-            # Not while the caller waits: writing needs no core, this does.
-            await first_of(self._call.returned, written)
-            with session.recorder.phase("digest", memory.nbytes, lane, number):
-                found, entry = await self.in_thread(file_digests, batch, plan.leaves, memory)
-            session.files[path] = entry
-            # Those of encoded chunks were taken before they were encoded.
-            write.note_digests(number, found or write.digests[number])
-
-        phase = session.recorder.phase("write", memory.nbytes, lane, number)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(take_digests)
-            with located(leaf=leaf), phase:
-                await session.storage.write_block(attempt, path, memory.data)
-            written.set()
-        session.hooks.advance(written=batch.nbytes)
-        session.joint.advance(batch.nbytes)
-
-    async def _finish(self, write: ItemWrite, leaves: Sequence[Any]) -> LeafEntries:
-        # The entries are made while the last batches are still being written.
-        self._call.pressed.set()
-        await write.hashed.wait()
-        if self._team is not None:
+        if self._staged is not None:
+            _, write = self._staged
+            await write.digested()
+            # While the last batches are still being written.
+            with located(item=self._item):
+                entry = await self.in_thread(self._filled, entry)
             await write.settled()
-            tree = self._session.trees[self._item]
-            await self.in_thread(tree.finish, write.digests, write.files, write.places)
-        if self._is_shared:
-            # The primary makes the entries, once it has been told of the chunks of all processes.
-            return LeafEntries([], [], [], 0)
-        with located(item=self._item):
-            records = await self.in_thread(
-                record_leaves, write.plan.save, leaves, write.digests, write.files, write.places
-            )
-        await write.settled()
-        return records
+        if self._parts is not None:
+            self._parts.entry = entry
+        return entry
+
+    def _filled(self, entry: ItemEntry) -> ItemEntry:
+        assert self._staged is not None
+        written, write = self._staged
+        tree, report = written.tree, write.report()
+        written.report = report
+        if self._team is not None:
+            written.values = value_fingerprint(written.plan.save, tree.values, written.own)
+        if self._is_shared or self._parts is not None:
+            return entry
+        own_disks = self._team is not None
+        return fill_entry(entry, tree, merge_reports(tree.leaves, [report], own_disks=own_disks))
 
 
 def _with_key_data(leaves: Sequence[Any], keys: Iterable[int]) -> Sequence[Any]:

@@ -24,7 +24,7 @@ from ckpt._format.manifest import (
     decode,
     encode,
 )
-from ckpt._plan.multihost.write_reports import ItemReport, pack, unpack
+from ckpt._plan.multihost.write_reports import ProcessReport, pack, unpack
 from ckpt._plan.ownership import ProcessGroup
 from ckpt.coordination._beats import beating
 from ckpt.coordination._operation import Operation
@@ -48,12 +48,12 @@ class WriteReport:
 
     Attributes:
         entries: What the handlers made of its items, by name.
-        records: Of those that are trees: which chunks it has written where.
+        trees: Of the items that are trees which chunks it has written where, by name.
         files: Size and digest of every file that it has written.
     """
 
     entries: dict[str, ItemEntry] = field(default_factory=dict)
-    records: dict[str, ItemReport] = field(default_factory=dict)
+    trees: dict[str, ProcessReport] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
 
 
@@ -314,14 +314,14 @@ def _summary(manifest: Manifest) -> Manifest:
 
 
 def _pack(report: WriteReport) -> bytes:
-    records = {name: pack(record) for name, record in report.records.items()}
+    trees = {name: pack(tree) for name, tree in report.trees.items()}
     head = {
         "entries": {name: each.model_dump(mode="json") for name, each in report.entries.items()},
         "files": {path: [each.size, each.digest] for path, each in report.files.items()},
-        "records": {name: len(data) for name, data in records.items()},
+        "trees": {name: len(data) for name, data in trees.items()},
     }
     text = json.dumps(head).encode()
-    return b"".join((len(text).to_bytes(8, "little"), text, *records.values()))
+    return b"".join((len(text).to_bytes(8, "little"), text, *trees.values()))
 
 
 def _unpack(data: bytes) -> WriteReport:
@@ -329,7 +329,7 @@ def _unpack(data: bytes) -> WriteReport:
 
     Raises:
         CoordinationError: It is not understood.
-        CorruptCheckpointError: A record in it is not whole.
+        CorruptCheckpointError: The report on a tree in it is not whole.
     """
     start = 8 + int.from_bytes(data[:8], "little")
     try:
@@ -338,17 +338,17 @@ def _unpack(data: bytes) -> WriteReport:
         files = {
             path: FileEntry(size=size, digest=text) for path, (size, text) in head["files"].items()
         }
-        lengths = {name: int(length) for name, length in head["records"].items()}
+        lengths = {name: int(length) for name, length in head["trees"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CoordinationError(
             f"what a process tells of its save is not understood ({data[8:88]!r}); all processes of"
             " a job have to run the same version of this library"
         ) from error
-    records = {}
+    trees = {}
     for name, length in lengths.items():
-        records[name] = unpack(data[start : start + length])
+        trees[name] = unpack(data[start : start + length])
         start += length
-    return WriteReport(entries, records, files)
+    return WriteReport(entries, trees, files)
 
 
 def same_items(reports: Sequence[WriteReport]) -> None:
@@ -369,7 +369,7 @@ def same_items(reports: Sequence[WriteReport]) -> None:
 def _handlers(report: WriteReport) -> Mapping[str, str]:
     """Return by which handler each item was saved, and whether as a tree."""
     return {
-        name: entry.handler + ", a tree" * (name in report.records)
+        name: entry.handler + ", a tree" * (name in report.trees)
         for name, entry in report.entries.items()
     }
 

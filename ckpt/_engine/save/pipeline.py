@@ -14,13 +14,12 @@ import anyio
 from ckpt._commit import CommitHooks
 from ckpt._engine.engine import Engine
 from ckpt._engine.plan_cache import PlanCache
-from ckpt._engine.save.calls import SaveCalls
-from ckpt._engine.save.item_parts import ItemParts
 from ckpt._engine.save.item_writer import EngineItemWriter
+from ckpt._engine.save.merged_items import ItemParts
 from ckpt._engine.save.multihost import MultihostSave
 from ckpt._engine.save.publication import end_apart, end_together
-from ckpt._engine.save.request import SaveRequest
-from ckpt._engine.save.session import SaveCall, SaveSession
+from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
+from ckpt._engine.save.session import SaveSession
 from ckpt._events import EventRecorder
 from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt.errors import StorageError, located
@@ -249,10 +248,7 @@ async def _commit_item(
         entry = await item.commit
         if not isinstance(entry, ItemEntry):
             raise TypeError(f"the commit gave {entry!r:.80}, which is no ItemEntry")
-    if session.parts is None:
-        entries[item.name] = entry
-    else:
-        session.parts[item.name].entries[item.writer.part] = entry
+        entries[item.name] = await item.writer.finish(entry)
     item.close()
     # Parts that are done must not add up.
     del pending[item]

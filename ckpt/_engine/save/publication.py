@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import anyio
 
 from ckpt._engine.engine import Engine
+from ckpt._engine.save.merged_items import check_alike
 from ckpt._engine.save.multihost import same_items
 from ckpt._engine.save.request import SaveRequest
 from ckpt._engine.save.session import SaveSession
-from ckpt._engine.save.sharded_items import check_alike
 from ckpt._engine.save.step_manifest import (
     joined,
     own_entries,

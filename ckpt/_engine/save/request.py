@@ -1,14 +1,18 @@
-"""What a save is asked to write: the items, their metrics and metadata."""
+"""Requests: what a save is asked to write, at once or call by call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+import anyio
 
 from ckpt._format.manifest import JsonValue
 
-__all__ = ["SaveRequest"]
+__all__ = ["SaveCall", "SaveCalls", "SaveRequest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +37,80 @@ class SaveRequest:
     metrics: Mapping[str, Any] | None
     metadata: JsonValue
     overwrite: bool
+
+
+def _do_nothing() -> None:
+    pass
+
+
+@dataclass(slots=True, eq=False)
+class SaveCall:
+    """What one call saves, and how far that is; an ordinary save is a single call.
+
+    Attributes:
+        items: The objects by item name. Emptied when staging begins.
+        unnamed: Whether the caller gave one object without a name.
+        on_safe: Called once the caller may change or donate everything it passed.
+        on_staged: Called once no more staging memory is needed.
+        began: When the call was made, by `time.perf_counter`.
+        returned: Set when the caller no longer waits for it.
+        pressed: Set when something waits for memory, or for an item to be durable: work for the
+            cores is put off no longer.
+        stagings: What still stages: the handlers' calls, as one, and what goes on after they
+            have returned.
+    """
+
+    items: dict[str, Any]
+    unnamed: bool
+    on_safe: Callable[[], None]
+    on_staged: Callable[[], None] = _do_nothing
+    began: float = field(default_factory=time.perf_counter)
+    returned: anyio.Event = field(default_factory=anyio.Event)
+    pressed: anyio.Event = field(default_factory=anyio.Event)
+    stagings: int = 1
+
+
+class SaveCalls:
+    """The calls of one save, in their order. Used on the engine's loop."""
+
+    def __init__(self, *, in_parts: bool = False) -> None:
+        """Take calls that are added until `finish`.
+
+        Args:
+            in_parts: Whether an item may arrive in several parts.
+        """
+        self.in_parts = in_parts
+        self._queue: deque[SaveCall] = deque()
+        self._changed = anyio.Event()
+        self._finished = False
+
+    @classmethod
+    def of(cls, call: SaveCall) -> SaveCalls:
+        """Return the single call of an ordinary save."""
+        calls = cls()
+        calls.add(call)
+        calls.finish()
+        return calls
+
+    def add(self, call: SaveCall) -> None:
+        """Take one more call."""
+        self._queue.append(call)
+        self._changed.set()
+
+    def finish(self) -> None:
+        """Say that there will be no more."""
+        self._finished = True
+        self._changed.set()
+
+    def drop(self) -> None:
+        """Forget the calls that will not be saved any more, and with them the callers' objects."""
+        self._queue.clear()
+
+    async def next(self) -> SaveCall | None:
+        """Return the next call, waiting until there is one; None after the last."""
+        while not self._queue:
+            if self._finished:
+                return None
+            self._changed = anyio.Event()
+            await self._changed.wait()
+        return self._queue.popleft()

@@ -1,14 +1,12 @@
-"""What the items of one save share: the attempt, the staging memory, the write lanes."""
+"""The session of a save: what its items share, such as the attempt, staging memory, write lanes."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
@@ -16,9 +14,9 @@ from anyio.abc import TaskGroup
 from ckpt._commit import CommitHooks
 from ckpt._engine.memory.arena import Arena, Block
 from ckpt._engine.plan_cache import PlanCache
-from ckpt._engine.save.item_parts import ItemParts
+from ckpt._engine.save.merged_items import ItemParts, WrittenTree
 from ckpt._engine.save.multihost import MultihostSave
-from ckpt._engine.save.sharded_items import TreeWrite
+from ckpt._engine.save.request import SaveCall
 from ckpt._events import EventRecorder
 from ckpt._format.digests import digest
 from ckpt._format.manifest import FileEntry
@@ -26,7 +24,7 @@ from ckpt._plan.format_rules import Formatted
 from ckpt._settings import Staging
 from ckpt.storage._base import Attempt, Storage
 
-__all__ = ["ENCODERS", "LANES", "STAGERS", "Lanes", "SaveCall", "SaveSession"]
+__all__ = ["ENCODERS", "LANES", "STAGERS", "Lanes", "SaveSession"]
 
 # Measured on 2 cores: direct writes of two lanes keep a disk of 2 GB/s busy, and four do where each
 # write takes longer. Two copying threads saturate the memory of a small machine.
@@ -41,7 +39,7 @@ class Lanes:
 
     def __init__(self, count: int) -> None:
         """Number the lanes from 0 to `count` - 1."""
-        # The one that has been free for longest is next, so that a picture shows all in use.
+        # The lane that has been free for longest is next, so that a picture shows all in use.
         self._free = deque(range(count))
         self._slots = anyio.Semaphore(count)
 
@@ -54,35 +52,6 @@ class Lanes:
                 yield lane
             finally:
                 self._free.append(lane)
-
-
-def _do_nothing() -> None:
-    pass
-
-
-@dataclass(slots=True, eq=False)
-class SaveCall:
-    """What one call saves, and how far that is; an ordinary save is a single one.
-
-    Attributes:
-        items: The objects by item name. Emptied when staging begins.
-        unnamed: Whether the caller gave one object without a name.
-        on_safe: Called once the caller may change or donate everything it passed.
-        on_staged: Called once no more staging memory is needed.
-        began: When the call was made, by `time.perf_counter`.
-        returned: Set when the caller does not wait for it any more.
-        pressed: Set when memory is waited for, or an item to be durable: nothing is put off then.
-    """
-
-    items: dict[str, Any]
-    unnamed: bool
-    on_safe: Callable[[], None]
-    on_staged: Callable[[], None] = _do_nothing
-    began: float = field(default_factory=time.perf_counter)
-    returned: anyio.Event = field(default_factory=anyio.Event)
-    pressed: anyio.Event = field(default_factory=anyio.Event)
-    # What still stages: the handlers' calls, as one, and what goes on behind the caller's back.
-    stagings: int = 1
 
 
 @dataclass(slots=True)
@@ -101,13 +70,15 @@ class SaveSession:
         joint: The other processes of the job that save the same step.
         save: Id of the attempt that the primary has begun, once `attempt_ready` is set.
         attempt: The attempt; it may be written to once `attempt_ready` is set.
-        parts: The items so far, where each may arrive in several parts; else None.
+        parts: The items so far, if each may arrive in several parts; else None.
         files: Size and digest of every file of the step that this process has written.
-        trees: Items whose leaves are shared out over the processes of the job.
+        trees: Items whose leaves are divided among the processes of the job.
         formatted: What the formats came to, for every item that was planned.
+        blocks: The staging memory in use.
         lanes: The write lanes, shared by all items.
-        planning: Held while an item is planned, since the plans are for one at a time.
-        stagers: Bounds the copying while the caller waits; `held_stagers` that behind its back.
+        planning: Held while an item is planned: the plan cache is used by one at a time.
+        stagers: Bounds the copying while the caller waits.
+        held_stagers: Bounds the copying after the caller has returned.
         encoders: Bounds how many batches are encoded at once.
     """
 
@@ -125,7 +96,7 @@ class SaveSession:
     attempt_ready: anyio.Event = field(default_factory=anyio.Event)
     attempt: Attempt | None = None
     files: dict[str, FileEntry] = field(default_factory=dict)
-    trees: dict[str, TreeWrite] = field(default_factory=dict)
+    trees: dict[str, WrittenTree] = field(default_factory=dict)
     formatted: list[Formatted] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     lanes: Lanes = field(default_factory=lambda: Lanes(LANES))
@@ -135,24 +106,24 @@ class SaveSession:
     encoders: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(ENCODERS))
 
     def begin_staging(self, call: SaveCall) -> None:
-        """Say that something goes on staging after the handlers' calls have returned."""
+        """Note that staging goes on after the handlers' calls have returned."""
         call.stagings += 1
 
     def end_staging(self, call: SaveCall) -> None:
-        """Say that it has ended, or that the handlers' calls have."""
+        """Note that this has ended, or that the handlers' calls have returned."""
         call.stagings -= 1
         if not call.stagings:
             self.hooks.watch.note(staged=self.hooks.watch.elapsed)
             call.on_staged()
 
     async def opened(self) -> Attempt:
-        """Return the attempt, waiting until it is there."""
+        """Return the attempt, once it may be written to."""
         await self.attempt_ready.wait()
         assert self.attempt is not None
         return self.attempt
 
     async def allocate(self, nbytes: int, call: SaveCall) -> Block:
-        """Take staging memory that is given back when the save ends, at the latest."""
+        """Take staging memory; it is given back when the save ends, at the latest."""
         if not self.arena.has_room(nbytes):
             call.pressed.set()
         block = await self.arena.allocate(nbytes)
@@ -160,7 +131,7 @@ class SaveSession:
         return block
 
     async def write(self, path: str, data: bytes, entry: FileEntry | None = None) -> None:
-        """Write a small file of the step and note size and digest; durable on return."""
+        """Write a small file of the step and note its size and digest; durable on return."""
         attempt = await self.opened()
         self.files[path] = entry or FileEntry(size=len(data), digest=digest(data))
         await self.storage.write(attempt, path, data)

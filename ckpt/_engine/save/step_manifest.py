@@ -1,4 +1,4 @@
-"""The end of a save: what all processes have written comes together in the manifest."""
+"""The step manifest: what all processes have written comes together in it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import anyio
 
 from ckpt._engine.engine import Engine
+from ckpt._engine.save.merged_items import merge_processes
 from ckpt._engine.save.multihost import WriteReport, same_items
 from ckpt._engine.save.request import SaveRequest
 from ckpt._engine.save.session import SaveSession
-from ckpt._engine.save.sharded_items import joined_trees
 from ckpt._format.digests import digest
 from ckpt._format.manifest import (
     COMPRESSION,
@@ -36,15 +36,15 @@ __all__ = ["features", "joined", "own_entries", "own_report", "record"]
 def own_report(
     session: SaveSession, engine: Engine, entries: Mapping[str, ItemEntry]
 ) -> WriteReport:
-    """Return what the primary has to know of what this process has written."""
+    """Return what the primary has to know about what this process has written."""
     own_disks = session.joint.own_disks
-    told = {}
+    reported = {}
     for name, entry in entries.items():
         own = is_per_process(engine.handlers.named(entry.handler, name))
-        # Of what all have in common the primary has its own.
-        told[name] = entry if own and not own_disks else ItemEntry(handler=entry.handler)
-    records = {name: tree.record for name, tree in session.trees.items() if tree.record}
-    return WriteReport(told, records, {} if own_disks else session.files)
+        # The primary has its own entries of the items that all have in common.
+        reported[name] = entry if own and not own_disks else ItemEntry(handler=entry.handler)
+    trees = {name: tree.for_primary() for name, tree in session.trees.items()}
+    return WriteReport(reported, trees, {} if own_disks else session.files)
 
 
 async def joined(
@@ -58,7 +58,7 @@ async def joined(
         return dict(entries)
     same_items(reports)
     found, files = await anyio.to_thread.run_sync(
-        joined_trees, entries, session.trees, reports, session.created_ns
+        merge_processes, entries, session.trees, reports, session.created_ns
     )
     for name, entry in entries.items():
         if is_per_process(handlers.named(entry.handler, name)):
@@ -93,12 +93,12 @@ async def record(
 ) -> Manifest:
     """Write what is left of the Orbax view, then the manifest; all of it is durable on return."""
     if not entries:
-        # Nobody could read such a step.
+        # Such a step could not be read.
         raise InvalidArgumentError("there is no item to save: a step has at least one")
     attempt = await session.opened()
     committed_ns = engine.now_ns()
     files: dict[str, bytes] = {}
-    # Orbax would find nothing but zeros where the chunks are on other disks.
+    # Orbax would read zeros where the chunks are on other disks.
     if not session.joint.own_disks:
         files = step_view(
             request.entry,

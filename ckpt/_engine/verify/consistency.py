@@ -16,7 +16,7 @@ from ckpt._format.manifest import (
 )
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._tree.flatten import unboxed_names
-from ckpt._tree.unflatten import rebuild
+from ckpt._tree.unflatten import unflatten
 from ckpt.errors import CorruptCheckpointError
 
 __all__ = ["Contradictions", "contradictions"]
@@ -72,7 +72,7 @@ def _problems_of_item(name: str, item: ItemEntry, manifest: Manifest) -> list[Pr
     found: list[Problem] = []
     try:
         if item.nodes or item.leaves:
-            rebuild([_bare(node) for node in item.nodes], range(len(item.leaves)))
+            unflatten([_bare(node) for node in item.nodes], range(len(item.leaves)))
     except CorruptCheckpointError as error:
         found.append(Problem(FILE_NAME, name, error.leaf, error.message))
     if (

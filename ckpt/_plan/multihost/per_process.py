@@ -1,12 +1,11 @@
-"""Items of which every process of a job has one of its own: names of files, entries, parts. Pure.
+"""Per-process items, of which every process of a job has its own: file names and entries. Pure.
 
 Within a process such an item is like one that a single process saves. Its files are kept beside
-those of the others: `state.json` of process 1 of 4 as `process_1-of-4/state.json`. A name that says
-already whose it is, as Grain's own do, is only made to say the right process.
+those of the others: `state.json` of process 1 of 4 as `process_1-of-4/state.json`. In a name that
+already has a process, such as Grain's own, that is replaced.
 
-The primary combines the entries that the handlers of all processes give, and every process picks
-one of them when it restores. Where every process keeps a manifest on a disk of its own, it combines
-its entry with none of the others.
+The primary combines the entries of all processes, and every process picks one of them when it
+restores. A process that keeps a manifest on a disk of its own combines its entry with blank ones.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class ProcessPart:
     Attributes:
         entry: Its entry, as the handler of that process gave it.
         process: Number of that process.
-        processes: How many saved the item; one where it is the whole of it.
+        processes: How many saved the item; 1 if this part is the whole item.
     """
 
     entry: ItemEntry
@@ -45,7 +44,7 @@ class ProcessPart:
 
 
 def own_path(path: str, process: int, processes: int) -> str:
-    """Return under which path a file of one of several processes is kept, relative to the item."""
+    """Return the path of a file of one of several processes, relative to the item."""
     if processes == 1:
         return path
     if _OWNER.search(path):
@@ -54,19 +53,19 @@ def own_path(path: str, process: int, processes: int) -> str:
 
 
 def renamed(path: str, process: int, processes: int) -> str:
-    """Return a path as it is called for another process where its name says whose it is."""
+    """Return a path with another process in place of the one that it names, if it does."""
     return _OWNER.sub(rf"\g<1>process_{process}-of-{processes}", path)
 
 
 def combine(entries: Sequence[ItemEntry]) -> ItemEntry:
-    """Return the entry of an item of which every process has saved one of its own.
+    """Return the entry of an item of which every process has saved its own.
 
     Args:
         entries: What the handler of every process gave, in the order of processes.
 
     Raises:
-        InvalidArgumentError: They are of different handlers, or one of them has arrays: these
-            would be the arrays of all processes.
+        InvalidArgumentError: They are of different handlers, or one of them has arrays, which
+            would be those of all processes.
     """
     if len(entries) == 1:
         return entries[0]
@@ -92,7 +91,7 @@ def combine(entries: Sequence[ItemEntry]) -> ItemEntry:
 def apart(entry: ItemEntry, process: int, processes: int) -> ItemEntry:
     """Return the entry of an item in the manifest of a process that keeps its own.
 
-    As `combine`, but of the others there is nothing.
+    As `combine`, with blank entries of the other processes.
     """
     if processes == 1:
         return entry
@@ -103,8 +102,8 @@ def apart(entry: ItemEntry, process: int, processes: int) -> ItemEntry:
 def pick(manifest: Manifest, item: str, process: int, processes: int) -> ProcessPart:
     """Return the part of an item that is for one process of a job.
 
-    It is the process's own where as many processes saved the item. Where others did, it can be
-    any part if all are equal.
+    It is the process's own if the same number of processes saved the item. Otherwise it can be any
+    part if all are equal.
 
     Args:
         manifest: The step's manifest.
@@ -114,7 +113,7 @@ def pick(manifest: Manifest, item: str, process: int, processes: int) -> Process
 
     Raises:
         TargetMismatchError: Another number of processes saved it, each with a state of its own.
-        CorruptCheckpointError: The entry is no combined one, though it looks like it.
+        CorruptCheckpointError: The entry looks like a combined one, and is not.
     """
     entry = manifest.items[item]
     parts = _parts_of(entry)
@@ -131,7 +130,7 @@ def pick(manifest: Manifest, item: str, process: int, processes: int) -> Process
             raise TargetMismatchError(
                 f"it was saved by {saved} processes, each with a state of its own (those of "
                 f"processes 0 and {different} differ), and is restored by {processes}: a state "
-                f"cannot be dealt out anew. Restore with {saved} processes, or leave the item out "
+                f"cannot be divided again. Restore with {saved} processes, or leave the item out "
                 "(items=)"
             )
     nbytes = sum(file.size for file in owned[own].values())
@@ -139,7 +138,7 @@ def pick(manifest: Manifest, item: str, process: int, processes: int) -> Process
 
 
 def _parts_of(entry: ItemEntry) -> list[JsonValue] | None:
-    """Return what the handler of every process keeps in the manifest; None if it is one's own."""
+    """Return what the handler of every process keeps in the manifest; None if not combined."""
     data = entry.data
     if not isinstance(data, dict) or set(data) != {_COUNT, _PARTS}:
         return None
@@ -154,7 +153,7 @@ def _parts_of(entry: ItemEntry) -> list[JsonValue] | None:
 def _files_by_process(
     files: Mapping[str, FileEntry], folder: str, processes: int
 ) -> list[dict[str, FileEntry]]:
-    """Return the files below `folder` of every process, under names that are the same for all."""
+    """Return the files of every process below `folder`, by names that are the same for all."""
     owned: list[dict[str, FileEntry]] = [{} for _ in range(processes)]
     for path, file in files.items():
         name = path.removeprefix(folder)

@@ -1,9 +1,9 @@
-"""What a process tells the primary of its tree, so that trees that differ are found. Pure.
+"""Tree fingerprints: what a process tells the primary of its tree, to find trees that differ. Pure.
 
-An outline has one line for every leaf, and that of a tree a last one for what holds them. Equal
-outlines have equal signatures, and of those that differ the first line that does is told. Where the
-outlines of all processes would be too much for one of them, they hold digests of blocks of lines
-instead, and a block is told.
+A fingerprint has one line for every leaf; that of a tree has a last line for its inner nodes. Equal
+fingerprints have equal signatures, and of two that differ the first different line is reported.
+Where the lines of all processes would be too many for the primary, fingerprints hold digests of
+blocks of lines instead, and the block is reported.
 """
 
 from __future__ import annotations
@@ -30,18 +30,22 @@ from ckpt._tree.leaf_specs import (
 from ckpt._tree.table import sharding_text
 from ckpt.errors import CheckpointError
 
-__all__ = ["TreeFingerprint", "first_difference", "outline_of", "tree_outline", "value_outline"]
+__all__ = [
+    "TreeFingerprint",
+    "first_difference",
+    "line_fingerprint",
+    "tree_fingerprint",
+    "value_fingerprint",
+]
 
-# Of the outlines of all processes together; what is larger is cut to digests.
-_OUTLINES_BYTES = 64 << 20
+# Of the fingerprints of all processes together; larger ones are reduced to digests.
+_MOST_BYTES = 64 << 20
 _LINE_BYTES = 24
 _LONGEST_VALUE = 80
-
-
 # Stands for the inner nodes where a line has the name of a leaf.
 _STRUCTURE = ""
 
-# The name of a leaf, and what there is to say of it.
+# The name of a leaf, and its description.
 Line = tuple[str, str]
 
 
@@ -51,7 +55,7 @@ class TreeFingerprint:
 
     Attributes:
         signature: Digest of all lines, 16 bytes.
-        block: How many lines a digest in `packed` is of; 0 where the lines themselves are there.
+        block: Number of lines that a digest in `packed` is of; 0 where it holds the lines.
         packed: The lines or digests.
     """
 
@@ -60,10 +64,10 @@ class TreeFingerprint:
     packed: bytes
 
 
-def outline_of(lines: Sequence[Line], processes: int) -> TreeFingerprint:
-    """Return the outline of lines, of so many processes each one."""
+def line_fingerprint(lines: Sequence[Line], processes: int) -> TreeFingerprint:
+    """Return the fingerprint of lines, one of `processes` that are compared."""
     text = json.dumps(lines).encode()
-    room = _OUTLINES_BYTES // processes
+    room = _MOST_BYTES // processes
     block = 0
     if len(text) > room:
         block = -(-len(lines) // max(room // _LINE_BYTES, 1))
@@ -75,19 +79,19 @@ def outline_of(lines: Sequence[Line], processes: int) -> TreeFingerprint:
     return TreeFingerprint(bytes.fromhex(digest(text)), block, packed)
 
 
-def tree_outline(plan: SavePlan, nodes: Sequence[Node]) -> TreeFingerprint:
-    """Return what must be the same on all processes but for values: structure and leaves."""
+def tree_fingerprint(plan: SavePlan, nodes: Sequence[Node]) -> TreeFingerprint:
+    """Return the fingerprint of a tree without its values: of its structure and leaves."""
     assert plan.team is not None
     known: dict[int, str] = {}
     shape = digest("".join(node.model_dump_json() for node in nodes).encode())
     index = plan.team.index
-    lines = [(leaf.name, _what(leaf.spec, index, known)) for leaf in plan.leaves]
-    # The last line: trees of different leaves have different nodes, and it is the leaves that help.
+    lines = [(leaf.name, _described(leaf.spec, index, known)) for leaf in plan.leaves]
+    # The last line: trees of different leaves have different nodes, and the leaves are what helps.
     lines.append((_STRUCTURE, f"{len(nodes)} inner nodes #{shape[:8]}"))
-    return outline_of(lines, plan.team.count)
+    return line_fingerprint(lines, plan.team.count)
 
 
-def _what(spec: LeafSpec, process: int, known: dict[int, str]) -> str:
+def _described(spec: LeafSpec, process: int, known: dict[int, str]) -> str:
     if spec.dtype is None or spec.kind in SCALAR_KINDS:
         return spec.kind
     words = [spec.kind, f"{spec.dtype}{list(spec.shape)}"]
@@ -109,7 +113,7 @@ def _sharding(sharding: jax.sharding.Sharding, process: int, known: dict[int, st
     if found is None:
         devices: set[jax.Device] = sharding.device_set
         if all(device.process_index == process for device in devices):
-            # Every process has others.
+            # Those of every process are others.
             found = "on its own devices"
         else:
             entry = describe_sharding(sharding)
@@ -119,10 +123,10 @@ def _sharding(sharding: jax.sharding.Sharding, process: int, known: dict[int, st
     return found
 
 
-def value_outline(
+def value_fingerprint(
     plan: SavePlan, leaves: Sequence[Any], digests: Mapping[int, str]
 ) -> TreeFingerprint:
-    """Return the values of the leaves of which every process has its own.
+    """Return the fingerprint of the values of the leaves that every process has for itself.
 
     Args:
         plan: The plan.
@@ -143,14 +147,14 @@ def value_outline(
             if len(text) > _LONGEST_VALUE:
                 text = f"{text[: _LONGEST_VALUE - 35]}... #{digest(text.encode())[:32]}"
         lines.append((leaf.name, text))
-    return outline_of(lines, plan.team.count)
+    return line_fingerprint(lines, plan.team.count)
 
 
 def first_difference(one: TreeFingerprint, other: TreeFingerprint) -> tuple[str, str, str]:
-    """Return the first leaf of two different outlines that differs, and what either says of it.
+    """Return the first leaf in which two different fingerprints differ, and how each has it.
 
     Raises:
-        CheckpointError: An outline is none.
+        CheckpointError: A fingerprint is malformed.
     """
     mine, theirs = _lines(one), _lines(other)
     place = next(
@@ -175,12 +179,14 @@ def first_difference(one: TreeFingerprint, other: TreeFingerprint) -> tuple[str,
     return f"leaf {lone!r:.400}", both[0].get(lone, "missing"), both[1].get(lone, "missing")
 
 
-def _lines(outline: TreeFingerprint) -> list[Line]:
+def _lines(fingerprint: TreeFingerprint) -> list[Line]:
     try:
-        data = zlib.decompressobj().decompress(outline.packed, _OUTLINES_BYTES)
+        data = zlib.decompressobj().decompress(fingerprint.packed, _MOST_BYTES)
         lines = [(name, text) for name, text in json.loads(data)]
     except (zlib.error, ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"the outline of a tree cannot be read: {error!s:.100}") from error
+        raise CheckpointError(
+            f"the fingerprint of a tree cannot be read: {error!s:.100}"
+        ) from error
     if not all(isinstance(text, str) for line in lines for text in line):
-        raise CheckpointError("the outline of a tree has something else than text in it")
+        raise CheckpointError("the fingerprint of a tree holds something other than text")
     return lines

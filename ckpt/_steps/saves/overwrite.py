@@ -12,11 +12,9 @@ import anyio
 from ckpt._arguments import shown
 from ckpt._commit import CommitHooks
 from ckpt._engine.engine import Engine
-from ckpt._engine.save.calls import SaveCalls
 from ckpt._engine.save.multihost import MultihostSave
 from ckpt._engine.save.pipeline import save_step
-from ckpt._engine.save.request import SaveRequest
-from ckpt._engine.save.session import SaveCall
+from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._format.manifest import (
     FILE_NAME,
     MAX_BYTES,

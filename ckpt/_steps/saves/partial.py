@@ -13,10 +13,8 @@ import anyio
 
 from ckpt._commit import Commit, CommitHooks
 from ckpt._engine.engine import Engine
-from ckpt._engine.save.calls import SaveCalls
 from ckpt._engine.save.multihost import MultihostSave
-from ckpt._engine.save.request import SaveRequest
-from ckpt._engine.save.session import SaveCall
+from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._events import EventRecorder
 from ckpt._runtime.loop import EngineLoop, Job
 from ckpt._steps.saves.history import Root

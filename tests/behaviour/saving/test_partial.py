@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,17 @@ from ckpt import errors
 from ckpt._api.partial import PartialSave
 from ckpt._engine.plan_cache import PlanCache
 from ckpt._format.manifest import FILE_NAME, ItemEntry, decode
-from ckpt._plan.leaf_entries import check_leaves, record_leaves
-from ckpt._plan.merged_parts import (
-    PartPlan,
-    TreeParts,
-    merge_database,
-    merge_entries,
+from ckpt._format.ocdbt import KeyValue
+from ckpt._plan.item_reports import (
+    ItemReport,
+    PlannedTree,
+    fill_entry,
+    key_values,
+    merge_reports,
+    report_chunks,
 )
-from ckpt._plan.save_plan import database_entries
+from ckpt._plan.leaf_entries import check_leaves
+from ckpt._plan.merged_parts import TreeParts, merge_parts
 from ckpt._tree.flatten import describe
 from ckpt.policies import FixedInterval, LatestN
 from ckpt.testing.faults.files import FaultyFiles
@@ -926,23 +929,22 @@ def splits(draw: st.DrawFn, tree: dict[Any, Any], count: int) -> list[dict[Any, 
     return parts
 
 
-def entry_of(tree: Any, budget: int) -> tuple[ItemEntry, PartPlan]:
-    """The entry of a tree that is saved, with a digest that tells whose chunk it is."""
+def written_of(tree: Any, budget: int) -> tuple[PlannedTree, ItemReport]:
+    """A tree that is saved, with a digest that tells whose chunk it is."""
     structure = describe(tree)
     save = PlanCache().plan("state", structure, budget, True, False).save
     ids = [id(leaf) for leaf in structure.leaves]
-    digests = [[f"{ids[c.leaf]} {c.number}" for c in g.chunks] for g in save.batches]
+    digests = [[f"{ids[c.leaf]:016x}{c.number:016x}" for c in g.chunks] for g in save.batches]
     files = [f"d/{number:032x}" for number in range(len(save.batches))]
-    records = record_leaves(save, structure.leaves, digests, files)
-    entry = ItemEntry(
-        handler="pytree",
-        nodes=list(structure.nodes),
-        leaves=records.leaves,
-        shardings=records.shardings,
-        data_files=records.data_files,
-        nbytes=records.nbytes,
+    report = report_chunks(save.batches, files, digests)
+    return PlannedTree(structure.nodes, save.leaves, structure.leaves), report
+
+
+def entry_of(tree: PlannedTree, reports: Sequence[ItemReport]) -> tuple[ItemEntry, list[KeyValue]]:
+    stored = merge_reports(tree.leaves, reports)
+    return fill_entry(ItemEntry(handler="pytree"), tree, stored), list(
+        key_values(tree.leaves, stored)
     )
-    return entry, PartPlan(save, {}, files)
 
 
 @given(st.data(), DICTS, st.integers(1, 4), st.sampled_from([1 << 14, 1 << 20]))
@@ -979,13 +981,15 @@ def test_what_is_one_array_in_a_part_is_one_in_the_whole(
 
 def check_merging(parts: list[dict[Any, Any]], budget: int) -> None:
     tree, count = merged(parts), len(parts)
-    whole, plan = entry_of(tree, budget)
-    made = [entry_of(part, budget) for part in parts]
+    planned, report = written_of(tree, budget)
+    whole, theirs = entry_of(planned, [report])
+    written = [written_of(part, budget) for part in parts]
+    made = [entry_of(part, [report])[0] for part, report in written]
     work = TreeParts()
     for number, part in enumerate(parts):
         assert work.add(describe(part).nodes) == number
     union = work.merged()
-    found = merge_entries([entry for entry, _ in made], union)
+    found, ours = entry_of(*merge_parts(union, *zip(*written, strict=True)))
     check_leaves(found)
 
     def placeless(entry: ItemEntry) -> ItemEntry:
@@ -995,17 +999,15 @@ def check_merging(parts: list[dict[Any, Any]], budget: int) -> None:
 
     assert placeless(found) == placeless(whole)
     # Every chunk lies where its part has put it.
-    flat = [path for entry, _ in made for path in entry.data_files]
+    flat = [path for entry in made for path in entry.data_files]
     assert found.data_files == flat
-    first_files = [sum(len(e.data_files) for e, _ in made[:part]) for part in range(count)]
+    first_files = [sum(len(e.data_files) for e in made[:part]) for part in range(count)]
     for leaf, (part, number) in zip(found.leaves, union.sources, strict=True):
-        own = made[part][0].leaves[number]
+        own = made[part].leaves[number]
         assert leaf.offsets == own.offsets
         wanted = [first_files[part] + file for file in own.files or [0] * len(own.offsets)]
         assert (leaf.files or [0] * len(leaf.offsets)) == wanted
     # And the index says the same of every key but for the places.
-    ours = merge_database([plan for _, plan in made], union)
-    theirs = list(database_entries(plan.save))
     assert {(e.key, e.inline, e.length) for e in ours} == {
         (e.key, e.inline, e.length) for e in theirs
     }

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ckpt._plan.multihost.tree_fingerprint import tree_outline
+from ckpt._plan.multihost.tree_fingerprint import tree_fingerprint
 from ckpt._plan.ownership import ProcessGroup
 from ckpt._plan.save_plan import plan_save
 from ckpt._tree.leaf_specs import Classifier
@@ -61,7 +61,7 @@ tell(
         "chunks": [[c.leaf, c.number] for batch in plan.batches for c in batch.chunks],
         "count": sum(int(np.prod(leaf.grid)) for leaf in plan.leaves),
         "own": plan.own,
-        "outline": tree_outline(plan, []).signature.hex(),
+        "outline": tree_fingerprint(plan, []).signature.hex(),
         "refusals": refusals,
         "wrong": wrong,
     }

@@ -19,7 +19,8 @@ from ckpt._engine.memory.staging import batch_digests, copy_batch, sources_of
 from ckpt._engine.save.encoding import encode_batch
 from ckpt._format.array_format import ArrayFormat, Blosc, Zstd
 from ckpt._format.manifest import LeafEntry
-from ckpt._plan.save_plan import encoded_bound, plan_save
+from ckpt._plan.save_plan import plan_save
+from ckpt._plan.write_batches import encoded_bound
 from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import CorruptCheckpointError
 from ckpt.handlers._base import Deferred
@@ -74,7 +75,7 @@ def test_an_encoded_batch_is_a_file_of_its_chunks_and_zeros(
     for batch in (each for each in plan.batches if each.encoded):
         # What an earlier save has left must not get into the file.
         memory = np.full(batch.block_bytes, 0xAA, np.uint8)
-        staged = memory[batch.lead : batch.lead + batch.nbytes]
+        staged = memory[batch.staged_at : batch.staged_at + batch.nbytes]
         copy_batch(batch, plan.leaves, sources_of(batch, leaves), staged)
         wanted = batch_digests(batch, plan.leaves, staged)
         chunks = [
@@ -85,7 +86,7 @@ def test_an_encoded_batch_is_a_file_of_its_chunks_and_zeros(
         assert done.digests == wanted
         rest = memory[: done.nbytes].copy()
         entry = LeafEntry(name="x", kind="numpy", codec=compression.name)
-        for place, chunk in zip(done.places, chunks, strict=True):
+        for place, chunk in zip(done.spans, chunks, strict=True):
             found = np.zeros_like(chunk)
             encoded = memory[place.offset : place.offset + place.length].tobytes()
             decode_chunk(entry, encoded, found)

@@ -294,12 +294,12 @@ def test_a_path_that_leads_elsewhere_or_is_reserved_is_refused(path: Any, tmp_pa
     async def read(reader: ItemReader) -> Any:
         return await reader.read_file(path)
 
-    with pytest.raises(errors.InvalidArgumentError, match="no file of an item") as caught:
+    with pytest.raises(errors.InvalidArgumentError, match="file of an item") as caught:
         save(tmp_path / "x", thing=Scripted(commit=write))
     assert caught.value.item == "thing"
     assert list(tmp_path.iterdir()) == []
     save(tmp_path / "x", thing=Scripted())
-    with pytest.raises(errors.CorruptCheckpointError, match="no file of an item") as damaged:
+    with pytest.raises(errors.CorruptCheckpointError, match="file of an item") as damaged:
         ckpt.sync.load(tmp_path / "x", items=["thing"], handlers={"thing": Scripted(load=read)})
     assert damaged.value.item == "thing"
 

@@ -118,6 +118,6 @@ def test_a_state_that_numpy_must_not_see_is_damage(
     place[path[-1]] = value
     target = half_used(name, seed=9)
     before = target.bit_generator.state
-    with pytest.raises(errors.CorruptCheckpointError, match=f"no state of {name}"):
+    with pytest.raises(errors.CorruptCheckpointError, match=f"not a state of {name}"):
         _restored("generator", name, broken, target)
     np.testing.assert_equal(target.bit_generator.state, before)

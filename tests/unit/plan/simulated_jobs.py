@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.fake_devices import devices_of
 from ckpt._format.array_format import ArrayFormat
 from ckpt._plan.ownership import ProcessGroup
-from ckpt._plan.save_plan import Chunk, SavePlan, plan_save
+from ckpt._plan.save_plan import SavePlan, plan_save
+from ckpt._plan.write_batches import Chunk
 from ckpt._tree.leaf_specs import LeafSpec
 
 KIB, MIB = 1 << 10, 1 << 20

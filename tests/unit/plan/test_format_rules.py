@@ -26,12 +26,8 @@ from ckpt._format.dtypes import DTYPES
 from ckpt._format.regions import chunk_grid, chunk_region
 from ckpt._format.zarr import choose_chunk
 from ckpt._plan.format_rules import compile_formats, format_leaves
-from ckpt._plan.save_plan import (
-    SavePlan,
-    aligned,
-    encoded_bound,
-    plan_save,
-)
+from ckpt._plan.save_plan import SavePlan, plan_save
+from ckpt._plan.write_batches import aligned, encoded_bound
 from ckpt._tree.flatten import describe
 from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import InvalidArgumentError, UnsupportedLeafError
@@ -356,14 +352,14 @@ def test_what_encoding_needs_is_counted_and_fits_the_budget(
         sizes = [chunk.stored_nbytes for chunk in batch.chunks]
         assert batch.encoded == (plan.leaves[batch.chunks[0].leaf].compression is not None)
         if not batch.encoded:
-            assert (batch.lead, batch.block_bytes) == (0, batch.nbytes)
+            assert (batch.staged_at, batch.block_bytes) == (0, batch.nbytes)
             continue
-        assert batch.block_bytes >= batch.lead + batch.nbytes + 3 * max(sizes)
+        assert batch.block_bytes >= batch.staged_at + batch.nbytes + 3 * max(sizes)
         # Encoded as badly as can be, no chunk reaches what is still to be encoded.
         end = 0
         for chunk, size in zip(batch.chunks, sizes, strict=True):
             end = aligned(end, 4096 if encoded_bound(size) > 4096 else 64) + encoded_bound(size)
-            assert end <= batch.lead + chunk.offset + size
+            assert end <= batch.staged_at + chunk.offset + size
 
 
 def test_a_plan_without_formats_does_not_serve_where_they_apply() -> None:

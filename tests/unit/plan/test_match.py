@@ -18,7 +18,8 @@ from ckpt._format.dtypes import DTYPES
 from ckpt._format.manifest import ItemEntry, LeafEntry, ShardingEntry
 from ckpt._format.shardings import describe_sharding, rebuild_sharding
 from ckpt._plan.adapt import Adapt, adapted
-from ckpt._plan.leaf_entries import check_leaves, record_leaves
+from ckpt._plan.item_reports import PlannedTree, fill_entry, merge_reports, report_chunks
+from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.match import Match, match_as_saved, match_target
 from ckpt._plan.save_plan import plan_save
 from ckpt._plan.targets import ArrayTarget
@@ -36,15 +37,9 @@ def stored(tree: Any) -> ItemEntry:
     plan = plan_save(structure.names, specs, 1 << 30)
     digests = [["0" * 32] * len(batch.chunks) for batch in plan.batches]
     files = [f"d/{number:032x}" for number in range(len(digests))]
-    records = record_leaves(plan, structure.leaves, digests, files)
-    item = ItemEntry(
-        handler="pytree",
-        nodes=list(structure.nodes),
-        leaves=records.leaves,
-        shardings=records.shardings,
-        data_files=records.data_files,
-        nbytes=records.nbytes,
-    )
+    report = report_chunks(plan.batches, files, digests)
+    tree = PlannedTree(structure.nodes, plan.leaves, structure.leaves)
+    item = fill_entry(ItemEntry(handler="pytree"), tree, merge_reports(plan.leaves, [report]))
     check_leaves(item)
     return ItemEntry.model_validate_json(item.model_dump_json(exclude_defaults=True))
 

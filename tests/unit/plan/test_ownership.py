@@ -17,9 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.fake_devices import devices_of
 from ckpt._format.zarr import choose_chunk
-from ckpt._plan import save_plan as planning
-from ckpt._plan.data_files import encoded_bound
-from ckpt._plan.local_chunks import has_chunks
+from ckpt._plan import save_plan
+from ckpt._plan.chunking import has_chunks
 from ckpt._plan.ownership import (
     Ownership,
     Partitioner,
@@ -27,6 +26,7 @@ from ckpt._plan.ownership import (
     holders_of,
 )
 from ckpt._plan.save_plan import SavePlan, plan_save
+from ckpt._plan.write_batches import aligned, alignment_of, encoded_bound
 from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import InvalidArgumentError, UnsupportedLeafError
 from tests.unit.plan.simulated_jobs import KIB, MIB, Job, chunks_in, jobs
@@ -137,7 +137,7 @@ def test_no_file_is_larger_than_the_store_takes(job: Job, largest: int) -> None:
             nbytes = batch.nbytes
             if batch.encoded:
                 sizes = [encoded_bound(chunk.stored_nbytes) for chunk in batch.chunks]
-                nbytes = sum(planning.aligned(size, planning.alignment_of(size)) for size in sizes)
+                nbytes = sum(aligned(size, alignment_of(size)) for size in sizes)
             assert nbytes <= largest
 
 
@@ -252,7 +252,7 @@ def test_an_array_that_only_some_have_wholly_is_not_packed_on_disks_of_their_own
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 1000)), max_size=30), st.data())
-def test_no_member_of_a_crew_has_more_than_a_chunk_beyond_another(
+def test_no_member_of_a_group_has_more_than_a_chunk_beyond_another(
     jobs: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     count = data.draw(st.integers(1, 9))
@@ -260,14 +260,14 @@ def test_no_member_of_a_crew_has_more_than_a_chunk_beyond_another(
     taken: list[list[tuple[int, int]]] = []
     sums = []
     for index in range(count + 1):
-        spread = Ownership(ProcessGroup(index, count + 1)).spread(sharding, (4,), "w")
-        assert spread is not None
-        ((crew, _),) = spread.shares
-        assert spread.whole is crew
-        deal = Partitioner()
+        placement = Ownership(ProcessGroup(index, count + 1)).placement(sharding, (4,), "w")
+        assert placement is not None
+        ((group, _),) = placement.shards
+        assert placement.whole_group is group
+        partitioner = Partitioner()
         for leaf, (chunks, nbytes) in enumerate(jobs):
-            deal.add(crew, leaf, chunks, nbytes)
-        own = {leaf: part for (leaf, _), part in deal.own().items()}
+            partitioner.add(group, leaf, chunks, nbytes)
+        own = {leaf: part for (leaf, _), part in partitioner.own().items()}
         taken.append([(leaf, chunk) for leaf, part in own.items() for chunk in part])
         sums.append(sum(jobs[leaf][1] for leaf, _ in taken[-1]))
     assert sorted(pair for pairs in taken for pair in pairs) == [
@@ -304,7 +304,7 @@ def test_a_process_looks_at_its_own_share_only(process: int) -> None:
 
 
 def test_more_chunks_than_a_manifest_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "MOST_CHUNKS", 100)
+    monkeypatch.setattr(save_plan, "MOST_CHUNKS", 100)
     cut = NamedSharding(Mesh(devices_of(20, 4), ("x",)), Spec("x"))
     leaf = LeafSpec("jax", "float32", (80,), cut)
     plan_save(["a"], [leaf], MIB, ProcessGroup(3, 20))

@@ -18,19 +18,22 @@ from ckpt._format.dtypes import DTYPES
 from ckpt._format.ocdbt import MAX_KEY_BYTES
 from ckpt._format.regions import chunk_region
 from ckpt._format.zarr import stored_dtype, zarr_metadata_bytes
-from ckpt._plan.save_plan import (
-    CHUNK_ALIGNMENT,
-    PACKED_BYTES,
-    SECTOR,
-    SavePlan,
-    aligned,
-    database_entries,
-    plan_save,
-)
+from ckpt._plan.chunking import PACKED_BYTES
+from ckpt._plan.item_reports import key_values, merge_reports, report_chunks
+from ckpt._plan.save_plan import SavePlan, plan_save
+from ckpt._plan.write_batches import CHUNK_ALIGNMENT, SECTOR, aligned
 from ckpt._tree.leaf_specs import ARRAY_KINDS, LeafSpec
 from ckpt.errors import UnsupportedLeafError
 
 MIB = 1 << 20
+
+
+def keys_of(plan: SavePlan) -> list[bytes]:
+    """The keys of the database of an item that is saved by `plan`."""
+    report = report_chunks(plan.batches, [""] * len(plan.batches))
+    return [each.key for each in key_values(plan.leaves, merge_reports(plan.leaves, [report]))]
+
+
 SPECS = [
     PartitionSpec(),
     PartitionSpec("x"),
@@ -283,7 +286,7 @@ def test_a_name_may_be_as_long_as_all_its_keys_fit(spec: LeafSpec, longest_key: 
     room = MAX_KEY_BYTES - len(longest_key) - 1
     for name in ("x" * room, "\u00e9" * (room // 2) + "x" * (room % 2)):
         plan = plan_save([name], [spec], 1000)
-        assert max(len(entry.key) for entry in database_entries(plan)) == MAX_KEY_BYTES
+        assert max(map(len, keys_of(plan))) == MAX_KEY_BYTES
         with pytest.raises(UnsupportedLeafError, match=f"{room + 1} bytes") as caught:
             plan_save(["ok", f"{name}x"], [spec, spec], 1000)
         assert caught.value.leaf == f"{name}x"
@@ -291,4 +294,4 @@ def test_a_name_may_be_as_long_as_all_its_keys_fit(spec: LeafSpec, longest_key: 
 
 def test_a_value_without_an_array_may_have_any_name() -> None:
     plan = plan_save(["x" * 100_000], [LeafSpec("str")], 1000)
-    assert list(database_entries(plan)) == []
+    assert keys_of(plan) == []

@@ -18,10 +18,10 @@ from ckpt._plan.targets import ArrayRead, ArrayTarget
 from ckpt._plan.virtual_arrays import (
     ArraySlice,
     VirtualArray,
+    concatenated,
     cut,
     drop_axis,
     insert_axis,
-    joined,
     resize,
 )
 
@@ -119,7 +119,7 @@ def sources_of(leaves: list[LeafEntry]) -> list[VirtualArray]:
 def test_a_stack_is_numpys(given_leaves: Any, data: st.DataObject) -> None:
     leaves, arrays = given_leaves
     axis = data.draw(st.integers(0, arrays[0].ndim))
-    made = joined([insert_axis(source, axis) for source in sources_of(leaves)], axis)
+    made = concatenated([insert_axis(source, axis) for source in sources_of(leaves)], axis)
     wanted = np.stack(arrays, axis)
     assert made.shape == wanted.shape
     np.testing.assert_array_equal(whole_of(made, leaves, arrays), wanted)
@@ -129,7 +129,7 @@ def test_a_stack_is_numpys(given_leaves: Any, data: st.DataObject) -> None:
 @given(leaf_lists(same_but=0))
 def test_a_concatenation_is_numpys(given_leaves: Any) -> None:
     leaves, arrays = given_leaves
-    made = joined(sources_of(leaves), 0)
+    made = concatenated(sources_of(leaves), 0)
     wanted = np.concatenate(arrays, 0)
     assert made.shape == wanted.shape
     np.testing.assert_array_equal(whole_of(made, leaves, arrays), wanted)
@@ -197,7 +197,7 @@ def step(
         return cut(source, axis, start, length), np.take(array, range(start, start + length), axis)
     if array.size > 200:
         return source, array
-    return joined([source, source], axis), np.concatenate([array, array], axis)
+    return concatenated([source, source], axis), np.concatenate([array, array], axis)
 
 
 @st.composite

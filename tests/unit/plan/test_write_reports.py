@@ -1,12 +1,13 @@
-"""Records of several processes: joined they are what one process would have recorded.
+"""Reports of several processes: merged they are what one process would have reported.
 
-What a record says is checked against the bytes that it speaks of, put together from made-up files.
+What a report says is checked against the bytes that it is about, put together from made-up files.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,19 +21,25 @@ from benchmarks.fake_devices import devices_of
 from ckpt._format.chunk_locations import region_of
 from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry, Node
-from ckpt._format.ocdbt import DatabaseIndex
+from ckpt._format.ocdbt import DatabaseIndex, KeyValue
 from ckpt._plan.chunking import METADATA_KEY
-from ckpt._plan.leaf_entries import check_leaves, record_leaves
-from ckpt._plan.multihost.tree_fingerprint import outline_of, tree_outline
-from ckpt._plan.multihost.write_reports import (
+from ckpt._plan.item_reports import (
     ItemReport,
-    disagreement,
-    join,
-    pack,
-    record_item,
-    unpack,
+    PlannedTree,
+    fill_entry,
+    key_values,
+    merge_reports,
+    report_chunks,
 )
-from ckpt._plan.save_plan import FileSpan, SavePlan, database_entries
+from ckpt._plan.leaf_entries import check_leaves
+from ckpt._plan.multihost.tree_fingerprint import (
+    line_fingerprint,
+    tree_fingerprint,
+    value_fingerprint,
+)
+from ckpt._plan.multihost.write_reports import ProcessReport, disagreement, pack, unpack
+from ckpt._plan.save_plan import SavePlan
+from ckpt._plan.write_batches import FileSpan
 from ckpt._tree.leaf_specs import ARRAY_KINDS, LeafSpec
 from ckpt.errors import CheckpointError, CorruptCheckpointError
 from tests.unit.plan.simulated_jobs import MIB, Job, chunks_in, jobs, values_of
@@ -61,7 +68,7 @@ class Written:
             self.names.append([])
             for number, batch in enumerate(plan.batches):
                 self._write(process, number, batch)
-        self.records = [self.record(process) for process in range(job.count)]
+        self.reports = [self.report(process) for process in range(job.count)]
 
     def _write(self, process: int, number: int, batch: Any) -> None:
         name = f"d/{process:016x}{number:016x}"
@@ -92,31 +99,36 @@ class Written:
         arrays = [n for n in plan.own if plan.leaves[n].spec.kind in ARRAY_KINDS]
         return {number: digest(bytes_of(self.values[number])) for number in arrays}
 
-    def record(self, process: int) -> ItemReport:
+    def report(self, process: int) -> ProcessReport:
         plan = self.plans[process]
-        return record_item(
-            plan,
-            tree_outline(plan, NODES),
-            self.values,
-            self.own(plan),
-            self.digests[process],
-            self.names[process],
-            self.places[process],
+        written = report_chunks(
+            plan.batches, self.names[process], self.digests[process], self.places[process]
         )
+        values = value_fingerprint(plan, self.values, self.own(plan))
+        return ProcessReport(written, tree_fingerprint(plan, NODES), values)
+
+    def merge(self, reports: Sequence[ProcessReport]) -> tuple[ItemEntry, list[KeyValue]]:
+        return self.merge_written([report.written for report in reports])
+
+    def merge_written(self, reports: Sequence[ItemReport]) -> tuple[ItemEntry, list[KeyValue]]:
+        leaves = self.plans[0].leaves
+        stored = merge_reports(leaves, reports)
+        entry = fill_entry(ItemEntry(handler=""), PlannedTree([], leaves, self.values), stored)
+        return entry, list(key_values(leaves, stored))
 
 
-def as_text(record: ItemReport) -> tuple[Any, ...]:
-    rows, found = record.rows.tolist(), record.digests.tolist()
-    return record.files, rows, found, record.tree, record.values
+def as_text(report: ProcessReport) -> tuple[Any, ...]:
+    rows, found = report.written.rows.tolist(), report.written.digests.tolist()
+    return report.written.files, rows, found, report.tree, report.values
 
 
-# -- joining --------------------------------------------------------------------------------------
+# -- merging --------------------------------------------------------------------------------------
 
 
 @given(jobs().filter(lambda job: job.count > 1))
-def test_joined_records_are_those_of_a_process_that_wrote_everything(job: Job) -> None:
+def test_merged_reports_are_that_of_a_process_that_wrote_everything(job: Job) -> None:
     written = Written(job)
-    joined = join(written.plans[0], written.values, written.records)
+    entry, keys = written.merge(written.reports)
     batches, places, digests, files = [], {}, [], []
     for process, plan in enumerate(written.plans):
         for number, found in written.places[process].items():
@@ -124,30 +136,19 @@ def test_joined_records_are_those_of_a_process_that_wrote_everything(job: Job) -
         batches += plan.batches
         digests += written.digests[process]
         files += written.names[process]
-    alone = replace(written.plans[0], batches=tuple(batches))
-    expected = record_leaves(alone, written.values, digests, files, places)
-    assert joined.records == expected
-    entries = list(database_entries(alone, places))
-    assert sorted(joined.entries, key=lambda e: e.key) == sorted(entries, key=lambda e: e.key)
-    if entries:
-        DatabaseIndex(joined.entries)
+    alone = report_chunks(batches, files, digests, places)
+    assert (entry, keys) == written.merge_written([alone])
+    if keys:
+        DatabaseIndex(keys)
 
 
 @given(jobs().filter(lambda job: job.count > 1), st.integers(0, 5))
-def test_the_arrays_are_where_the_joined_records_say(job: Job, seed: int) -> None:
+def test_the_arrays_are_where_the_merged_reports_say(job: Job, seed: int) -> None:
     written = Written(job, seed)
-    joined = join(written.plans[0], written.values, written.records)
-    records = joined.records
-    check_leaves(
-        ItemEntry(
-            handler="",
-            leaves=records.leaves,
-            shardings=records.shardings,
-            data_files=records.data_files,
-        )
-    )
-    entries = {entry.key.decode(): entry for entry in joined.entries}
-    for leaf, value in zip(records.leaves, written.values, strict=True):
+    item, keys = written.merge(written.reports)
+    check_leaves(item)
+    entries = {entry.key.decode(): entry for entry in keys}
+    for leaf, value in zip(item.leaves, written.values, strict=True):
         if leaf.kind not in ARRAY_KINDS:
             continue
         found = np.zeros_like(value)
@@ -155,14 +156,14 @@ def test_the_arrays_are_where_the_joined_records_say(job: Job, seed: int) -> Non
         grid = [-(-n // c) for n, c in zip(leaf.shape, leaf.chunks, strict=True)]
         for number, stored in enumerate(leaf.digests):
             region = region_of(leaf, number)
-            file = records.data_files[leaf.files[number] if leaf.files else 0]
+            file = item.data_files[leaf.files[number] if leaf.files else 0]
             start, nbytes = leaf.offsets[number], region.size * itemsize
             raw = written.files[file][start : start + nbytes]
             assert digest(raw) == stored
             found[region.slices] = np.frombuffer(raw, value.dtype).reshape(region.shape)
             place = "/".join(map(str, np.unravel_index(number, grid)))
             entry = entries[f"{leaf.name}/c/{place}" if place else f"{leaf.name}/c"]
-            assert (records.data_files[entry.file], entry.offset) == (file, start)
+            assert (item.data_files[entry.file], entry.offset) == (file, start)
             whole = math.prod(leaf.chunks) * itemsize
             assert entry.length == (leaf.lengths[number] if leaf.lengths else whole)
         assert found.tobytes() == value.tobytes()
@@ -173,9 +174,9 @@ def test_the_arrays_are_where_the_joined_records_say(job: Job, seed: int) -> Non
 
 
 @given(jobs().filter(lambda job: job.count > 1))
-def test_records_come_back_as_they_went(job: Job) -> None:
-    for record in Written(job).records:
-        assert as_text(unpack(pack(record))) == as_text(record)
+def test_reports_come_back_as_they_went(job: Job) -> None:
+    for report in Written(job).reports:
+        assert as_text(unpack(pack(report))) == as_text(report)
 
 
 def typical() -> Job:
@@ -193,7 +194,7 @@ def typical() -> Job:
 
 @given(st.data())
 def test_a_changed_record_is_refused(data: st.DataObject) -> None:
-    packed = bytearray(pack(Written(typical()).records[1]))
+    packed = bytearray(pack(Written(typical()).reports[1]))
     place = data.draw(st.integers(0, len(packed) - 1))
     packed[place] ^= data.draw(st.integers(1, 255))
     with pytest.raises(CorruptCheckpointError, match="changed on its way"):
@@ -202,7 +203,7 @@ def test_a_changed_record_is_refused(data: st.DataObject) -> None:
 
 @given(st.binary(max_size=300), st.booleans(), st.data())
 def test_what_is_no_record_is_refused(junk: bytes, begins_well: bool, data: st.DataObject) -> None:
-    packed = pack(Written(typical()).records[1])
+    packed = pack(Written(typical()).reports[1])
     if begins_well:
         start = data.draw(st.integers(0, len(packed) - 17))
         junk = packed[:start] + junk
@@ -217,9 +218,9 @@ def test_what_is_no_record_is_refused(junk: bytes, begins_well: bool, data: st.D
 
 @pytest.mark.parametrize("more", [-1, 1])
 def test_rows_are_as_many_as_the_record_says(more: int) -> None:
-    record = Written(typical()).records[1]
-    body = pack(record)[:-16]
-    columns = b"".join(record.rows[name].tobytes() for name in record.rows.dtype.names or ())
+    report = Written(typical()).reports[1]
+    body, chunks = pack(report)[:-16], report.written.rows
+    columns = b"".join(chunks[name].tobytes() for name in chunks.dtype.names or ())
     rows, other = (
         zlib.compress(each, 1) for each in (columns, (columns + b"!")[: len(columns) + more])
     )
@@ -231,7 +232,7 @@ def test_rows_are_as_many_as_the_record_says(more: int) -> None:
 
 
 def test_a_record_of_another_version_is_refused() -> None:
-    wrong = b"ckr9" + pack(Written(typical()).records[1])[4:-16]
+    wrong = b"ckr9" + pack(Written(typical()).reports[1])[4:-16]
     with pytest.raises(CorruptCheckpointError, match="cannot be used"):
         unpack(wrong + bytes.fromhex(digest(wrong)))
 
@@ -239,9 +240,9 @@ def test_a_record_of_another_version_is_refused() -> None:
 @given(st.data())
 def test_numbers_in_a_record_may_be_anything(data: st.DataObject) -> None:
     written = Written(typical())
-    records = [unpack(pack(record)) for record in written.records]
-    process = data.draw(st.sampled_from([p for p, r in enumerate(records) if len(r.rows)]))
-    rows = records[process].rows.copy()
+    reports = [unpack(pack(report)).written for report in written.reports]
+    process = data.draw(st.sampled_from([p for p, r in enumerate(reports) if len(r.rows)]))
+    rows = reports[process].rows.copy()
     name = data.draw(st.sampled_from(rows.dtype.names))
     row = data.draw(st.integers(0, len(rows) - 1))
     bits = 8 * rows.dtype[name].itemsize
@@ -249,11 +250,12 @@ def test_numbers_in_a_record_may_be_anything(data: st.DataObject) -> None:
     if rows[name][row] == value or name == "offset":
         return
     rows[name][row] = value
-    records[process] = unpack(pack(replace(records[process], rows=rows)))
-    if name == "file" and value < len(records[process].files):
+    changed = replace(written.reports[process], written=replace(reports[process], rows=rows))
+    reports[process] = unpack(pack(changed)).written
+    if name == "file" and value < len(reports[process].files):
         return
     with pytest.raises(CheckpointError):
-        join(written.plans[0], written.values, records)
+        written.merge_written(reports)
 
 
 # -- mistakes -------------------------------------------------------------------------------------
@@ -261,16 +263,16 @@ def test_numbers_in_a_record_may_be_anything(data: st.DataObject) -> None:
 
 def test_a_chunk_that_nobody_wrote_is_named() -> None:
     written = Written(typical())
-    records = list(written.records)
-    process = next(p for p, r in enumerate(records) if (r.rows["leaf"] == 0).any())
-    lost = records[process]
+    reports = [report.written for report in written.reports]
+    process = next(p for p, r in enumerate(reports) if (r.rows["leaf"] == 0).any())
+    lost = reports[process]
     row = int(np.argmax(lost.rows["leaf"] == 0))
-    records[process] = replace(
+    reports[process] = replace(
         lost, rows=np.delete(lost.rows, row), digests=np.delete(lost.digests, row, 0)
     )
     number = lost.rows["number"][row]
     with pytest.raises(CheckpointError) as caught:
-        join(written.plans[0], written.values, records)
+        written.merge_written(reports)
     assert caught.value.leaf == "leaf0"
     assert f"chunk {number} of 4 was written by no process, and is held by 0, 1, 2, 3" in str(
         caught.value
@@ -280,21 +282,21 @@ def test_a_chunk_that_nobody_wrote_is_named() -> None:
 def test_a_chunk_that_two_wrote_is_named() -> None:
     written = Written(typical())
     with pytest.raises(CheckpointError) as caught:
-        join(written.plans[0], written.values, [*written.records, written.records[0]])
+        written.merge([*written.reports, written.reports[0]])
     assert "was written by the processes 0, 4: expected exactly one" in str(caught.value)
     assert caught.value.leaf is not None
 
 
 def test_processes_with_the_same_tree_agree() -> None:
-    assert disagreement(Written(typical()).records) is None
+    assert disagreement(Written(typical()).reports) is None
 
 
 @given(jobs())
 def test_no_difference_is_seen_where_there_is_none(job: Job) -> None:
     if job.count > 1:
-        assert disagreement(Written(job).records) is None
+        assert disagreement(Written(job).reports) is None
         plans = replace(job, mode="local").plans()
-        assert len({tree_outline(plan, NODES).signature for plan in plans}) == 1
+        assert len({tree_fingerprint(plan, NODES).signature for plan in plans}) == 1
 
 
 def changed(job: Job, process: int, number: int, **changes: Any) -> Job:
@@ -319,8 +321,8 @@ def test_a_leaf_that_differs_is_named(
 ) -> None:
     job = changed(typical(), 3, number, **changes)
     plans = job.plans()
-    outlines = [tree_outline(plan, NODES) for plan in plans]
-    message = disagreement([record_of(each) for each in outlines])
+    found = [tree_fingerprint(plan, NODES) for plan in plans]
+    message = disagreement([report_of(each) for each in found])
     assert message is not None
     assert f"different trees: leaf 'leaf{number}' is " in message
     mine, _, other = message.partition(" on process 0, and ")
@@ -329,9 +331,9 @@ def test_a_leaf_that_differs_is_named(
     assert " on process 3. All processes" in message
 
 
-def record_of(tree: Any, values: Any = None) -> ItemReport:
-    none = np.empty(0)
-    return ItemReport((), none, none, tree, values or outline_of([], 4))
+def report_of(tree: Any, values: Any = None) -> ProcessReport:
+    nothing = report_chunks([], [])
+    return ProcessReport(nothing, tree, values or line_fingerprint([], 4))
 
 
 def test_a_sharding_that_differs_is_found() -> None:
@@ -339,7 +341,7 @@ def test_a_sharding_that_differs_is_found() -> None:
     devices = devices_of(4, 2)[::-1].reshape(4, 2)
     other = NamedSharding(Mesh(devices, ("data", "model")), PartitionSpec(None, "model"))
     plans = changed(job, 1, 0, sharding=other).plans()
-    message = disagreement([record_of(tree_outline(plan, NODES)) for plan in plans])
+    message = disagreement([report_of(tree_fingerprint(plan, NODES)) for plan in plans])
     assert message is not None
     assert "'leaf0'" in message
     assert "process 1" in message
@@ -349,23 +351,27 @@ def test_devices_of_its_own_make_no_difference() -> None:
     devices = devices_of(2, 2)
     own = [NamedSharding(Mesh(devices[2 * n : 2 * n + 2], ("d",)), PartitionSpec()) for n in (0, 1)]
     job = Job(tuple((LeafSpec("jax", "float32", (3,), each),) for each in own), MIB)
-    assert disagreement(Written(job).records) is None
+    assert disagreement(Written(job).reports) is None
 
 
 def test_other_nodes_and_other_names_are_found() -> None:
     plan = typical().plan(0)
-    trees = [tree_outline(plan, NODES), tree_outline(plan, [Node(kind="list", children=[0])])]
-    message = disagreement([record_of(tree) for tree in trees])
+    trees = [
+        tree_fingerprint(plan, NODES),
+        tree_fingerprint(plan, [Node(kind="list", children=[0])]),
+    ]
+    message = disagreement([report_of(tree) for tree in trees])
     assert message is not None
     assert "its structure is 1 inner nodes" in message
     leaves = (replace(plan.leaves[0], name="other"), *plan.leaves[1:])
-    trees[1] = tree_outline(replace(plan, leaves=leaves), NODES)
-    message = disagreement([record_of(tree) for tree in trees])
+    trees[1] = tree_fingerprint(replace(plan, leaves=leaves), NODES)
+    message = disagreement([report_of(tree) for tree in trees])
     assert message is not None
     assert "leaf 'leaf0' is jax, float32[1000, 1024]" in message
     assert "on process 0, and missing on process 1" in message
-    trees[1] = tree_outline(replace(plan, leaves=plan.leaves[1::-1] + plan.leaves[2:]), NODES)
-    message = disagreement([record_of(tree) for tree in trees])
+    leaves = plan.leaves[1::-1] + plan.leaves[2:]
+    trees[1] = tree_fingerprint(replace(plan, leaves=leaves), NODES)
+    message = disagreement([report_of(tree) for tree in trees])
     assert message is not None
     assert "leaf number 0 is 'leaf0' on process 0, and 'leaf1' on process 1" in message
 
@@ -374,13 +380,13 @@ def test_other_nodes_and_other_names_are_found() -> None:
 def test_a_leaf_that_only_one_has_is_named(lost: int) -> None:
     plan = typical().plan(0)
     leaves = tuple(leaf for number, leaf in enumerate(plan.leaves) if number != lost)
-    fewer = tree_outline(replace(plan, leaves=leaves), [Node(kind="dict", keys=["b"])])
-    records = [record_of(each) for each in (tree_outline(plan, NODES), fewer)]
-    message = disagreement(records)
+    fewer = tree_fingerprint(replace(plan, leaves=leaves), [Node(kind="dict", keys=["b"])])
+    reports = [report_of(each) for each in (tree_fingerprint(plan, NODES), fewer)]
+    message = disagreement(reports)
     assert message is not None
     assert f"different trees: leaf 'leaf{lost}' is " in message
     assert "on process 0, and missing on process 1. All" in message
-    message = disagreement(records[::-1])
+    message = disagreement(reports[::-1])
     assert message is not None
     assert f"leaf 'leaf{lost}' is missing on process 0, and " in message
 
@@ -389,7 +395,7 @@ def test_a_leaf_that_only_one_has_is_named(lost: int) -> None:
 def test_a_value_that_differs_is_named(number: int, value: Any) -> None:
     written = Written(typical())
     written.values[number] = value
-    message = disagreement([*written.records[:3], written.record(3)])
+    message = disagreement([*written.reports[:3], written.report(3)])
     assert message is not None
     assert message.startswith(f"leaf 'leaf{number}' has one value for all processes, but it is ")
     assert "on process 3" in message
@@ -400,11 +406,11 @@ def test_a_value_that_differs_is_named(number: int, value: Any) -> None:
 def test_long_values_are_told_apart_by_what_is_cut_off() -> None:
     job = Job(((LeafSpec("str"),),) * 2, MIB)
     written = Written(job)
-    records = []
+    reports = []
     for process in range(2):
         written.values[0] = "x" * 1000 + str(process)
-        records.append(written.record(process))
-    message = disagreement(records)
+        reports.append(written.report(process))
+    message = disagreement(reports)
     assert message is not None
     assert len(message) < 600
 
@@ -420,25 +426,25 @@ def test_a_difference_is_found_however_little_is_told(
     other = list(lines)
     other[place] = (lines[place][0], lines[place][1] + "!")
     processes = data.draw(st.sampled_from([2, 100_000, 1 << 25]))
-    mine, same, theirs = (outline_of(each, processes) for each in (lines, list(lines), other))
+    mine, same, theirs = (line_fingerprint(each, processes) for each in (lines, list(lines), other))
     assert mine == same
     assert len(mine.packed) <= 2 * (64 << 20) // processes + 200
-    assert disagreement([record_of(mine), record_of(same)]) is None
-    message = disagreement([record_of(mine), record_of(theirs)])
+    assert disagreement([report_of(mine), report_of(same)]) is None
+    message = disagreement([report_of(mine), report_of(theirs)])
     assert message is not None
     if processes == 2:
         assert f"{lines[place][1]}!" in message
 
 
 @given(st.binary(max_size=100))
-def test_an_outline_that_is_none_is_an_error(junk: bytes) -> None:
-    mine = outline_of([("a", "b")], 2)
+def test_a_malformed_fingerprint_is_an_error(junk: bytes) -> None:
+    mine = line_fingerprint([("a", "b")], 2)
     theirs = replace(mine, signature=bytes(16), packed=junk)
-    with pytest.raises(CheckpointError, match="outline of a tree"):
-        disagreement([record_of(mine), record_of(theirs)])
+    with pytest.raises(CheckpointError, match="fingerprint of a tree"):
+        disagreement([report_of(mine), report_of(theirs)])
 
 
-def test_the_record_of_a_process_is_small() -> None:
+def test_the_report_of_a_process_is_small() -> None:
     written = Written(typical())
-    for record, plan in zip(written.records, written.plans, strict=True):
-        assert len(pack(record)) < 700 + 40 * len(chunks_in(plan))
+    for report, plan in zip(written.reports, written.plans, strict=True):
+        assert len(pack(report)) < 700 + 40 * len(chunks_in(plan))

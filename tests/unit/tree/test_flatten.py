@@ -23,7 +23,7 @@ from ckpt._format.manifest import (
 )
 from ckpt._tree.classes import UnknownNode
 from ckpt._tree.flatten import describe, unboxed_names
-from ckpt._tree.unflatten import rebuild
+from ckpt._tree.unflatten import unflatten
 from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
 from ckpt.testing.compare import differences
 from ckpt.testing.strategies import (
@@ -128,7 +128,7 @@ def stored_and_read(nodes: tuple[Node, ...]) -> list[Node]:
 
 def round_trip(tree: Any) -> Any:
     structure = describe(tree)
-    found, unknown = rebuild(stored_and_read(structure.nodes), structure.leaves)
+    found, unknown = unflatten(stored_and_read(structure.nodes), structure.leaves)
     assert not unknown
     return found
 
@@ -236,7 +236,7 @@ def test_a_tree_that_can_be_described_can_be_rebuilt_however_deep(depth: int) ->
         structure = describe(tree)
     except UnsupportedLeafError:
         return
-    found, _ = rebuild(structure.nodes, structure.leaves)
+    found, _ = unflatten(structure.nodes, structure.leaves)
     for _ in range(depth):
         (found,) = found
     assert found == 1
@@ -251,7 +251,7 @@ def test_a_key_that_can_be_described_can_be_stored_however_deep(depth: int) -> N
         nodes = describe({key: 1}).nodes
     except UnsupportedLeafError:
         return
-    assert list(rebuild(stored_and_read(nodes), [1])[0]) == [key]
+    assert list(unflatten(stored_and_read(nodes), [1])[0]) == [key]
 
 
 @pytest.mark.parametrize("key", ["\ud800", ("\udcff", 1), "ok"])
@@ -260,7 +260,7 @@ def test_a_key_that_can_be_described_can_be_stored_whatever_its_text(key: Any) -
         nodes = describe({key: 1}).nodes
     except UnsupportedLeafError:
         return
-    assert rebuild(stored_and_read(nodes), [1])[0] == {key: 1}
+    assert unflatten(stored_and_read(nodes), [1])[0] == {key: 1}
 
 
 def test_a_key_of_thousands_of_digits_is_refused_or_comes_back() -> None:
@@ -270,7 +270,7 @@ def test_a_key_of_thousands_of_digits_is_refused_or_comes_back() -> None:
             nodes = describe({key: 1}).nodes
         except UnsupportedLeafError:
             continue
-        assert rebuild(stored_and_read(nodes), [1])[0] == {key: 1}
+        assert unflatten(stored_and_read(nodes), [1])[0] == {key: 1}
 
 
 # -- classes --------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def test_a_nested_namedtuple_class_is_found() -> None:
 def test_an_unknown_namedtuple_class_becomes_a_record_and_is_reported() -> None:
     gone = namedtuple("Gone", ["x", "y"])
     nodes = describe([gone(1, Point(2, 3)), 4]).nodes
-    found, unknown = rebuild(nodes, [1, 2, 3, 4])
+    found, unknown = unflatten(nodes, [1, 2, 3, 4])
     assert set(unknown) == {f"{HERE}:Gone"}
     assert "classes=[...]" in unknown[f"{HERE}:Gone"]
     assert found == [UnknownNode(f"{HERE}:Gone", {"x": 1, "y": Point(2, 3)}, "namedtuple"), 4]
@@ -324,7 +324,7 @@ def test_a_class_that_is_not_that_namedtuple_is_never_called(
 ) -> None:
     children = list(range(len(fields)))
     node = Node(kind="namedtuple", keys=[*fields], class_name=class_name, children=children)
-    found, unknown = rebuild([node], children)
+    found, unknown = unflatten([node], children)
     assert type(found) is UnknownNode
     assert dict(found.fields) == dict(zip(fields, children, strict=True))
     assert set(unknown) == {found.class_name}
@@ -342,7 +342,7 @@ class Total(namedtuple("Total", ["parts", "total"])):
 def test_a_namedtuple_class_with_its_own_constructor_raises_nothing_foreign() -> None:
     structure = describe(Total("abc"))
     try:
-        found, _ = rebuild(structure.nodes, structure.leaves)
+        found, _ = unflatten(structure.nodes, structure.leaves)
     except CheckpointError:
         return
     fields = found.fields if isinstance(found, UnknownNode) else found._asdict()
@@ -350,7 +350,7 @@ def test_a_namedtuple_class_with_its_own_constructor_raises_nothing_foreign() ->
 
 
 def test_a_custom_node_of_a_class_that_is_here_comes_back() -> None:
-    found, unknown = rebuild(describe(Keyed(1, [2])).nodes, [1, 2])
+    found, unknown = unflatten(describe(Keyed(1, [2])).nodes, [1, 2])
     assert type(found) is Keyed
     assert (found.weight, found.bias) == (1, [2])
     assert not unknown
@@ -359,7 +359,7 @@ def test_a_custom_node_of_a_class_that_is_here_comes_back() -> None:
 def test_a_custom_node_of_a_class_that_is_gone_is_a_record_that_says_what_it_was() -> None:
     (node, *others) = describe(Keyed(1, [2])).nodes
     gone = node.model_copy(update={"class_name": "a_module_that_is_gone:Keyed"})
-    found, unknown = rebuild([gone, *others], [1, 2])
+    found, unknown = unflatten([gone, *others], [1, 2])
     assert type(found) is UnknownNode
     assert found.class_name == "a_module_that_is_gone:Keyed"
     assert dict(found.fields) == {"weight": 1, "bias": [2]}
@@ -369,7 +369,7 @@ def test_a_custom_node_of_a_class_that_is_gone_is_a_record_that_says_what_it_was
 def test_a_record_comes_back_as_the_record_it_was() -> None:
     record = UnknownNode("elsewhere:Gone", {"b": 1, "a": UnknownNode("elsewhere:Other", {})})
     structure = describe(record)
-    found, _ = rebuild(structure.nodes, structure.leaves)
+    found, _ = unflatten(structure.nodes, structure.leaves)
     assert differences(record, found) == []
 
 
@@ -382,12 +382,12 @@ def test_no_module_is_imported_by_a_stored_name(
     name = "hostile_module:P"
     key: Any = {"enum": [name, "x"]}
     with pytest.raises(CorruptCheckpointError, match="hostile_module"):
-        rebuild([Node(kind="dict", keys=[key], children=[0])], [1])
-    found, _ = rebuild([Node(kind="default_dict", class_name=name)], [])
+        unflatten([Node(kind="dict", keys=[key], children=[0])], [1])
+    found, _ = unflatten([Node(kind="default_dict", class_name=name)], [])
     assert found.default_factory is None
     node = Node(kind=kind, keys=["x"], class_name=name, children=[0])
     before = set(sys.modules)
-    found, _ = rebuild([node], [1])
+    found, _ = unflatten([node], [1])
     assert found == UnknownNode("hostile_module:P", {"x": 1}, kind)
     assert set(sys.modules) == before
 
@@ -405,7 +405,7 @@ def test_a_module_whose_loading_was_put_off_is_not_loaded_by_a_stored_name(
     monkeypatch.setitem(sys.modules, "lazy_module", module)
     loader.exec_module(module)
     node = Node(kind="namedtuple", keys=["x"], class_name="lazy_module:P", children=[0])
-    assert rebuild([node], [1])[0] == UnknownNode("lazy_module:P", {"x": 1}, "namedtuple")
+    assert unflatten([node], [1])[0] == UnknownNode("lazy_module:P", {"x": 1}, "namedtuple")
 
 
 def test_no_code_of_a_module_runs_by_a_stored_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,7 +415,7 @@ def test_no_code_of_a_module_runs_by_a_stored_name(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setitem(sys.modules, "noisy_module", Noisy("noisy_module"))
     node = Node(kind="namedtuple", keys=["x"], class_name="noisy_module:P.Q", children=[0])
-    assert rebuild([node], [1])[0] == UnknownNode("noisy_module:P.Q", {"x": 1}, "namedtuple")
+    assert unflatten([node], [1])[0] == UnknownNode("noisy_module:P.Q", {"x": 1}, "namedtuple")
 
 
 # -- what may be in a file ------------------------------------------------------------------------
@@ -456,7 +456,7 @@ MISTAKES = st.one_of(
 
 def rebuilds_wholly_or_raises(nodes: list[Node], leaves: list[Any]) -> None:
     try:
-        tree, _ = rebuild(nodes, leaves)
+        tree, _ = unflatten(nodes, leaves)
     except CheckpointError:
         return
     found = jax.tree.leaves(tree)
@@ -488,18 +488,18 @@ def test_nodes_with_one_mistake_raise_only_checkpoint_errors(data: st.DataObject
 @pytest.mark.parametrize("kind", ["dict", "ordered_dict", "default_dict"])
 def test_a_key_of_no_known_kind_is_corruption(kind: str, key: Any) -> None:
     with pytest.raises(CorruptCheckpointError):
-        rebuild([Node(kind=kind, keys=[key], children=[0])], [1])
+        unflatten([Node(kind=kind, keys=[key], children=[0])], [1])
 
 
 @pytest.mark.parametrize("kind", ["dict", "ordered_dict", "default_dict", "custom"])
 def test_two_children_under_one_key_are_corruption(kind: str) -> None:
     with pytest.raises(CorruptCheckpointError):
-        rebuild([Node(kind=kind, keys=["a", "a"], children=[0, 1])], [1, 2])
+        unflatten([Node(kind=kind, keys=["a", "a"], children=[0, 1])], [1, 2])
 
 
 def test_a_none_with_children_is_corruption() -> None:
     with pytest.raises(CorruptCheckpointError):
-        rebuild([Node(kind="none", children=[0])], [1])
+        unflatten([Node(kind="none", children=[0])], [1])
 
 
 @pytest.mark.parametrize(
@@ -523,20 +523,20 @@ def test_records_that_are_no_tree_over_these_leaves_are_corruption(
     nodes: list[list[int]], leaves: int
 ) -> None:
     with pytest.raises(CorruptCheckpointError):
-        rebuild([Node(kind="list", children=children) for children in nodes], range(leaves))
+        unflatten([Node(kind="list", children=children) for children in nodes], range(leaves))
 
 
 def test_a_node_with_two_parents_is_corruption() -> None:
     nodes = [Node(kind="list", children=[-1, -1]), Node(kind="list")]
     with pytest.raises(CorruptCheckpointError):
-        rebuild(nodes, [])
+        unflatten(nodes, [])
 
 
 def test_a_few_records_cannot_unfold_into_a_million_nodes() -> None:
     # Thirty more lines of this and no machine is large enough.
     nodes = [Node(kind="list", children=[-n, -n]) for n in range(1, 18)]
     with pytest.raises(CorruptCheckpointError):
-        rebuild([*nodes, Node(kind="list")], [])
+        unflatten([*nodes, Node(kind="list")], [])
 
 
 def test_names_without_boxes_do_not_unfold_into_a_million_nodes_either() -> None:
@@ -567,7 +567,7 @@ def test_names_without_boxes_are_those_of_the_tree_without_boxes(tree: Any) -> N
 def test_a_stored_tree_nested_too_deeply_is_corruption() -> None:
     nodes = [Node(kind="list", children=[-n]) for n in range(1, 100_000)]
     with pytest.raises(CheckpointError):
-        rebuild([*nodes, Node(kind="list")], [])
+        unflatten([*nodes, Node(kind="list")], [])
 
 
 @given(keys())

@@ -13,10 +13,10 @@ from ckpt._tree.leaf_names import ROOT
 from ckpt._tree.patterns import (
     compile_pattern,
     compile_rule,
-    fill,
-    natural,
+    fill_stars,
+    natural_key,
 )
-from ckpt._tree.suggestions import near_miss, what_is_there
+from ckpt._tree.suggestions import near_miss, suggestion
 from ckpt.errors import InvalidArgumentError
 
 KEYS = st.text("ab1", min_size=1, max_size=3)
@@ -62,7 +62,7 @@ def test_the_stars_put_back_give_the_path_again(pattern: list[str], path: list[s
     text = ".".join(pattern)
     found = compile_pattern(text).split(".".join(path))
     if found is not None:
-        assert fill(text, *found) == ".".join(path)
+        assert fill_stars(text, *found) == ".".join(path)
 
 
 def test_a_star_stays_within_its_key_and_nothing_but_stars_is_special() -> None:
@@ -107,25 +107,25 @@ def test_a_rule_may_be_any_collection_of_patterns_and_predicates() -> None:
     ],
 )
 def test_a_path_is_filled_in(text: str, stars: list[str], below: str, path: str) -> None:
-    assert fill(text, stars, below) == path
+    assert fill_stars(text, stars, below) == path
 
 
 @pytest.mark.parametrize(("text", "stars"), [("a", ["1"]), ("*", []), ("*.*", ["1"])])
 def test_stars_that_do_not_go_up_are_refused(text: str, stars: list[str]) -> None:
     with pytest.raises(InvalidArgumentError):
-        fill(text, stars, "")
+        fill_stars(text, stars, "")
 
 
 @given(st.lists(st.integers(0, 10**20), max_size=8))
 def test_numbers_in_texts_are_ordered_by_value(numbers: list[int]) -> None:
     texts = [f"layer_{number}" for number in numbers]
-    assert sorted(texts, key=natural) == [f"layer_{number}" for number in sorted(numbers)]
+    assert sorted(texts, key=natural_key) == [f"layer_{number}" for number in sorted(numbers)]
 
 
 @given(st.lists(st.text("a1_\u00b2\u0663", max_size=4), max_size=6, unique=True))
 def test_any_texts_have_one_order(texts: list[str]) -> None:
     up, down = sorted(texts), sorted(texts, reverse=True)
-    assert sorted(up, key=natural) == sorted(down, key=natural)
+    assert sorted(up, key=natural_key) == sorted(down, key=natural_key)
 
 
 STORED = ["params.embed", *(f"params.layers.{n}.kernel" for n in range(20)), "opt.mu.embed", "step"]
@@ -157,8 +157,8 @@ def test_a_typing_mistake_is_corrected_where_it_was_made(text: str, meant: str) 
     ],
 )
 def test_where_nothing_is_like_it_what_is_there_is_listed(text: str, there: str) -> None:
-    assert there in what_is_there(text, STORED)
-    assert len(what_is_there(text, STORED)) < 120
+    assert there in suggestion(text, STORED)
+    assert len(suggestion(text, STORED)) < 120
 
 
 @given(PATTERNS.map(".".join), st.lists(PATHS.map(".".join), max_size=6))
@@ -167,4 +167,4 @@ def test_a_hint_covers_something(text: str, names: list[str]) -> None:
     if hint:
         meant = hint.removeprefix(" (is it '").removesuffix("'?)")
         assert any(map(compile_pattern(meant).covers, names))
-    assert isinstance(what_is_there(text, names), str)
+    assert isinstance(suggestion(text, names), str)

@@ -29,7 +29,7 @@ from ckpt._tree.classes import (
 )
 from ckpt._tree.flatten import describe
 from ckpt._tree.leaf_specs import classify
-from ckpt._tree.unflatten import rebuild
+from ckpt._tree.unflatten import unflatten
 from ckpt.errors import CheckpointError, InvalidArgumentError, UnsupportedLeafError
 from ckpt.testing.compare import differences
 
@@ -94,14 +94,14 @@ def round_trip(tree: Any, classes: Classes | None = None) -> Any:
 
 def again(structure: Any, classes: Classes | None = None) -> tuple[Any, dict[str, str]]:
     nodes = [Node.model_validate_json(node.model_dump_json()) for node in structure.nodes]
-    return rebuild(nodes, structure.leaves, classes or {})
+    return unflatten(nodes, structure.leaves, classes or {})
 
 
 def changed(tree: Any, **update: Any) -> tuple[Any, dict[str, str]]:
     """What comes back of a tree of which the first node's record was changed."""
     structure = describe(tree)
     first, *others = structure.nodes
-    return rebuild([first.model_copy(update=update), *others], structure.leaves)
+    return unflatten([first.model_copy(update=update), *others], structure.leaves)
 
 
 STATIC: list[Any] = [
@@ -215,7 +215,7 @@ def test_an_enumeration_is_found_under_the_name_it_had() -> None:
     structure = describe(Keyed.of(1, 2, Color.RED))
     stored: Any = {"aux": {"enum": ["old:Color", "RED"]}}
     node = structure.nodes[0].model_copy(update={"static": stored})
-    found, unbuilt = rebuild([node], [1, 2], known_classes({"old:Color": Color}))
+    found, unbuilt = unflatten([node], [1, 2], known_classes({"old:Color": Color}))
     assert found.beside is Color.RED
     assert not unbuilt
 
@@ -273,7 +273,7 @@ def test_a_renamed_class_is_found_by_a_mapping() -> None:
     structure = describe(local_class()(5, 0.5))
     node = structure.nodes[0].model_copy(update={"class_name": "before:Name"})
     kind = local_class()
-    found, _ = rebuild([node], [5], known_classes({"before:Name": kind}))
+    found, _ = unflatten([node], [5], known_classes({"before:Name": kind}))
     assert (type(found), found.x, found.scale) == (kind, 5, 0.5)
 
 
@@ -351,7 +351,7 @@ def test_any_record_of_a_node_is_an_object_with_these_children_or_corruption(
         static=static,
     )
     try:
-        found, unbuilt = rebuild([node], children)
+        found, unbuilt = unflatten([node], children)
     except CheckpointError:
         return
     assert (type(found) is UnknownNode) == bool(unbuilt) or name.endswith("classes:UnknownNode")
@@ -364,7 +364,7 @@ def test_any_record_of_a_node_is_an_object_with_these_children_or_corruption(
 HOSTILE = """
 from test_customs import HERE
 from ckpt.errors import CheckpointError
-from ckpt._tree.unflatten import rebuild
+from ckpt._tree.unflatten import unflatten
 from ckpt.manifest import Node
 kinds = ["builtins:dict", "builtins:list", "builtins:tuple", "types:NoneType"]
 kinds += ["collections:OrderedDict", "collections:defaultdict"]
@@ -378,7 +378,7 @@ for kind in kinds:
                 node = Node(kind="custom", keys=[*names], children=[*range(count)],
                             class_name=kind, static={"aux": aux})
                 try:
-                    rebuild([node], list(range(count)))
+                    unflatten([node], list(range(count)))
                 except CheckpointError:
                     pass
 print("alive")
@@ -412,7 +412,7 @@ def test_a_stored_name_of_an_unregistered_dataclass_makes_a_record() -> None:
         class_name=f"{HERE}:Unregistered",
         static={"fields": {}},
     )
-    found, unbuilt = rebuild([node], [1])
+    found, unbuilt = unflatten([node], [1])
     assert type(found) is UnknownNode
     assert unbuilt
 

@@ -1,4 +1,4 @@
-"""Batches: chunks that are staged together, and written as they lie there as one data file."""
+"""Write batches: chunks that are staged into one block and written as one data file. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = [
     "Chunk",
     "ChunkPart",
     "FileSpan",
-    "Places",
+    "FileSpans",
     "WriteBatch",
     "aligned",
     "alignment_of",
@@ -24,8 +24,8 @@ __all__ = [
 ]
 
 # Chunks start on cache lines, so that copies and hashes run at full speed and jax can take over the
-# memory they are read into; larger ones on the sectors of disks, so that they can be read past the
-# page cache.
+# memory they are read into; larger ones start on sectors, so that they can be read past the page
+# cache.
 CHUNK_ALIGNMENT = 64
 SECTOR = 4096
 DIRECT_BYTES = 1 << 20
@@ -55,13 +55,13 @@ class Chunk:
     Attributes:
         leaf: Number of the leaf.
         number: Number of the chunk within the leaf, in C order of the chunk grid.
-        parts: The shards it is copied from, almost always one; none where the chunk is the whole
-            array of a packed leaf.
-        place: Place in the chunk grid.
-        region: Part of the global array it covers.
-        offset: First byte within the batch's block.
+        parts: The shards it is copied from, almost always one; none for a packed leaf, whose whole
+            array is the chunk.
+        place: Its place in the chunk grid.
+        region: The part of the global array that it covers.
+        offset: First byte within the batch's staged bytes.
         nbytes: Its bytes.
-        stored_nbytes: Bytes of a whole chunk: zarr wants padding beyond the edge of an array.
+        stored_nbytes: Bytes of a full chunk: zarr wants padding beyond the edge of an array.
     """
 
     leaf: int
@@ -78,47 +78,47 @@ class Chunk:
 class WriteBatch:
     """Chunks that are staged and written together, as one file.
 
-    The chunks of a batch that is to be encoded lie at the end of a larger block, whose beginning
-    takes the encoded ones: none gets in the way of one that is still to be encoded.
+    A batch that is to be encoded is staged at the end of a larger block, whose beginning takes the
+    encoded chunks: there is always room for the next one before those still to be encoded.
 
     Attributes:
         packed: Whether its chunks are whole packed leaves.
-        chunks: The chunks, in the order in which they lie.
-        nbytes: Bytes of the chunks as they are staged, alignment included; the size of the file
-            where they are not encoded.
+        chunks: The chunks, in the order of their offsets.
+        nbytes: Bytes of the chunks as they are staged, alignment included; unless they are
+            encoded, the size of the file.
         encoded: Whether the chunks are encoded before they are written.
-        lead: Where the staged chunks begin in the block.
-        block_bytes: Staging memory that it takes, all copies included that encoding makes.
+        staged_at: Where the staged chunks begin in the block.
+        block_bytes: Staging memory that it takes, including all copies that encoding makes.
     """
 
     packed: bool
     chunks: tuple[Chunk, ...]
     nbytes: int
     encoded: bool = False
-    lead: int = 0
+    staged_at: int = 0
     block_bytes: int = 0
 
     def __post_init__(self) -> None:
-        """Take as much memory as is staged, if nothing else is said."""
+        """Take at least as much memory as is staged."""
         object.__setattr__(self, "block_bytes", max(self.block_bytes, self.nbytes))
 
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """Where an encoded chunk lies in its file."""
+    """Where an encoded chunk is in its file."""
 
     offset: int
     length: int
 
 
-# By the number of the batch the places of its chunks; only of those that were encoded.
-Places = Mapping[int, Sequence[FileSpan]]
+# By number of the batch where its chunks are; only of batches that were encoded.
+FileSpans = Mapping[int, Sequence[FileSpan]]
 
 
 def pack_chunks(
     chunks: Iterable[Chunk], batch_bytes: int, *, packed: bool = False
 ) -> Iterable[WriteBatch]:
-    """Put chunks together until the next one would make the block larger than `batch_bytes`."""
+    """Group chunks until the next one would make the batch larger than `batch_bytes`."""
     batch: list[Chunk] = []
     end = 0
     for chunk in chunks:
@@ -136,28 +136,28 @@ def pack_chunks(
 def to_encode(batch: WriteBatch) -> WriteBatch:
     """Return a batch whose chunks are encoded before they are written."""
     sizes = [chunk.stored_nbytes for chunk in batch.chunks]
-    # So much longer than staged the chunks can become, one after the other.
+    # By how much the chunks can grow, one after the other.
     growth = sum(encoded_bound(size) + alignment_of(encoded_bound(size)) - size for size in sizes)
-    lead = aligned(growth, SECTOR)
+    staged_at = aligned(growth, SECTOR)
     more = _ENCODING_COPIES * encoded_bound(max(sizes))
-    block_bytes = aligned(lead + batch.nbytes, SECTOR) + more
-    return replace(batch, encoded=True, lead=lead, block_bytes=block_bytes)
+    block_bytes = aligned(staged_at + batch.nbytes, SECTOR) + more
+    return replace(batch, encoded=True, staged_at=staged_at, block_bytes=block_bytes)
 
 
 def encoded_bound(nbytes: int) -> int:
-    """Return how long a chunk of `nbytes` can get when it is encoded, whatever it holds."""
+    """Return the most bytes that a chunk of `nbytes` can have once it is encoded."""
     # zstd adds 1/256 and up to 64 bytes, blosc 16 bytes.
     return nbytes + nbytes // 128 + 128
 
 
 def alignment_of(length: int) -> int:
-    """Return what the place of a chunk of `length` bytes is a multiple of."""
+    """Return what the offset of a chunk of `length` bytes is a multiple of."""
     return SECTOR if length > SECTOR else CHUNK_ALIGNMENT
 
 
 def file_size(end: int) -> int:
     """Return the size of a data file whose last chunk ends at `end`."""
-    # Only whole sectors can be written past the page cache; a small file is not worth it.
+    # Only whole sectors can be written past the page cache, which a small file is not worth.
     return aligned(end, SECTOR if end >= DIRECT_BYTES else CHUNK_ALIGNMENT)
 
 

@@ -1,4 +1,4 @@
-"""Values of one dtype to another, on the host."""
+"""Casts of arrays from one dtype to another, on the host."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Array = np.ndarray[Any, Any]
 
 
 def cast(array: Array, dtype: str) -> Array:
-    """Return `array` as `dtype`, to the nearest value, of two to the even one.
+    """Return `array` as `dtype`, rounded to the nearest value, and ties to even.
 
-    From float64 to dtypes narrower than float16 ml_dtypes goes by way of float32, so that a value
-    next to the middle of two may be rounded to the other one.
+    From float64 to dtypes narrower than float16 ml_dtypes goes through float32, so a value close to
+    the middle of two may be rounded to the other one.
     """
     if array.dtype == DTYPES[dtype]:
         return array
-    # What is too large becomes infinite, or NaN where there is no infinity, as with `astype`.
+    # Too large values become infinite, or NaN in dtypes without infinity, as with `astype`.
     with np.errstate(all="ignore"):
         return array.astype(DTYPES[dtype])
 
 
 def cast_into(target: Array, source: Array) -> None:
-    """Copy `source` into `target`, of another dtype, as `cast` does; without a copy between."""
+    """Copy `source` into `target`, of another dtype, as `cast` does, without a copy in between."""
     with np.errstate(all="ignore"):
         np.copyto(target, source, casting="unsafe")
 

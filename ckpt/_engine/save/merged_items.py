@@ -1,0 +1,195 @@
+"""Merged items: the reports of all writers of an item become one manifest entry and one database.
+
+The writers are the processes of a job, or the calls of a save in parts. A process that saves an
+item alone is its only writer.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt._engine.memory.staging import host_bytes
+from ckpt._engine.plan_cache import ItemPlan, new_data_file
+from ckpt._engine.save.multihost import WriteReport
+from ckpt._format.digests import digest
+from ckpt._format.manifest import ItemEntry
+from ckpt._format.ocdbt import DatabaseIndex
+from ckpt._plan.item_reports import (
+    ItemReport,
+    PlannedTree,
+    fill_entry,
+    key_values,
+    merge_reports,
+)
+from ckpt._plan.merged_parts import TreeParts, merge_parts
+from ckpt._plan.multihost.tree_fingerprint import TreeFingerprint
+from ckpt._plan.multihost.write_reports import ProcessReport, disagreement
+from ckpt._plan.orbax_view import item_view
+from ckpt._tree.leaf_specs import ARRAY_KINDS
+from ckpt.errors import CoordinationError, InvalidArgumentError, located
+
+__all__ = [
+    "ItemParts",
+    "WrittenTree",
+    "check_alike",
+    "database_files",
+    "merge_item",
+    "merge_processes",
+    "own_digests",
+]
+
+# Of the arrays that every process has for itself, larger ones are not compared: on accelerators
+# they would have to be copied to the hosts of all processes, though only the primary's are stored.
+_COMPARED_BYTES = 1 << 20
+# No other handler keeps anything but the tree, so the entries of others cannot be merged.
+_TREES = "pytree"
+
+
+@dataclass(slots=True)
+class WrittenTree:
+    """The tree of an item, as this process writes it.
+
+    Attributes:
+        tree: The tree with the plan of its leaves.
+        plan: The plan of this process.
+        own: Digests of the arrays that every process has for itself, by number of the leaf.
+        report: What this process has written, once that is known.
+        values: Fingerprint of what every process has for itself, where several save together.
+    """
+
+    tree: PlannedTree
+    plan: ItemPlan
+    own: Mapping[int, str]
+    report: ItemReport | None = None
+    values: TreeFingerprint | None = None
+
+    def for_primary(self) -> ProcessReport:
+        """Return what the primary is told; the tree must have been written."""
+        assert self.report is not None
+        assert self.plan.fingerprint is not None
+        assert self.values is not None
+        return ProcessReport(self.report, self.plan.fingerprint, self.values)
+
+
+@dataclass(slots=True)
+class ItemParts:
+    """One item that may arrive in several parts.
+
+    Attributes:
+        handler: Name of the handler that saves it.
+        structure: The structure so far; empty of an item that is not a tree.
+        written: The tree of each part, by its number; their reports are complete when all is
+            durable.
+        entry: What the handler made of the last part.
+    """
+
+    handler: str
+    structure: TreeParts = field(default_factory=TreeParts)
+    written: dict[int, WrittenTree] = field(default_factory=dict)
+    entry: ItemEntry | None = None
+
+    def check_next(self, item: str, handler: str) -> None:
+        """Raise unless this handler may save one more part."""
+        if not self.handler == handler == _TREES:
+            raise InvalidArgumentError(
+                f"it was saved already, by the handler {self.handler!r:.80}; only trees of dicts "
+                f"can be saved in several parts, and this part would be saved by {handler!r:.80}",
+                item=item,
+            )
+
+    def whole(self, created_ns: int) -> tuple[ItemEntry, dict[str, bytes]]:
+        """Return the entry of the whole item, and the files that cover all its parts, by path."""
+        assert self.entry is not None
+        if not self.structure.count:
+            return self.entry, {}
+        parts = [self.written[number] for number in range(self.structure.count)]
+        tree, reports = merge_parts(
+            self.structure.merged(),
+            [part.tree for part in parts],
+            [part.report for part in parts if part.report is not None],
+        )
+        entry, files = merge_item(self.entry, tree, reports, created_ns)
+        return entry, item_view(entry) | files
+
+
+def own_digests(plan: ItemPlan, leaves: Sequence[Any]) -> dict[int, str]:
+    """Return the digests of the small arrays that every process has for itself, by leaf."""
+    found = {}
+    for number in plan.save.own:
+        spec = plan.save.leaves[number].spec
+        if spec.kind in ARRAY_KINDS:
+            compared = spec.nbytes <= _COMPARED_BYTES
+            found[number] = digest(host_bytes(leaves[number]).data) if compared else ""
+    return found
+
+
+def check_alike(names: Collection[str], reports: Sequence[WriteReport]) -> None:
+    """Raise unless the processes have saved the same trees.
+
+    Raises:
+        CoordinationError: They have not; names the first leaf.
+    """
+    for name in names:
+        with located(item=name):
+            difference = disagreement([report.trees[name] for report in reports])
+            if difference is not None:
+                raise CoordinationError(difference)
+
+
+def merge_processes(
+    entries: Mapping[str, ItemEntry],
+    trees: Mapping[str, WrittenTree],
+    reports: Sequence[WriteReport],
+    created_ns: int,
+) -> tuple[dict[str, ItemEntry], dict[str, bytes]]:
+    """Return the entries of items over what all processes have written, and files over that.
+
+    Args:
+        entries: The entries that the primary's handlers made.
+        trees: What the primary has written of the items that are divided among the processes.
+        reports: What every process has written, by its number.
+        created_ns: Unix time in nanoseconds.
+
+    Raises:
+        CoordinationError: The processes saved different trees; names the first leaf.
+    """
+    check_alike(trees, reports)
+    found = dict(entries)
+    files: dict[str, bytes] = {}
+    for name, written in trees.items():
+        with located(item=name):
+            own = [report.trees[name].written for report in reports]
+            found[name], made = merge_item(entries[name], written.tree, own, created_ns)
+            files |= {f"{name}/{path}": data for path, data in made.items()}
+    return found, files
+
+
+def merge_item(
+    entry: ItemEntry, tree: PlannedTree, reports: Sequence[ItemReport], created_ns: int
+) -> tuple[ItemEntry, dict[str, bytes]]:
+    """Return the entry of an item with its tree, and the files of its database by path.
+
+    Args:
+        entry: What the handler made of it.
+        tree: The tree.
+        reports: What each writer has written.
+        created_ns: Unix time in nanoseconds.
+    """
+    stored = merge_reports(tree.leaves, reports)
+    keys = list(key_values(tree.leaves, stored))
+    files: dict[str, bytes] = {}
+    if keys:
+        files = database_files(DatabaseIndex(keys), stored.data_files, created_ns)
+    return fill_entry(entry, tree, stored), files
+
+
+def database_files(
+    index: DatabaseIndex, data_files: Sequence[str], created_ns: int
+) -> dict[str, bytes]:
+    """Return the files that make data files a database, by path relative to the item."""
+    tree_file = new_data_file()
+    made = index.encode(data_files, tree_file, uuid.uuid4().bytes, created_ns)
+    return {tree_file: made.tree, "manifest.ocdbt": made.manifest}

@@ -1,0 +1,320 @@
+"""Item reports: which chunks of an item a writer has put where, and what all of them come to. Pure.
+
+A writer is a process of a job, or one call of a save in parts; a process that saves alone is the
+only writer. Their reports are merged: every chunk of every leaf must be there once. The manifest
+and the database of the item are made of the result, so they say the same however many wrote it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import jax
+import numpy as np
+
+from ckpt._format.dtypes import DTYPES
+from ckpt._format.manifest import ItemEntry, LeafEntry, Node, ShardingEntry
+from ckpt._format.ocdbt import KeyValue
+from ckpt._format.shardings import describe_sharding
+from ckpt._plan.chunking import METADATA_KEY, LeafPlan, has_chunks
+from ckpt._plan.ownership import holders_of
+from ckpt._plan.write_batches import FileSpans, WriteBatch
+from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, SCALAR_KINDS, encode_scalar
+from ckpt.errors import CheckpointError
+
+__all__ = [
+    "DIGEST_BYTES",
+    "ROW",
+    "ItemReport",
+    "PlannedTree",
+    "StoredChunks",
+    "fill_entry",
+    "key_values",
+    "merge_reports",
+    "report_chunks",
+]
+
+Array = np.ndarray[Any, Any]
+
+ROW = np.dtype(
+    [("leaf", "<u4"), ("number", "<u4"), ("file", "<u4"), ("offset", "<u8"), ("length", "<u8")]
+)
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTree:
+    """A tree with a plan for every leaf.
+
+    Attributes:
+        nodes: Its inner nodes, root first.
+        leaves: The plans of its leaves.
+        values: Python scalars and functions at the places of their leaves; arrays are not looked
+            at.
+    """
+
+    nodes: Sequence[Node]
+    leaves: Sequence[LeafPlan]
+    values: Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ItemReport:
+    """What one writer has written of an item.
+
+    Attributes:
+        files: Paths of its data files, relative to the item.
+        rows: `[chunks]`, for each chunk its `leaf`, its `number` there, the number of its `file`,
+            the `offset` in that, and its `length` if it is encoded, else 0.
+        digests: `[chunks, 16] uint8`, the digest of each.
+    """
+
+    files: tuple[str, ...]
+    rows: Array
+    digests: Array
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunks:
+    """Where the chunks of all leaves are, by leaf and in C order of the chunk grid.
+
+    Attributes:
+        digests: Their digests; empty text for a chunk that is on the disk of another process.
+        offsets: First byte of each within its data file.
+        files: Number of the data file.
+        lengths: Bytes of every chunk, of leaves whose chunks are encoded.
+        data_files: Paths of the data files, relative to the item.
+    """
+
+    digests: Sequence[list[str]]
+    offsets: Sequence[list[int]]
+    files: Sequence[list[int]]
+    lengths: Mapping[int, list[int]]
+    data_files: list[str]
+
+
+def report_chunks(
+    batches: Sequence[WriteBatch],
+    files: Sequence[str],
+    digests: Sequence[Sequence[str]] | None = None,
+    spans: FileSpans | None = None,
+) -> ItemReport:
+    """Return the report of a writer.
+
+    Args:
+        batches: What it has written.
+        files: Path of every batch's file, relative to the item.
+        digests: Digest of every chunk, by batch and in the order of its chunks; None where only
+            the places matter.
+        spans: Where the chunks are that were encoded.
+    """
+    rows: list[tuple[int, int, int, int, int]] = []
+    for file, batch in enumerate(batches):
+        found = (spans or {}).get(file)
+        if found is None:
+            rows.extend((c.leaf, c.number, file, c.offset, 0) for c in batch.chunks)
+        else:
+            pairs = zip(batch.chunks, found, strict=True)
+            rows.extend((c.leaf, c.number, file, at.offset, at.length) for c, at in pairs)
+    if digests is None:
+        raw = bytes(DIGEST_BYTES * len(rows))
+    else:
+        raw = bytes.fromhex("".join(each for batch in digests for each in batch))
+    every = np.frombuffer(raw, np.uint8).reshape(len(rows), DIGEST_BYTES)
+    return ItemReport(tuple(files), np.array(rows, ROW), every)
+
+
+def merge_reports(
+    leaves: Sequence[LeafPlan], reports: Sequence[ItemReport], *, own_disks: bool = False
+) -> StoredChunks:
+    """Return where all chunks of an item are.
+
+    Args:
+        leaves: The plans of its leaves; of several processes those of the primary.
+        reports: The reports of all writers, in their order.
+        own_disks: Whether chunks may be missing, since other processes keep them.
+
+    Raises:
+        CheckpointError: A chunk was written by no process or by several, or does not exist; names
+            the leaf, the chunk and the processes.
+    """
+    counts = np.array([math.prod(leaf.grid) * has_chunks(leaf) for leaf in leaves], np.int64)
+    firsts = np.concatenate(([0], np.cumsum(counts)))
+    rows = np.concatenate([report.rows for report in reports])
+    starts = np.cumsum([0, *(len(report.rows) for report in reports)])
+    first_files = np.cumsum([0, *(len(report.files) for report in reports)])
+    _check_rows(leaves, counts, rows, starts, reports)
+    places = firsts[rows["leaf"]] + rows["number"]
+    times = np.bincount(places, minlength=firsts[-1])
+    wrong = times > 1 if own_disks else times != 1
+    if wrong.any():
+        raise _not_once(leaves, firsts, int(np.argmax(wrong)), places, starts)
+    writers = np.repeat(np.arange(len(reports)), np.diff(starts))
+    offsets, lengths, files = (np.zeros(firsts[-1], np.int64) for _ in range(3))
+    offsets[places] = rows["offset"]
+    lengths[places] = rows["length"]
+    files[places] = rows["file"] + first_files[writers]
+    digests = np.zeros((firsts[-1], DIGEST_BYTES), np.uint8)
+    digests[places] = np.concatenate([report.digests for report in reports])
+    text = digests.tobytes().hex()
+    every = [text[start : start + 32] for start in range(0, len(text), 32)]
+    for missing in np.flatnonzero(times == 0).tolist():
+        every[missing] = ""
+    ranges = [slice(*pair) for pair in pairwise(firsts.tolist())]
+    encoded = [number for number, leaf in enumerate(leaves) if leaf.compression is not None]
+    every_offset, every_file = offsets.tolist(), files.tolist()
+    return StoredChunks(
+        [every[part] for part in ranges],
+        [every_offset[part] for part in ranges],
+        [every_file[part] for part in ranges],
+        {n: lengths[ranges[n]].tolist() for n in encoded if lengths[ranges[n]].any()},
+        [path for report in reports for path in report.files],
+    )
+
+
+def _check_rows(
+    leaves: Sequence[LeafPlan],
+    counts: Array,
+    rows: Array,
+    starts: Array,
+    reports: Sequence[ItemReport],
+) -> None:
+    """Raise if a row is of a chunk or a file that does not exist."""
+    known = rows["leaf"] < len(counts)
+    leaf = np.where(known, rows["leaf"], 0)
+    encoded = np.array([leaf.compression is not None for leaf in leaves] or [False])
+    most = np.repeat([len(report.files) for report in reports], np.diff(starts))
+    limits = counts[leaf] if len(counts) else np.zeros(len(rows), np.int64)
+    right = known & (rows["number"] < limits) & (rows["file"] < most)
+    right &= (rows["offset"] < 1 << 62) & ((rows["length"] > 0) == encoded[leaf])
+    right &= rows["length"] < 1 << 62
+    if not right.all():
+        wrong = int(np.argmin(right))
+        process = int(np.searchsorted(starts, wrong, side="right")) - 1
+        row = dict(zip(ROW.names or (), rows[wrong].tolist(), strict=True))
+        raise CheckpointError(
+            f"process {process} says that it has written a chunk that the tree does not have: {row}"
+        )
+
+
+def _not_once(
+    leaves: Sequence[LeafPlan], firsts: Array, place: int, places: Array, starts: Array
+) -> CheckpointError:
+    number = int(np.searchsorted(firsts, place, side="right")) - 1
+    leaf, chunk = leaves[number], place - int(firsts[number])
+    writers = np.searchsorted(starts, np.flatnonzero(places == place), side="right") - 1
+    if len(writers):
+        what = f"was written by the processes {', '.join(map(str, writers.tolist()))}"
+    else:
+        holders: tuple[int, ...] = (0,)
+        if leaf.spec.sharding is not None:
+            corner = zip(np.unravel_index(chunk, leaf.grid), leaf.chunk, strict=True)
+            offset = tuple(int(at) * length for at, length in corner)
+            holders = holders_of(leaf.spec.sharding, leaf.spec.shape, offset)
+        shown = ", ".join(map(str, holders[:20])) + ", ..." * (len(holders) > 20)
+        what = f"was written by no process, and is held by {shown}"
+    return CheckpointError(
+        f"chunk {chunk} of {math.prod(leaf.grid)} {what}: expected exactly one. All processes must "
+        "save the same tree with the same version of this library",
+        leaf=leaf.name,
+    )
+
+
+def fill_entry(entry: ItemEntry, tree: PlannedTree, stored: StoredChunks) -> ItemEntry:
+    """Return the manifest entry of an item with its tree.
+
+    Args:
+        entry: What its handler made of it; the bytes of the arrays are added to its own.
+        tree: The tree.
+        stored: Where its chunks are.
+    """
+    leaves, shardings = _leaf_entries(tree, stored)
+    arrays = [each.spec for each in tree.leaves if each.spec.kind in ARRAY_KINDS]
+    return entry.model_copy(
+        update={
+            "nodes": list(tree.nodes),
+            "leaves": leaves,
+            "shardings": shardings,
+            "data_files": stored.data_files,
+            "nbytes": entry.nbytes + sum(spec.nbytes for spec in arrays if spec.same_as is None),
+        }
+    )
+
+
+def _leaf_entries(
+    tree: PlannedTree, stored: StoredChunks
+) -> tuple[list[LeafEntry], list[ShardingEntry]]:
+    numbers: dict[jax.sharding.Sharding, int] = {}
+    # Hashing a sharding is slow, and thousands of leaves share a few.
+    known: dict[int, int] = {}
+    entries = []
+    for number, (leaf, value) in enumerate(zip(tree.leaves, tree.values, strict=True)):
+        spec = leaf.spec
+        if spec.kind in SCALAR_KINDS:
+            text = encode_scalar(spec.kind, value)
+            entries.append(LeafEntry(name=leaf.name, kind=spec.kind, value=text))
+            continue
+        if spec.kind == CALLABLE:
+            entries.append(LeafEntry(name=leaf.name, kind=spec.kind, value=_function_name(value)))
+            continue
+        chunks = number if spec.same_as is None else spec.same_as
+        sharding = known.get(id(spec.sharding))
+        if sharding is None and spec.sharding is not None:
+            sharding = numbers.setdefault(spec.sharding, len(numbers))
+            known[id(spec.sharding)] = sharding
+        entries.append(
+            LeafEntry(
+                name=leaf.name,
+                kind=spec.kind,
+                dtype=spec.dtype,
+                shape=list(spec.shape),
+                chunks=list(leaf.chunk),
+                digests=stored.digests[chunks],
+                offsets=stored.offsets[chunks],
+                files=stored.files[chunks] if any(stored.files[chunks]) else [],
+                codec=None if leaf.compression is None else leaf.compression.name,
+                lengths=stored.lengths.get(chunks, []),
+                packed=leaf.packed,
+                sharding=sharding,
+                committed=spec.committed,
+                weak_type=spec.weak_type,
+                impl=spec.impl,
+                same_as=spec.same_as,
+            )
+        )
+    return entries, [describe_sharding(sharding) for sharding in numbers]
+
+
+def _function_name(function: Any) -> str:
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', None) or '?'}:{name}"
+
+
+def key_values(leaves: Sequence[LeafPlan], stored: StoredChunks) -> Iterator[KeyValue]:
+    """Yield the keys of the item's database; leaves that are one array have the same chunks."""
+    for number, leaf in enumerate(leaves):
+        if leaf.metadata is None:
+            continue
+        yield KeyValue(f"{leaf.name}/{METADATA_KEY}".encode(), leaf.metadata)
+        source = number if leaf.spec.same_as is None else leaf.spec.same_as
+        offsets, files = stored.offsets[source], stored.files[source]
+        if not offsets:
+            continue
+        length = math.prod(leaf.chunk) * DTYPES[leaf.spec.dtype or ""].itemsize
+        lengths = stored.lengths.get(source) or [length] * len(offsets)
+        keys = _chunk_keys(leaf)
+        for key, file, offset, nbytes in zip(keys, files, offsets, lengths, strict=True):
+            yield KeyValue(key, None, file, offset, nbytes)
+
+
+def _chunk_keys(leaf: LeafPlan) -> list[bytes]:
+    """Return the keys of the chunks of a leaf, in C order; see `chunk_key`."""
+    keys = [f"{leaf.name}/c".encode()]
+    for count in leaf.grid:
+        ends = [b"/%d" % index for index in range(count)]
+        keys = [key + end for key in keys for end in ends]
+    return keys
