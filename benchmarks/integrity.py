@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import os
 import shutil
 import statistics
@@ -34,6 +33,8 @@ from benchmarks.managers import CkptPeer
 from benchmarks.processes import cpu_devices, in_new_process
 from benchmarks.rounds import settle
 from benchmarks.trees import size_bytes
+from ckpt._engine.restore.checks import check_chunk, digest_error
+from ckpt._format.digests import digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -43,9 +44,9 @@ START, END = "<!-- integrity:start -->", "<!-- integrity:end -->"
 GOAL_ON_DISK, GOAL_IN_MEMORY = 0.10, 0.30
 _WITH, _WITHOUT = "with", "without"
 _NO_DIGEST = "0" * 32
-# Where digests are taken and compared, by module and name.
-_SAVING = ("staging.digest", "writer.digest", "session.digest", "save.digest")
-_RESTORING = ("reader.check_chunk", "runs.digest", "runs.digest_error")
+# The functions by which a save takes digests, and a restore takes and compares them.
+_SAVING = (digest,)
+_RESTORING = (check_chunk, digest, digest_error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,34 +144,44 @@ def _clocked(action: Callable[[], Any]) -> tuple[Cost, Any]:
 
 
 def _in_turn(
-    turn: int, names: Sequence[str]
+    turn: int, functions: Sequence[Callable[..., Any]]
 ) -> list[tuple[str, Callable[[], contextlib.AbstractContextManager[None]]]]:
     """Returns both ways, the one that was second in the last round first."""
     both: list[tuple[str, Callable[[], contextlib.AbstractContextManager[None]]]] = [
         (_WITH, contextlib.nullcontext),
-        (_WITHOUT, lambda: _replaced(names)),
+        (_WITHOUT, lambda: _replaced(functions)),
     ]
     return both[turn % 2 :] + both[: turn % 2]
 
 
 @contextlib.contextmanager
-def _replaced(names: Sequence[str]) -> Iterator[None]:
-    """Takes functions out of modules of the engine for the body: nothing is digested or compared.
+def _replaced(functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    """Takes functions out of every module of the engine that imports them, for the body.
 
-    What is saved meanwhile is no checkpoint that could be restored.
+    Nothing is digested or compared meanwhile, so what is saved is no checkpoint to restore.
+
+    Raises:
+        RuntimeError: No module of the engine imports one of them: the engine has changed, and this
+            would measure digests against digests.
     """
+    engine = [module for name, module in sys.modules.items() if name.startswith("ckpt._engine.")]
     kept = []
-    for name in names:
-        module = importlib.import_module(f"ckpt.engine.{name.split('.')[0]}")
-        attribute = name.split(".")[1]
-        kept.append((module, attribute, getattr(module, attribute)))
-        result = _NO_DIGEST if attribute == "digest" else None
-        setattr(module, attribute, lambda *_, result=result: result)
+    for function in functions:
+        name = function.__name__
+        found = [module for module in engine if vars(module).get(name) is function]
+        if not found:
+            raise RuntimeError(
+                f"no module of ckpt._engine imports {name}: mend benchmarks.integrity"
+            )
+        kept += [(module, name, function) for module in found]
     try:
+        for module, name, function in kept:
+            result = _NO_DIGEST if function is digest else None
+            setattr(module, name, lambda *_, result=result: result)
         yield
     finally:
-        for module, attribute, function in kept:
-            setattr(module, attribute, function)
+        for module, name, function in kept:
+            setattr(module, name, function)
 
 
 def _tensorstore_turn(tree: Any, directory: Path, turn: int) -> Round:

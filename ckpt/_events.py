@@ -1,8 +1,8 @@
-"""Frozen records of what the engine did and when, and the one seam that hands them out.
+"""Events: what the engine did and when, and how observers are told.
 
-An observer is any callable that takes an `Event`. It is called on the engine's own thread and must
-return quickly; an exception it raises is logged and otherwise ignored, so that watching a save can
-never fail it.
+An observer is any callable that takes an `Event`. It is called on the library's own thread and must
+return quickly. An exception that it raises is logged and otherwise ignored, so that observing a
+save can never make it fail.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["Event", "EventRecorder", "Observer", "Outcome", "emit"]
+__all__ = ["Event", "EventRecorder", "Observer", "Outcome", "emit", "unix_offset_ns"]
 
 logger = logging.getLogger("ckpt")
 
@@ -30,19 +30,19 @@ class Event:
         phase: Of a save `wait` (for earlier saves), `plan`, `snapshot`, `stage`, `encode`,
             `digest`, `write`, `record`, `publish` and `preserve`, and `blocked` for as long as the
             caller of `save()` waits; of a restore `read` and `place`, and where processes share
-            what they read `fetch` and `exchange`. `end` is the whole of an
-            operation, reported once when it has ended, however it has: the one phase with an
-            `outcome`. `preempted` is reported once when the final save of a preempted run is
-            committed: the time since the step before it was saved, which would have been lost.
+            what they read `fetch` and `exchange`. `end` is the whole of an operation, reported
+            once when it has succeeded, failed or been cancelled. It is the only phase with an
+            `outcome`. `preempted` is reported when the final save of a preempted run is committed:
+            it is the time since the step before it was saved, which would have been lost.
         step: The step, or None for a one-shot checkpoint.
         began_ns: Monotonic clock (`time.perf_counter_ns`) at the start.
         ended_ns: The same clock at the end.
-        nbytes: Bytes of array data the phase moved; 0 where it moved none. Those of `plan` are
-            still to be moved.
+        nbytes: Bytes of array data that the phase moved, or 0. For `plan`, the bytes still to be
+            moved.
         lane: The write lane for `digest` and `write`, else None.
-        batch: Number of the batch within its item, where the phase is about one.
-        outcome: Of the phase `end` how it ended: `ok`, `failed`, `skipped` or `cancelled`.
-        reason: Why it failed or was skipped.
+        batch: Number of the batch within its item, if the phase is about one.
+        outcome: For the phase `end`, how it ended: `ok`, `failed`, `skipped` or `cancelled`.
+        reason: Why the operation failed or was skipped.
     """
 
     operation: str
@@ -60,8 +60,16 @@ class Event:
 Observer = Callable[[Event], None]
 
 
+def unix_offset_ns() -> int:
+    """Return what to add to a time of an event to have nanoseconds since 1970.
+
+    It changes when the system's clock is set, so ask again for every operation.
+    """
+    return time.time_ns() - time.perf_counter_ns()
+
+
 def emit(observers: Sequence[Observer], event: Event) -> None:
-    """Hand `event` to every observer; one that raises is logged and skipped."""
+    """Call every observer with `event`. If one raises, that is logged and the others are called."""
     for observer in observers:
         try:
             observer(event)
@@ -71,7 +79,7 @@ def emit(observers: Sequence[Observer], event: Event) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EventRecorder:
-    """Emits the events of one operation; costs nothing measurable when nobody observes."""
+    """Emits the events of one operation. Without observers it costs nothing measurable."""
 
     operation: str
     step: int | None
@@ -96,7 +104,7 @@ class EventRecorder:
             emit(self.observers, event)
 
     def preempted(self, seconds: float) -> None:
-        """Report the final save of a preempted run, so many seconds after the one before it."""
+        """Report the final save of a preempted run, `seconds` after the save before it."""
         now = time.perf_counter_ns()
         began = now - int(seconds * 1e9)
         emit(self.observers, Event(self.operation, "preempted", self.step, began, now))
@@ -105,9 +113,9 @@ class EventRecorder:
     def ending(
         self, began_ns: int, *, skips: type[Exception] | tuple[type[Exception], ...] = ()
     ) -> Iterator[list[int]]:
-        """Report the whole operation when the body ends, however it does; see `failing`.
+        """Report the whole operation when the body ends, also if it raises; see `failing`.
 
-        Gives a list; the body adds to it how many bytes it moved.
+        Yields a list to which the body adds the numbers of bytes that it moved.
         """
         moved: list[int] = []
         with self.failing(began_ns, skips=skips):
@@ -118,9 +126,9 @@ class EventRecorder:
     def failing(
         self, began_ns: int, *, skips: type[Exception] | tuple[type[Exception], ...] = ()
     ) -> Iterator[None]:
-        """Report the whole operation only if the body raises: as skipped where it raises `skips`.
+        """Report the whole operation only if the body raises: as skipped if it raises `skips`.
 
-        Where the operation was not asked for a step, the error may tell which one it was about.
+        If the operation was called without a step, the step that the error names is reported.
         """
         try:
             yield
@@ -134,7 +142,7 @@ class EventRecorder:
             raise
 
     def planned(self, began_ns: int, nbytes: int) -> None:
-        """Report the phase `plan`, which ends now, with the bytes that are to be moved."""
+        """Report the phase `plan`, which ends now, with the number of bytes to be moved."""
         if self.observers:
             event = Event(
                 self.operation, "plan", self.step, began_ns, time.perf_counter_ns(), nbytes
@@ -145,7 +153,7 @@ class EventRecorder:
     def phase(
         self, name: str, nbytes: int = 0, lane: int | None = None, batch: int | None = None
     ) -> Iterator[None]:
-        """Time the body as one phase; a phase that raises is not reported."""
+        """Time the body as one phase, which is reported unless the body raises."""
         if not self.observers:
             yield
             return

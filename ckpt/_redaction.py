@@ -1,7 +1,7 @@
-"""Secrets taken out of text that people will see: errors, logs, notes.
+"""Redaction: secrets are removed from text that people will see, such as errors, logs and notes.
 
-Paths and URLs of stores carry passwords, signatures and tokens, stores echo them in their answers,
-and messages end up in tickets and on screens. What is looked for is what is surely one: text that
+Paths and URLs of stores hold passwords, signatures and tokens, stores repeat them in their answers,
+and messages end up in tickets and on screens. Only what is certainly a secret is removed: text that
 merely looks random, such as a digest, stays.
 """
 
@@ -23,18 +23,18 @@ _URL = re.compile(
 )
 _AFTER_AUTHORITY = re.compile(r"[/?#\\]")
 
-# Names of parameters whose values are secret, or open the door together with others.
+# Names of parameters whose values are secret, or give access together with others.
 _PARAMETERS = (
     r"[\w.-]{0,40}(?:signature|credential|token|secret|passw(?:or)?d|passphrase|api[_-]?key"
     r"|access[_-]?key|access[_-]?key[_-]?id|account[_-]?key|private[_-]?key|accessid)"
 )
-# Parameters of a query; some names are too common to mean a secret elsewhere.
+# Parameters of a query. Some of these names are too common to mean a secret elsewhere.
 _QUERY = re.compile(
     rf"((?:[?&;#]|&amp;|\\u0026|%26|%3[fF])(?:{_PARAMETERS}|sig|sas|key|auth|code|pass|pwd"
     r"|key-pair-id|policy)(?:=|%3[dD]))((?:(?!&|%26|\\u0026)[^\s'\"<>#;])+)",
     re.IGNORECASE,
 )
-# `name=value`, `name = "value"`, `"name": "value"`; of connection strings and configurations.
+# `name=value`, `name = "value"`, `"name": "value"` in connection strings and configurations.
 _ASSIGNED = re.compile(
     rf"((?<![\w.-]){_PARAMETERS}(?:['\"]\s*:\s*(?=['\"])|['\"]?\s*=\s*))"
     r"(\"[^\"\n]*\"|'[^'\n]*'|(?:(?!\\u0026)[^\s'\",;&<>])+)",
@@ -50,7 +50,7 @@ _COOKIES = re.compile(
     r"((?<![\w-])(?:set-)?cookie['\"]?\s*:\s*['\"]?)([^\s'\"][^\r\n'\"]*)", re.IGNORECASE
 )
 _BEARER = re.compile(r"(\bbearer\s+)(?=\S*[\d._~+/=-]\S|\S{20})([\w.~+/=-]{8,})", re.IGNORECASE)
-# Shapes that services chose so that they can be found.
+# Formats that services chose so that leaked secrets can be found.
 _SHAPES = re.compile(
     r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,30}PRIVATE KEY-----|\Z)"
     # An access key of AWS, with its secret where that follows.
@@ -66,22 +66,22 @@ _SECRET_NAME = re.compile(
     r"(?:_|$)|_PWD$|_KEY$|^KEY$|(?:ACCESS|SECRET|PRIVATE|API)_?KEY",
     re.IGNORECASE,
 )
-# Names that say where a secret lies, or what may be known of it.
+# Names of variables that say where a secret is stored, or something public about it.
 _NO_SECRET_NAME = re.compile(
     r"_(?:FILE|PATH|DIR|HOME|SOCK|URL|URI|NAME|TYPE|EXPIRATION)$|PUBLIC|^GOOGLE_APPLICATION",
     re.IGNORECASE,
 )
-# Shorter ones would be found in the middle of words.
+# Shorter values would be found in the middle of words.
 _LEAST_LENGTH = 8
 
 
 def redact(text: str) -> str:
-    """Return `text` with `***` in place of every secret that can be told to be one.
+    """Return `text` with `***` in place of every secret that can be recognized.
 
-    Taken out are the user and password of URLs, the values of parameters that carry signatures,
-    tokens, keys or passwords, those of `Authorization` and its like, keys and tokens of a known
-    shape, and the values of environment variables whose names say that they are secret. A value
-    that was cut short may no longer be recognized, so this comes before any cutting.
+    Replaced are the user and password of URLs, the values of parameters that hold signatures,
+    tokens, keys or passwords, those of `Authorization` and similar headers, keys and tokens of a
+    known format, and the values of environment variables whose names say that they are secret. A
+    value that was cut short may not be recognized any more, so redact before you cut.
 
     Example:
         ```python
@@ -100,7 +100,7 @@ def redact(text: str) -> str:
 
 
 def _environment() -> list[str]:
-    """Return secret values of the environment in every spelling, the longest first."""
+    """Return the secret values of the environment in all spellings, the longest first."""
     found: set[str] = set()
     for name, value in os.environ.items():
         if (
@@ -113,7 +113,7 @@ def _environment() -> list[str]:
 
 
 def _spellings(value: str) -> Iterator[str]:
-    """Yield a value as it stands in plain text, in literals, in JSON and in URLs."""
+    """Yield a value as it is written in plain text, in literals, in JSON and in URLs."""
     yield value
     yield repr(value)[1:-1]
     yield json.dumps(value)[1:-1]
@@ -125,7 +125,7 @@ def _spellings(value: str) -> Iterator[str]:
 def _without_user(match: re.Match[str]) -> str:
     scheme, rest = match[1], match[2]
     if scheme.lower() == "file:/":
-        # A path follows, in which an @ is one.
+        # A path follows, in which an @ is just a character.
         return match[0]
     authority = _AFTER_AUTHORITY.split(rest, 1)[0]
     if "@" in authority:
@@ -134,7 +134,7 @@ def _without_user(match: re.Match[str]) -> str:
     port = port.rstrip(".,;:!?)]}")
     if host.startswith("[") or not port or port.isdigit():
         return match[0]
-    # No port, so a password: with a slash in it, or cut short.
+    # Not a port, so a password, which holds a slash or was cut short.
     end = rest.find("@", len(authority))
     return f"{scheme}{_HIDDEN}{rest[end if end >= 0 else len(authority) :]}"
 

@@ -1,28 +1,28 @@
-"""The one tree of errors this library raises.
+"""Errors: the one tree of exceptions that this library raises.
 
     CheckpointError
-    ├── InvalidArgumentError (ValueError)       a step, name, option or path that cannot be meant
-    ├── UnsupportedLeafError (TypeError)        a leaf or a tree node that cannot be stored
+    ├── InvalidArgumentError (ValueError)       a step, name, option or path is invalid
+    ├── UnsupportedLeafError (TypeError)        a leaf or a tree node cannot be stored
     ├── TargetMismatchError (ValueError)        `like=` differs from what is stored
-    ├── StepNotFoundError (FileNotFoundError)   no such committed step
+    ├── StepNotFoundError (FileNotFoundError)   the step does not exist, or is not committed
     │   └── StepDeletedError                    it was deleted or replaced while it was read
-    ├── NotACheckpointError (FileNotFoundError) a path that holds no committed checkpoint
-    ├── StepExistsError (FileExistsError)       the step or path is taken, and stays as it is
-    ├── StepPinnedError                         a pinned step is not deleted; it stays as it is
+    ├── NotACheckpointError (FileNotFoundError) the path holds no committed checkpoint
+    ├── StepExistsError (FileExistsError)       the step or path exists, and was not changed
+    ├── StepPinnedError                         the step is pinned, and was not deleted
     ├── CorruptCheckpointError                  stored bytes are missing, cut or changed
-    ├── UnsupportedFormatError                  written by a newer library or a missing handler
-    ├── HandlerError                            a handler, or an object it keeps, raised an error
-    ├── StorageError (OSError)                  the file system or store refused; has `errno`
-    ├── ReadOnlyError                           a write was asked of a read-only manager
-    ├── ClosedError (RuntimeError)              use after close
-    ├── ForkedProcessError (RuntimeError)       use in a forked child
-    ├── CoordinationError                       the processes of a job cannot agree or talk
+    ├── UnsupportedFormatError                  a newer version or a handler is needed
+    ├── HandlerError                            a handler, or an object it saves, raised an error
+    ├── StorageError (OSError)                  the file system or store failed; has `errno`
+    ├── ReadOnlyError                           the manager was opened read-only
+    ├── ClosedError (RuntimeError)              the manager is closed
+    ├── ForkedProcessError (RuntimeError)       used in a child process after `fork()`
+    ├── CoordinationError                       the processes of a job disagree, or cannot talk
     │   └── CoordinationTimeoutError (TimeoutError)  a process gave no sign of life in time
     ├── CommitCancelledError                    the commit was cancelled before it was published
-    └── CommitTimeoutError (TimeoutError)       `result(timeout)` ran out; the commit goes on
+    └── CommitTimeoutError (TimeoutError)       `result(timeout)` timed out; the commit goes on
 
-Catch `CheckpointError` for all of them, or a built-in (`FileNotFoundError`, `ValueError`) where
-that is what the caller already handles. Foreign exceptions arrive as `__cause__`.
+Catch `CheckpointError` for all of them, or a built-in exception (`FileNotFoundError`, `ValueError`)
+where the caller handles that already. The exceptions of other libraries are the `__cause__`.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ __all__ = [
 ]
 
 
-# Of a damaged checkpoint thousands of leaves may be broken.
+# A damaged checkpoint may have thousands of broken leaves.
 _MOST_NOTES = 20
 
 
 class CheckpointError(Exception):
-    """Any failure of this library.
+    """The base class of all errors of this library.
 
     Attributes:
         message: What happened, what was expected, and what to do.
         step: The step concerned, or None.
         item: The name of the item concerned, or None.
         leaf: The path of the leaf concerned (`params.layers.0.kernel`), or None.
-        others: Further errors of the same call, such as those of other leaves; the first of them
-            are among the notes, too.
+        others: Further errors of the same call, such as those of other leaves. The first of them
+            are in the notes, too.
     """
 
     others: tuple[BaseException, ...] = ()
@@ -83,7 +83,7 @@ class CheckpointError(Exception):
         item: str | None = None,
         leaf: str | None = None,
     ) -> None:
-        # Stores echo URLs and headers, and users give paths with passwords in them.
+        # The answers of stores repeat URLs and headers, and users give paths that hold passwords.
         self.message = redact(message)
         super().__init__(self.message)
         self.step = step
@@ -91,7 +91,7 @@ class CheckpointError(Exception):
         self.leaf = leaf
 
     def add_note(self, note: str, /) -> None:
-        """Add a note to the traceback; secrets are taken out of it."""
+        """Add a note to the traceback, without the secrets in it."""
         super().add_note(redact(note))
 
     def locate(
@@ -117,17 +117,17 @@ class CheckpointError(Exception):
 
 
 class InvalidArgumentError(CheckpointError, ValueError):
-    """An argument cannot be meant as given; nothing was done."""
+    """An argument is invalid. Nothing was changed."""
 
 
 class UnsupportedLeafError(CheckpointError, TypeError):
-    """A leaf or tree node of a kind that cannot be stored; nothing was written."""
+    """A leaf or a tree node is of a type that cannot be stored. Nothing was saved."""
 
 
 class TargetMismatchError(CheckpointError, ValueError):
-    """The target `like=` does not fit what is stored.
+    """The target `like=` does not match what is stored.
 
-    No array byte was read, unless stored integers are too large for the dtype that is wanted.
+    No array was read, unless stored integers turned out to be too large for the requested dtype.
 
     Attributes:
         problems: One line for every leaf that differs.
@@ -147,11 +147,11 @@ class TargetMismatchError(CheckpointError, ValueError):
 
 
 class StepNotFoundError(CheckpointError, FileNotFoundError):
-    """The step asked for is not among the committed ones."""
+    """The requested step does not exist, or is not committed."""
 
 
 class StepDeletedError(StepNotFoundError):
-    """The step was deleted or replaced while it was read; the latest one can be taken instead."""
+    """The step was deleted or replaced while it was read. Read the latest step instead."""
 
 
 class NotACheckpointError(CheckpointError, FileNotFoundError):
@@ -159,30 +159,30 @@ class NotACheckpointError(CheckpointError, FileNotFoundError):
 
 
 class StepExistsError(CheckpointError, FileExistsError):
-    """The step (or the one-shot path) is already there; it was left as it is."""
+    """The step, or the path of a one-shot checkpoint, exists already. It was not changed."""
 
 
 class StepPinnedError(CheckpointError):
-    """The step is pinned by somebody, so it was not deleted."""
+    """The step is pinned, so it was not deleted. The message says by whom."""
 
 
 class CorruptCheckpointError(CheckpointError):
-    """Stored bytes are missing, cut short or changed since they were committed."""
+    """Stored data is missing, truncated, or has changed since it was committed."""
 
 
 class UnsupportedFormatError(CheckpointError):
-    """The checkpoint needs a newer version of this library, or something not installed."""
+    """The checkpoint needs a newer version of this library, or a handler that is missing."""
 
 
 class HandlerError(CheckpointError):
-    """A handler, or the object it saves or loads, raised an error of its own: the `__cause__`."""
+    """A handler, or an object that it saves or loads, raised an error: the `__cause__`."""
 
 
 class StorageError(CheckpointError, OSError):
-    """The file system or object store refused an operation.
+    """An operation of the file system or the object store failed.
 
     Attributes:
-        errno: The system's error number where there is one, else None.
+        errno: The error number of the system, or None if there is none.
     """
 
     def __init__(
@@ -199,49 +199,49 @@ class StorageError(CheckpointError, OSError):
 
 
 class ReadOnlyError(CheckpointError):
-    """A write was asked of a manager opened with `read_only=True`."""
+    """The manager was opened with `read_only=True` and cannot write."""
 
 
 class ClosedError(CheckpointError, RuntimeError):
-    """The manager was closed before this call."""
+    """The manager is closed and cannot be used any more."""
 
 
 class ForkedProcessError(CheckpointError, RuntimeError):
-    """An object made before `fork()` was used in the child, where its threads do not exist."""
+    """An object made before `fork()` was used in the child, which does not have its threads."""
 
 
 class CoordinationError(CheckpointError):
-    """The processes of a job do not agree, or what they talk through does not work."""
+    """The processes of a job disagree, or cannot communicate."""
 
 
 class CoordinationTimeoutError(CoordinationError, TimeoutError):
-    """A process of the job gave no sign of life in time; the message says which, and when.
+    """A process of the job was silent for too long. The message says which, and since when.
 
     Attributes:
-        missing: The numbers of the processes that were waited for; empty where it was the service
-            that all of them share which did not answer.
+        missing: The numbers of the silent processes. Empty if it was the service they all share
+            that did not answer.
     """
 
     missing: tuple[int, ...] = ()
 
 
 class CommitCancelledError(CheckpointError):
-    """The commit was cancelled before its step was published; nothing of it is left."""
+    """The commit was cancelled before its step was published. Nothing of it is left."""
 
 
 class CommitTimeoutError(CheckpointError, TimeoutError):
-    """Waiting for a commit ran out of time; the commit itself goes on."""
+    """Waiting for a commit timed out. The commit itself goes on."""
 
 
 @contextlib.contextmanager
 def located(
     *, step: int | None = None, item: str | None = None, leaf: str | None = None
 ) -> Iterator[None]:
-    """Raise one located error for whatever the body raises, a group of several included.
+    """Raise a single error for whatever the body raises, and say which step, item or leaf it means.
 
-    The first of this library's errors is chosen, and every other is added to it (`others`) and to
-    its notes, so that callers catch the type they expect and no failure is lost. Where they do not
-    yet say which step, item or leaf they are about, they are told.
+    Of a group of exceptions the first one of this library's is raised. All others are in its
+    `others` and its notes, so callers catch the type they expect and no failure is lost. A step,
+    item or leaf that an error names already stays.
     """
     try:
         yield

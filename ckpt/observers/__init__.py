@@ -1,12 +1,12 @@
-"""Observers of saves, restores and the rest, and pictures of what they saw.
+"""Observers of saves, restores, verifications and deletions, and pictures of what they saw.
 
-An observer is any callable that takes a `ckpt.Event`; managers take them as `observers=[...]`.
+An observer is any callable that takes a `ckpt.Event`. Managers take them as `observers=[...]`.
 `JaxMonitoring`, `OpenTelemetry` and `Prometheus` measure, `JsonLines` writes a line for every
-operation, and `ProgressBar` shows how far they are.
+operation, and `ProgressBar` shows the progress.
 
-A `Trace` is one that keeps the events, beside spans of your own such as train steps. It writes them
-for Perfetto, and its `Timeline` tells how much of a save overlapped with training and is drawn by
-`draw_html` and `draw_png`.
+A `Trace` keeps the events, together with spans of your own such as train steps. It writes them for
+Perfetto. Its `Timeline` tells how much of a save overlapped with training, and `draw_html` and
+`draw_png` draw it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An observer that tells `jax.monitoring`, under the names of `names.JAX`."""
+"""`JaxMonitoring`: an observer that reports to `jax.monitoring`, under the names of `JAX`."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ __all__ = ["JaxMonitoring"]
 
 
 class JaxMonitoring:
-    """Records saves, restores and the rest through `jax.monitoring`.
+    """Reports saves, restores and other operations to `jax.monitoring`.
 
-    Whatever listens there already is told: once for each operation, when it has ended, how it
-    ended, and where it was done how long it and its phases took. The names are those in
-    docs/observing.md, each behind the prefix and a slash: `/ckpt/save/ok`.
+    When an operation has ended, all listeners there are told how it ended, and if it succeeded, how
+    long it and its phases took. docs/observing.md lists the names. Each follows the prefix and a
+    slash: `/ckpt/save/ok`.
 
         mgr = ckpt.CheckpointManager(root, observers=[ckpt.observers.JaxMonitoring()])
 
     Any number of managers may share one.
 
     Args:
-        prefix: What every name begins with.
+        prefix: The beginning of every name.
 
     Raises:
-        InvalidArgumentError: The prefix is no text, or is empty.
+        InvalidArgumentError: The prefix is not a string, or is empty.
     """
 
     def __init__(self, prefix: str = "/ckpt") -> None:
         if type(prefix) is not str or not prefix.rstrip("/"):
             raise InvalidArgumentError(
-                f"JaxMonitoring(prefix={prefix!r:.80}): expected a text that names begin with, "
+                f"JaxMonitoring(prefix={prefix!r:.80}): expected a string that names begin with, "
                 "such as '/ckpt'"
             )
         # Here, so that tools can import the observers without jax.
@@ -62,7 +62,7 @@ class JaxMonitoring:
     def _record(self, name: str, value: float = 0) -> None:
         known = JAX.get(name)
         full = f"{self._prefix}/{name}"
-        # What has no place in the table is not told: every name is documented.
+        # Only names in the table are reported, so that every name is documented.
         if known is None:
             return
         if known.kind == "event":

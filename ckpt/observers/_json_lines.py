@@ -1,4 +1,4 @@
-"""An observer that writes events as lines of JSON."""
+"""`JsonLines`: an observer that writes events as lines of JSON."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import threading
 from types import TracebackType
 from typing import Protocol
 
-from ckpt._events import Event
+from ckpt._events import Event, unix_offset_ns
 from ckpt.errors import InvalidArgumentError, StorageError
-from ckpt.observers._clock import unix_offset_ns
 from ckpt.observers._tracing.files import PathLike
 from ckpt.observers._tracing.timeline import END
 from ckpt.observers._tracing.tracks import Value, plain
@@ -20,31 +19,31 @@ __all__ = ["JsonLines", "TextFile"]
 
 
 class TextFile(Protocol):
-    """What `JsonLines` needs of an open file."""
+    """The part of an open file that `JsonLines` needs."""
 
     def write(self, text: str, /) -> object:
         """Write text."""
 
     def flush(self) -> object:
-        """Hand on what was written."""
+        """Flush what was written."""
 
 
 class JsonLines:
     """Appends one JSON object to a file for every operation that has ended.
 
-    Each is a line of its own, with the keys `time` (of the end, in seconds since 1970),
-    `operation`, `phase`, `step`, `seconds` and `nbytes`, and where there is one `outcome`,
-    `reason`, `lane` and `batch`. A line is handed to the system as soon as it is complete.
+    Each is a line with the keys `time` (of the end, in seconds since 1970), `operation`, `phase`,
+    `step`, `seconds` and `nbytes`, and if known `outcome`, `reason`, `lane` and `batch`. Every line
+    is flushed.
 
         with ckpt.observers.JsonLines("saves.jsonl") as lines:
             mgr = ckpt.CheckpointManager(root, observers=[lines])
 
-    Any number of managers may share one, from any thread. A line that cannot be written is logged
-    and lost, as is whatever comes after `close`; no operation is disturbed by that.
+    Any number of managers may share one, from any thread. If a line cannot be written, that is
+    logged and the line is lost. Events after `close` are ignored. No operation fails because of it.
 
     Args:
-        file: The path of the file, which is made if it is not there, or an open text file. One that
-            was passed open is left open by `close`.
+        file: The path of the file, which is made if it does not exist, or an open text file, which
+            `close` leaves open.
         phases: Whether to write a line for every phase, too.
 
     Raises:
@@ -101,10 +100,10 @@ class JsonLines:
                 self._file.flush()
 
     def close(self) -> None:
-        """Close the file if it was given by its path; what comes later is not written.
+        """Close the file if it was given by its path. Later events are ignored.
 
         Raises:
-            StorageError: What was written before could not be stored.
+            StorageError: Earlier lines could not be stored.
         """
         with self._lock:
             owned, self._owned, self._file = self._owned, None, None

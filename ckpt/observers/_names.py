@@ -1,7 +1,8 @@
-"""Every name under which something is measured; docs/observing.md has the same tables.
+"""Names of all metrics. docs/observing.md has the same tables.
 
-Durations and bytes are of operations that ended `ok`; all others are counted, and no more. What a
-phase took is the time in which at least one of its kind was running, once for each operation.
+Durations and bytes are those of operations that ended `ok`. All others are only counted. The
+duration of a phase is the time in which at least one phase of its kind was running, once for each
+operation.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Kind = Literal["event", "duration", "scalar", "counter", "histogram", "gauge"]
 
 OUTCOMES: tuple[str, ...] = get_args(Outcome)
 
-# The phases of every operation, and what is done in them.
+# The phases of every operation, and what happens in them.
 PHASES: Mapping[str, Mapping[str, str]] = {
     "save": {
         "blocked": "the caller of `save()` waits",
@@ -63,7 +64,7 @@ _ENDED = {
     "skipped": "it was turned down, by a policy for example",
     "cancelled": "it was cancelled",
 }
-# The phases whose bytes `jax.monitoring` is told, and the names for them.
+# The phases whose bytes are reported to `jax.monitoring`, and the names for them.
 BYTES: Mapping[tuple[str, str], str] = {
     ("save", "write"): "written_bytes",
     ("restore", "read"): "read_bytes",
@@ -74,12 +75,12 @@ BYTES: Mapping[tuple[str, str], str] = {
 
 @dataclass(frozen=True, slots=True)
 class MetricName:
-    """What is recorded under one name.
+    """The metric of one name.
 
     Attributes:
         kind: How it is recorded.
-        meaning: What it says.
-        labels: What tells its values apart.
+        meaning: What it measures.
+        labels: The labels of its values.
         unit: Its unit, as OpenTelemetry writes it.
     """
 
@@ -98,7 +99,7 @@ def _of_jax() -> dict[str, MetricName]:
             )
         names[f"{operation}/seconds"] = MetricName("duration", f"the whole {operation}")
         if phases:
-            # A deletion has none, and moves nothing.
+            # A deletion has no phases, and moves nothing.
             names[f"{operation}/bytes"] = MetricName(
                 "scalar", f"bytes of the arrays of the {operation}"
             )
@@ -110,7 +111,7 @@ def _of_jax() -> dict[str, MetricName]:
     return names
 
 
-# Each follows the prefix and a slash.
+# Each name follows the prefix and a slash.
 JAX: Mapping[str, MetricName] = _of_jax()
 
 # Upper bounds of the histograms, in seconds: a plan takes less than a millisecond, and a save that
@@ -120,7 +121,7 @@ BUCKETS = (
     *(1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0),
 )
 
-# Each follows the prefix and an underscore.
+# Each name follows the prefix and an underscore.
 PROMETHEUS: Mapping[str, MetricName] = {
     "operations_total": MetricName(
         "counter", "operations that have ended, however", ("operation", "outcome")

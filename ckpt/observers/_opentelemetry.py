@@ -1,12 +1,11 @@
-"""An observer that makes OpenTelemetry spans and metrics, under the names of `names`."""
+"""`OpenTelemetry`: an observer that makes spans and metrics, under the names of `OPENTELEMETRY`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt._events import Event
+from ckpt._events import Event, unix_offset_ns
 from ckpt.errors import InvalidArgumentError
-from ckpt.observers._clock import unix_offset_ns
 from ckpt.observers._names import BUCKETS, OPENTELEMETRY
 from ckpt.observers._operations import ObservedOperation, Operations, Phase
 from ckpt.observers._optional import missing
@@ -22,15 +21,15 @@ __all__ = ["OpenTelemetry"]
 class OpenTelemetry:
     """Makes a span of every operation, with one below it for each kind of phase, and metrics.
 
-    The spans are called `ckpt.save`, `ckpt.restore`, `ckpt.verify` and `ckpt.delete`, those below
+    The spans are named `ckpt.save`, `ckpt.restore`, `ckpt.verify` and `ckpt.delete`, their children
     `ckpt.save.write` and so on. They are made when the operation has ended, with the times at which
-    it was going on, and begin a trace of their own. A failed operation has the status ERROR with
+    it ran, and each operation is a trace of its own. A failed operation has the status ERROR with
     the reason. Needs the package opentelemetry-api: `pip install 'ckpt-jax[opentelemetry]'`.
 
         mgr = ckpt.CheckpointManager(root, observers=[ckpt.observers.OpenTelemetry()])
 
-    Any number of managers may share one. It is called on the library's own thread, so choose a span
-    processor that exports in the background, as `BatchSpanProcessor` does.
+    Any number of managers may share one. It is called on the library's own thread, so use a span
+    processor that exports in the background, such as `BatchSpanProcessor`.
 
     Args:
         tracer_provider: Where spans go; None for the global one.
@@ -38,7 +37,7 @@ class OpenTelemetry:
 
     Raises:
         CheckpointError: OpenTelemetry is not installed.
-        InvalidArgumentError: A provider is none.
+        InvalidArgumentError: A provider is not valid.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class OpenTelemetry:
                     f"{method}, or None for the global one"
                 )
         self._trace = trace
-        # Nobody's: what is current on the library's thread is of whoever started that.
+        # Empty: the current context of the library's thread is that of whoever started the thread.
         self._nowhere = Context()
         self._tracer = trace.get_tracer("ckpt", tracer_provider=tracer_provider)
         meter = metrics.get_meter("ckpt", meter_provider=meter_provider)
@@ -87,7 +86,7 @@ class OpenTelemetry:
             self._measure(found)
 
     def _trace_it(self, found: ObservedOperation) -> None:
-        """Make the spans, which are over already."""
+        """Make the spans of an operation that has ended."""
         offset = unix_offset_ns()
         attributes: dict[str, str | int | float] = (
             {} if found.step is None else {"ckpt.step": found.step}
@@ -108,7 +107,7 @@ class OpenTelemetry:
             else self._trace.set_span_in_context(parent, self._nowhere)
         )
         for phase in found.phases:
-            # That one is no work, and lasts from the step before.
+            # It is not work, and it lasts from the step before.
             if phase.name != PREEMPTED:
                 span = self._tracer.start_span(
                     f"ckpt.{found.name}.{phase.name}",

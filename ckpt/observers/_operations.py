@@ -1,7 +1,7 @@
-"""Phases put together until their operation has ended, in memory that is bounded.
+"""Operations in progress: their phases are collected until they end, in bounded memory.
 
-Those who count and measure want to be told once for each operation, not for each of thousands of
-batches. So the phases of one kind become one `Phase`, and are handed out at the end.
+Metrics are recorded once for each operation, not for each of thousands of batches. So all phases of
+one kind become one `Phase`, and are returned when the operation ends.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from ckpt.observers._tracing.timeline import END, PREEMPTED
 
 __all__ = ["ObservedOperation", "Operations", "Phase"]
 
-# Operations under way at once. One that never ends is forgotten when that many others have come.
+# Operations in progress at once. One that never ends is forgotten when that many others began.
 _MOST_UNDER_WAY = 256
-# They lie outside of the save they belong to: steps are deleted after it has ended, and the time
-# that would have been lost is the one before it.
+# Phases outside the save they belong to: old steps are deleted after it has ended, and the time
+# that would have been lost is before it.
 _ALONE = ("preserve", PREEMPTED)
-# Stretches of time of one phase that are kept apart before neighbours are put together.
+# Intervals of one phase that are kept before neighbours are merged.
 _MOST_STRETCHES = 4096
 
 
 @dataclass(slots=True)
 class Phase:
-    """Every phase of one kind of one operation, taken together.
+    """All phases of one kind of one operation.
 
     Attributes:
         name: The phase.
         began_ns: When the first of them began.
         ended_ns: When the last of them ended.
-        nbytes: The bytes that they told of.
+        nbytes: The sum of their bytes.
         count: How many there were.
     """
 
@@ -44,7 +44,7 @@ class Phase:
     _stretches: list[Interval] = field(default_factory=list)
 
     def add(self, event: Event) -> None:
-        """Take one more."""
+        """Add one more phase."""
         self.began_ns = min(self.began_ns, event.began_ns)
         self.ended_ns = max(self.ended_ns, event.ended_ns)
         self.nbytes += event.nbytes
@@ -52,19 +52,19 @@ class Phase:
         self._stretches.append((event.began_ns, event.ended_ns))
         if len(self._stretches) > _MOST_STRETCHES:
             merged = merge(self._stretches)
-            # What is left has gaps. Those of the older half, far apart or not, are given up.
+            # The rest has gaps. Those in the older half are given up.
             half = merged[: -_MOST_STRETCHES // 2]
             older = [(half[0][0], half[-1][1])] if half else []
             self._stretches = older + merged[-_MOST_STRETCHES // 2 :]
 
     @property
     def moved(self) -> int:
-        """The bytes that they moved; those of a plan are still to be moved."""
+        """The bytes that they moved, which is 0 for a plan."""
         return 0 if self.name == "plan" else self.nbytes
 
     @property
     def seconds(self) -> float:
-        """For how long at least one of them was running."""
+        """The time in which at least one of them was running."""
         return measure(self._stretches) / 1e9
 
 
@@ -76,7 +76,7 @@ class ObservedOperation:
         name: `"save"`, `"restore"`, `"verify"` or `"delete"`.
         step: The step, or None for a one-shot checkpoint.
         end: How it ended; None for a phase that stands alone.
-        phases: What it consisted of, in the order in which the first of each kind ended.
+        phases: Its phases, in the order in which the first of each kind ended.
     """
 
     name: str
@@ -86,24 +86,24 @@ class ObservedOperation:
 
     @property
     def is_ok(self) -> bool:
-        """Whether what it tells is of something that was done."""
+        """Whether it succeeded, or is a phase that stands alone."""
         return self.end is None or self.end.outcome == "ok"
 
 
 class Operations:
-    """Operations under way. May be used from any thread.
+    """Operations in progress. It may be used from any thread.
 
-    Events say which step they are about, not of which manager: two managers that save a step of the
-    same number at the same time are taken for one until the first of them has ended.
+    Events name a step, but not a manager. If two managers save a step of the same number at the
+    same time, their phases are mixed until the first save has ended.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Ordered by their last event, the oldest first.
+        # Ordered by their last event, oldest first.
         self._under_way: dict[tuple[str, int | None], dict[str, Phase]] = {}
 
     def take(self, event: Event) -> ObservedOperation | None:
-        """Take one event; return what is complete with it, or None."""
+        """Add one event; return the operation that it completes, or None."""
         if event.phase in _ALONE:
             return ObservedOperation(event.operation, event.step, None, (_one(event),))
         key = (event.operation, event.step)
@@ -118,7 +118,7 @@ class Operations:
                 if len(self._under_way) > _MOST_UNDER_WAY:
                     del self._under_way[next(iter(self._under_way))]
                 return None
-        # What had ended before this one began is of another one, which never ended.
+        # Phases that ended before this operation began are of another one that never ended.
         own = tuple(phase for phase in phases.values() if phase.ended_ns > event.began_ns)
         return ObservedOperation(event.operation, event.step, event, own)
 

@@ -1,4 +1,4 @@
-"""An observer that shows how far saves, restores and verifications are."""
+"""`ProgressBar`: an observer that shows the progress of saves, restores and verifications."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
 
 __all__ = ["ProgressBar"]
 
-# What takes less is not shown; it would only flicker.
+# Shorter operations are not shown, since they would only flicker.
 _DELAY_NS = 300_000_000
-# Between two drawings.
+# The least time between two drawings.
 _PAUSE_NS = 100_000_000
 # Phases after which there is something to show.
 _SHOWN = {"save": {"wait", "plan", "stage", "write"}, "restore": {"plan", "read"}}
 _SHOWN["verify"] = _SHOWN["restore"]
-# One that never ends is forgotten when that many others have come.
+# An operation that never ends is forgotten when that many others have begun.
 _MOST_BARS = 8
 _WIDTH = 100
 
 
 @dataclass(slots=True, eq=False)
 class _Bar:
-    """How far one operation is, in bytes.
+    """The progress of one operation, in bytes.
 
     Attributes:
         began_ns: When it began.
-        total: The bytes that it is to move; None until its plan has told.
-        done: Those that it has moved.
-        task: Where it is shown, if it is.
+        total: The bytes to be moved; None until its plan is known.
+        done: The bytes that it has moved.
+        task: Its bar, if it is shown.
     """
 
     began_ns: int
@@ -50,7 +50,7 @@ class _Bar:
     _staged: dict[int | None, list[int]] = field(default_factory=dict)
 
     def take(self, event: Event) -> None:
-        """Take one of its phases."""
+        """Add one of its phases."""
         if event.phase == "plan" and event.nbytes:
             self.total = (self.total or 0) + event.nbytes
         elif event.operation != "save" and event.phase == "read":
@@ -58,7 +58,7 @@ class _Bar:
         elif event.phase == "stage":
             self._staged.setdefault(event.batch, []).append(event.nbytes)
         elif event.phase == "write" and event.batch is not None:
-            # What was planned counts: compressed it is less. Small files are not in the plan.
+            # The planned size counts, not the compressed one. Small files are not in the plan.
             sizes = self._staged.get(event.batch)
             self.done += sizes.pop(0) if sizes else event.nbytes
         if self.total is not None:
@@ -66,7 +66,7 @@ class _Bar:
 
 
 class _Screen(Protocol):
-    """Where bars are drawn. All of `progress` is this library's own."""
+    """A place where bars are drawn."""
 
     progress: Progress
 
@@ -74,16 +74,16 @@ class _Screen(Protocol):
         """Draw the bars as they are."""
 
     def clear(self) -> None:
-        """Take them away."""
+        """Remove the bars."""
 
 
 class ProgressBar:
-    """Shows a bar for every save, restore and verification, while it takes more than a moment.
+    """Shows a bar for every save, restore and verification that takes more than a moment.
 
-    In a terminal it is drawn on standard error, in a notebook below the cell. Where neither is
-    there, as in a batch job, nothing is shown, and so it is without the package rich:
-    `pip install 'ckpt-jax[progress]'`. A bar disappears when its operation has ended, also if it
-    failed. The cursor is never hidden, and there is no thread behind it.
+    In a terminal the bar is drawn on standard error, in a notebook below the cell. Elsewhere, as in
+    a batch job, nothing is shown. It needs the package rich, and shows nothing without it:
+    `pip install 'ckpt-jax[progress]'`. A bar disappears when its operation has ended or failed. The
+    cursor is never hidden, and no thread is started.
 
         with ckpt.sync.CheckpointManager(root, observers=[ckpt.observers.ProgressBar()]) as mgr:
             mgr.save(step, state)
@@ -95,11 +95,11 @@ class ProgressBar:
             notebook.
 
     Raises:
-        InvalidArgumentError: `console` is none.
+        InvalidArgumentError: `console` is not a rich console.
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        # Without rich, a console of it cannot be there to be checked.
+        # By its attribute, since rich may not be installed.
         if console is not None and not hasattr(console, "is_interactive"):
             raise InvalidArgumentError(
                 f"ProgressBar(console={console!r:.80}): expected a rich.console.Console, or None"
@@ -120,7 +120,7 @@ class ProgressBar:
             try:
                 self._take(event)
             except Exception:
-                # The terminal has gone, say. Told once, by who called.
+                # The terminal may be gone, for example. The caller logs that, once.
                 self._is_off = True
                 with contextlib.suppress(Exception):
                     self._clear()
@@ -139,7 +139,7 @@ class ProgressBar:
             self._show(event.ended_ns)
 
     def _show(self, now_ns: int) -> None:
-        """Draw what has been going on for a while, if it was not drawn just now."""
+        """Draw the operations that take long, unless they were drawn just now."""
         shown = [key for key, bar in self._bars.items() if now_ns - bar.began_ns >= _DELAY_NS]
         if not shown or now_ns - self._drawn_ns < _PAUSE_NS:
             return
@@ -147,7 +147,7 @@ class ProgressBar:
             self._screen = self._open()
             if self._screen is None:
                 return
-            # Whoever ends the program amid an operation gets a clean line to write on.
+            # If the program ends during an operation, the terminal has a clean line.
             atexit.register(self._clear)
         self._drawn_ns = now_ns
         for key in shown:
@@ -161,13 +161,13 @@ class ProgressBar:
         self._screen.draw()
 
     def _open(self) -> _Screen | None:
-        """Return where to draw, or None if nobody looks."""
+        """Return where to draw, or None if nobody would see it."""
         console = self._console
         if console is None and getattr(_shell(), "kernel", None) is not None:
             self._notebook = self._notebook or _Notebook()
             return self._notebook
         if console is None:
-            # What rich takes for a terminal depends on variables that batch jobs set, too.
+            # Rich takes some variables for a terminal that batch jobs set, too.
             if sys.stderr is None or not sys.stderr.isatty():
                 return None
             from rich.console import Console
@@ -194,7 +194,7 @@ class _Terminal:
     def __init__(self, console: Console) -> None:
         self._console = console
         self.progress = _progress_on(console)
-        # In one write, so that the cursor is not hidden for a moment even.
+        # In one write, so that the cursor is not hidden even for a moment.
         with console:
             self.progress.start()
             console.show_cursor(True)
@@ -207,9 +207,9 @@ class _Terminal:
 
 
 class _Notebook:
-    """Draws text below the cell that runs, at one place for all saves that it makes.
+    """Draws text below the running cell, in one output for all its saves.
 
-    What rich does in notebooks takes ipywidgets, and leaves a trace of every bar.
+    Rich itself needs ipywidgets in notebooks, warns without it, and leaves an output for every bar.
     """
 
     def __init__(self) -> None:
@@ -234,7 +234,7 @@ class _Notebook:
         data = {"text/plain": text}
         cell = getattr(_shell(), "execution_count", None)
         if text and (self._handle is None or cell != self._cell):
-            # It is there, as there is a notebook.
+            # IPython is imported, since this is a notebook.
             display = sys.modules["IPython.display"].display
             self._handle = display(data, raw=True, display_id=True)
             self._cell = cell
@@ -251,7 +251,7 @@ def _has_rich() -> bool:
 
 
 def _shell() -> Any:
-    """Return the shell of IPython that this runs in, or None."""
+    """Return the IPython shell in which this runs, or None."""
     return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
 
@@ -273,10 +273,10 @@ def _progress_on(console: Console) -> Progress:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
         console=console,
-        # Drawn when there is something new, by the thread that tells of it.
+        # Drawn when there is something new, by the thread that reports it.
         auto_refresh=False,
         transient=True,
-        # Replacing the streams of a program from another thread would break those who do it, too.
+        # Replacing the program's streams from another thread would break others that do so, too.
         redirect_stdout=False,
         redirect_stderr=False,
     )

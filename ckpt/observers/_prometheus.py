@@ -1,4 +1,4 @@
-"""An observer that keeps Prometheus metrics, under the names of `names.PROMETHEUS`."""
+"""`Prometheus`: an observer that keeps metrics, under the names of `PROMETHEUS`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ckpt._events import Event
+from ckpt._events import Event, unix_offset_ns
 from ckpt.errors import InvalidArgumentError
-from ckpt.observers._clock import unix_offset_ns
 from ckpt.observers._names import BUCKETS, PROMETHEUS
 from ckpt.observers._operations import Operations
 from ckpt.observers._optional import missing
@@ -21,21 +20,21 @@ __all__ = ["Prometheus"]
 
 
 class Prometheus:
-    """Keeps Prometheus metrics of saves, restores and the rest.
+    """Keeps Prometheus metrics of saves, restores and other operations.
 
-    It counts operations by outcome and the bytes they moved, keeps histograms of how long they and
-    their phases took, and tells which step was committed last and when. The names are those in
-    docs/observing.md, behind the prefix: `ckpt_operations_total`. Serving them is up to you, with
-    `prometheus_client.start_http_server` for example. Needs the package prometheus-client:
-    `pip install 'ckpt-jax[prometheus]'`.
+    It counts operations by outcome and the bytes that they moved, keeps histograms of the durations
+    of operations and phases, and has gauges for the step that was committed last and its time.
+    docs/observing.md lists the names, which follow the prefix: `ckpt_operations_total`. You serve
+    them yourself, for example with `prometheus_client.start_http_server`. It needs the package
+    prometheus-client: `pip install 'ckpt-jax[prometheus]'`.
 
         mgr = ckpt.CheckpointManager(root, observers=[ckpt.observers.Prometheus()])
 
-    A registry takes one for each prefix; any number of managers may share it.
+    A registry holds one for each prefix. Any number of managers may share it.
 
     Args:
         registry: Where the metrics are registered; None for prometheus-client's global registry.
-        prefix: What their names begin with.
+        prefix: The beginning of their names.
 
     Raises:
         CheckpointError: prometheus-client is not installed.
@@ -78,7 +77,7 @@ class Prometheus:
             if known.kind == "gauge"
         }
         for gauge in self._gauges.values():
-            # It would begin as 0, which is a step, too.
+            # Otherwise it would begin as 0, which is a valid step.
             gauge.set(math.nan)
         self._operations = Operations()
         _register(

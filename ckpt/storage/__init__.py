@@ -1,6 +1,6 @@
-"""Where checkpoints are kept. `S3`, `GCS` and `Memory` say what a URL has no room for.
+"""Places for checkpoints. `S3`, `GCS` and `Memory` say what a URL has no room for.
 
-A store of another package follows `Storage`, and `ckpt.testing.conformance.stores` tries it.
+A store of another package follows `Storage`; `ckpt.testing.conformance` tells whether it does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stores that other packages bring along, by the scheme of their URLs."""
+"""Plugins: stores of other installed packages, by the scheme of their URLs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def schemes() -> list[str]:
 
 
 def open_installed(scheme: str, url: str, timeouts: Timeouts, *, create: bool) -> Storage | None:
-    """Return the storage that an installed package makes of a URL; None if there is none.
+    """Return the storage that an installed package opens for a URL; None if there is none.
 
-    What is registered is called as `open(url, timeouts, create)`.
+    The registered function is called as `open(url, timeouts, create)`.
 
     Raises:
-        InvalidArgumentError: The package cannot be used, or does not take the URL.
-        CheckpointError: What it raised, where it is one of the library's own.
+        InvalidArgumentError: The package cannot be used, or does not accept the URL.
+        CheckpointError: The function raised it.
     """
     point = next((each for each in _points() if each.name == scheme), None)
     if point is None:
@@ -48,7 +48,7 @@ def open_installed(scheme: str, url: str, timeouts: Timeouts, *, create: bool) -
     if missing:
         raise InvalidArgumentError(
             f"path={_shown(url)}: {point.value!r:.120}, which is installed for {scheme}://, gave "
-            f"{type(opened).__name__}, which is no storage: it has no {', '.join(missing[:5])}"
+            f"{type(opened).__name__}, which is not a storage: it has no {', '.join(missing[:5])}"
         )
     storage: Storage = opened
     return storage
@@ -59,11 +59,11 @@ def _points() -> list[importlib.metadata.EntryPoint]:
 
 
 def _if_harmless(error: Exception) -> Exception | None:
-    """Return an error unless a traceback would show secrets with it."""
+    """Return an error, or None if a traceback of it would show secrets."""
     shown = "".join(traceback.format_exception(error))
     return error if redact(shown) == shown else None
 
 
 def _shown(value: object) -> str:
-    # Before it is cut: a part of a secret is not recognized.
+    # Redacted before it is cut: a part of a secret is not recognized.
     return redact(repr(value))[:120]

@@ -1,4 +1,4 @@
-"""Paths, URLs and stores as users give them, to storage."""
+"""Storage for the paths, URLs and stores that users give."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ __all__ = ["PathLike", "check_trash", "open_entry", "open_root"]
 PathLike = str | os.PathLike[str] | S3 | GCS | Memory
 
 _DEFAULT_TIMEOUTS = Timeouts()
-# With the set-group bit, so that a group keeps what its members make.
+# With the set-group bit, so that files belong to the group whoever makes them.
 _MOST_PERMISSIONS = 0o7777
 _OWNER = 0o700
 _STORES: dict[str, Callable[[str], StoreConfig]] = {"s3": S3, "gs": GCS, "memory": Memory}
-# As other programs call them.
+# Names that other programs use.
 _OTHER_NAMES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):(/?)")
 
@@ -51,13 +51,13 @@ def open_root(
     Args:
         path: The root: a path, a URL or a store.
         timeouts: How long leases last.
-        create: Whether the root is made if it is not there.
-        permission_mode: Permissions of new directories; files get those that files can have. None
+        create: Whether the root is made if it does not exist.
+        permission_mode: Permissions of new directories; files get them without execution. None
             lets both follow the umask.
 
     Raises:
-        InvalidArgumentError: It is not a path, or of a kind of storage this version lacks; or the
-            mode is none that the owner could use, or the store has none.
+        InvalidArgumentError: It is not a path, or there is no storage for it; or the mode does not
+            let its owner do everything, or the store has no permissions.
     """
     if permission_mode is not None and (
         type(permission_mode) is not int
@@ -82,7 +82,7 @@ def open_root(
 def check_trash(
     root: PathLike, trash: str | os.PathLike[str], is_step: Callable[[str], bool]
 ) -> None:
-    """Raise if steps of a root cannot be kept apart from those moved into its trash folder.
+    """Raise if a trash folder could be taken for a step of the root, or lies in one.
 
     Args:
         root: The root.
@@ -90,14 +90,13 @@ def check_trash(
         is_step: Tells whether a directory of the root may be a step.
 
     Raises:
-        InvalidArgumentError: It is the root, or may be a step of it, or lies in one.
+        InvalidArgumentError: It is the root itself, or could be a step, or lies in one.
     """
     local = _place(root)
     if not isinstance(local, Path):
         raise InvalidArgumentError(
-            f"Deletion(trash={os.fspath(trash)!r:.120}): nothing can be moved in an object store. "
-            "Leave trash away, and switch on the versioning of the bucket instead: it keeps what "
-            "is deleted"
+            f"Deletion(trash={os.fspath(trash)!r:.120}): objects cannot be moved. Leave trash out, "
+            "and switch on the versioning of the bucket instead: it keeps what is deleted"
         )
     top = Path(os.path.realpath(local))
     folder = Path(os.path.realpath(top / trash))
@@ -106,8 +105,8 @@ def check_trash(
     parts = folder.relative_to(top).parts
     if len(parts) != 1 or is_step(parts[0]) or parts[0] == "metadata" or parts[0].startswith("."):
         raise InvalidArgumentError(
-            f"Deletion(trash={os.fspath(trash)!r:.120}): expected a folder of its own directly "
-            f"below {_shown(root)}, that is no step and not 'metadata', or one elsewhere"
+            f"Deletion(trash={os.fspath(trash)!r:.120}): expected a folder directly below "
+            f"{_shown(root)} that is not a step and not 'metadata', or one elsewhere"
         )
 
 
@@ -116,11 +115,11 @@ def open_entry(path: PathLike, *, follow: bool = False) -> tuple[Storage, str]:
 
     Args:
         path: The path.
-        follow: Take what a symbolic link of that name leads to, for readers: the links that a user
+        follow: Whether to follow a symbolic link of that name. Readers do: links that the user
             names are trusted, those in a checkpoint are not.
 
     Raises:
-        InvalidArgumentError: As `open_root`; or the path has no last name.
+        InvalidArgumentError: As `open_root`, or the path has no last name.
     """
     given = _place(path)
     if isinstance(given, S3 | GCS | Memory):
@@ -143,7 +142,7 @@ def open_entry(path: PathLike, *, follow: bool = False) -> tuple[Storage, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Url:
-    """A URL of a scheme that is not built in."""
+    """A URL whose scheme is not built in."""
 
     scheme: str
     text: str
@@ -156,11 +155,11 @@ def _open_remote(place: StoreConfig | _Url, timeouts: Timeouts, *, create: bool)
     if storage is None:
         usual = _OTHER_NAMES.get(place.scheme)
         advice = (
-            "Install the package that brings it, or give a path of a local or mounted file system"
+            "Install the package that provides it, or give a path of a local or mounted file system"
         )
         raise InvalidArgumentError(
             f"path={_shown(place.text)}: no storage is known for {place.scheme!r:.40}, only "
-            f"{', '.join(schemes())}. {f'Use {usual}://' if usual else advice}"
+            f"for {', '.join(schemes())}. {f'Use {usual}://' if usual else advice}"
         )
     return storage
 
@@ -202,5 +201,5 @@ def _place(path: PathLike) -> Path | StoreConfig | _Url:
 
 
 def _shown(path: object) -> str:
-    # Before it is cut: a part of a secret is not recognized.
+    # Redacted before it is cut: a part of a secret is not recognized.
     return redact(repr(path))[:120]

@@ -1,4 +1,4 @@
-"""Whether two trees are exactly the same: containers, keys, their order, leaf types and bits."""
+"""Exact comparison of two trees: containers, keys, their order, leaf types and bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["differences"]
 
 
 def differences(expected: Any, found: Any, *, shared: bool = False) -> list[str]:
-    """Return one line for every place where two trees differ; none where they are the same.
+    """Return one line for every place where two trees differ; none if they are the same.
 
     Stricter than `==`: the kinds of containers and leaves, the types of keys and their order in
     dicts, dtypes, and every bit of an array count, so `-0.0` is not `0.0` and `1` is not `True`.
@@ -38,7 +38,7 @@ def differences(expected: Any, found: Any, *, shared: bool = False) -> list[str]
 
 
 def _compare_shared(expected: Any, found: Any) -> Iterator[str]:
-    """Compare where one array object stands at several places, in trees that are else the same."""
+    """Compare which places share an array object, in trees that are otherwise the same."""
     first: dict[int, tuple[int, str]] = {}
     other: dict[int, int] = {}
     pairs, _ = jax.tree_util.tree_flatten_with_path(expected)
@@ -96,7 +96,7 @@ def _compare_children(
 
 
 def _compare_nodes(expected: Any, found: Any, where: str) -> Iterator[str]:
-    """Compare two nodes of one registered class: what stands beside the children, and those."""
+    """Compare two nodes of one registered class: their static data and their children."""
     beside: Any
     other: Any
     (mine, beside), (theirs, other) = (

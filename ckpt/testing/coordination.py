@@ -1,4 +1,4 @@
-"""What the processes of a make-believe job share: several managers in one process, for tests."""
+"""The key-value store of a simulated job: several managers in one process, for tests."""
 
 from __future__ import annotations
 

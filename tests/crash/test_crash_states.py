@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.testing.faults.plans import SYNCS, FileOperation
+from ckpt.testing.faults import SYNCS, FileOperation
 from tests.reliability.crash_states import look, power_cuts, recorded, states_of
 from tests.reliability.scenarios import record, scenarios, template
 from tests.support.crash_states import read_tree

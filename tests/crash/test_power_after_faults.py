@@ -21,8 +21,7 @@ from ckpt._settings import Timeouts
 from ckpt.storage._local import posix
 from ckpt.storage._local import sweep as sweeping
 from ckpt.storage._local.storage import LocalStorage
-from ckpt.testing.faults.files import FaultyFiles
-from ckpt.testing.faults.plans import Effect, Fail, FileOperation
+from ckpt.testing.faults import Effect, Fail, FaultyFiles, FileOperation
 from tests.support.crash_states import Tree, crash_states, read_tree
 
 

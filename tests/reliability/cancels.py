@@ -12,11 +12,11 @@ from pathlib import Path
 
 import ckpt
 from ckpt.errors import CommitCancelledError
-from ckpt.testing.faults.files import FaultyFiles
-from ckpt.testing.faults.plans import (
+from ckpt.testing.faults import (
     SYNCS,
     WRITES,
     Effect,
+    FaultyFiles,
     FileOperation,
     Wait,
 )

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from ckpt.errors import CheckpointError
-from ckpt.testing.faults.files import FaultyFiles
-from ckpt.testing.faults.plans import FileOperation
+from ckpt.testing.faults import FaultyFiles, FileOperation
 from tests.reliability.scenarios import (
     NEXT,
     Scenario,

@@ -18,12 +18,12 @@ from typing import Any
 
 import ckpt
 from ckpt.errors import CheckpointError, StorageError
-from ckpt.testing.faults.files import FaultyFiles
-from ckpt.testing.faults.plans import (
+from ckpt.testing.faults import (
     SYNCS,
     Crash,
     Effect,
     Fail,
+    FaultyFiles,
     FileOperation,
     Plan,
     Predicate,

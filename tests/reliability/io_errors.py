@@ -15,11 +15,11 @@ import numpy as np
 import ckpt
 import ckpt.sync
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
-from ckpt.testing.faults.files import FaultyFiles
-from ckpt.testing.faults.plans import (
+from ckpt.testing.faults import (
     WRITES,
     Effect,
     Fail,
+    FaultyFiles,
     FileOperation,
     Plan,
     Short,

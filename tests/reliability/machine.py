@@ -32,8 +32,7 @@ from ckpt.errors import (
 )
 from ckpt.policies import SaveContext, SavedStep
 from ckpt.testing.compare import differences
-from ckpt.testing.faults.files import FaultyFiles
-from ckpt.testing.faults.plans import Crash, at
+from ckpt.testing.faults import Crash, FaultyFiles, at
 from tests.reliability.kills import attempts
 from tests.reliability.tally import Tally
 from tests.support.odd_items import Odd, OddHandler

@@ -22,8 +22,7 @@ from ckpt._format.manifest import FILE_NAME, decode
 from ckpt.handlers._json import JsonHandler
 from ckpt.policies import LatestN
 from ckpt.testing.compare import differences
-from ckpt.testing.faults.files import FaultyFiles
-from ckpt.testing.faults.plans import FileOperation, Plan
+from ckpt.testing.faults import FaultyFiles, FileOperation, Plan
 
 __all__ = [
     "HANDLERS",

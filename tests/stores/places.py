@@ -11,7 +11,7 @@ from typing import Any
 import ckpt.storage
 from ckpt.storage._base import Attempt
 from ckpt.storage._resolve import open_root
-from ckpt.testing.conformance.stores import StoreCase
+from ckpt.testing.conformance import StoreCase
 from tests.stores import servers
 from tests.stores.fault_proxy import FaultProxy
 from tests.stores.gcs_fake import GcsFake

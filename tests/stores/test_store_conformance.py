@@ -7,12 +7,11 @@ from typing import Any
 import anyio
 import pytest
 
-from ckpt.testing.conformance import store_entries, store_writers
-from ckpt.testing.conformance.stores import CHECKS
+from ckpt.testing.conformance import STORE_CHECKS, store_entries, store_writers
 from tests.stores.places import Place, case_of
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
 def test_a_store_conforms(store: Place, check: Any) -> None:
     anyio.run(check, case_of(store))
 
@@ -26,4 +25,4 @@ def test_every_check_is_among_those_that_are_run() -> None:
         and not name.startswith("_")
         and callable(value)
     }
-    assert {check.__name__ for check in CHECKS} == found
+    assert {check.__name__ for check in STORE_CHECKS} == found

@@ -29,7 +29,7 @@ SECONDS = 1.0
 # Of the whole call: some requests one after the other, each within its own limit.
 DEADLINE_S = 30
 STATE = {"large": np.arange(60_000.0), "small": [np.full(3, n) for n in range(20)], "text": "x"}
-UNKNOWN = "nobody knows"
+UNKNOWN = "it is unknown whether"
 
 
 @pytest.fixture(params=KINDS)

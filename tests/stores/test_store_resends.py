@@ -88,7 +88,7 @@ def test_the_data_of_a_commit_that_nobody_can_look_up_stay(
     try:
         with ckpt.sync.CheckpointManager(place.root("run", retries=0, request_timeout=0.5)) as mgr:
             place.proxy.plan = once(commits_of(1), "lost and down", met)
-            with pytest.raises(StorageError, match="nobody knows whether"):
+            with pytest.raises(StorageError, match="it is unknown whether"):
                 mgr.save(1, STATE).result()
         place.proxy.wait_until_up()
     finally:

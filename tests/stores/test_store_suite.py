@@ -14,10 +14,9 @@ from ckpt._settings import Timeouts
 from ckpt.errors import CheckpointError
 from ckpt.storage._base import Attempt
 from ckpt.storage._local.storage import LocalStorage
+from ckpt.testing.conformance import StoreCase, check_store, stores
 from ckpt.testing.conformance import store_entries as entries
 from ckpt.testing.conformance import store_writers as writers
-from ckpt.testing.conformance import stores
-from ckpt.testing.conformance.stores import StoreCase, check_store
 from tests.stores.places import Place, case_of
 
 

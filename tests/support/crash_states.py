@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.testing.faults.plans import FileOperation
+from ckpt.testing.faults import FileOperation
 from tests.support.disk_model import (
     NEVER,
     DataEffect,

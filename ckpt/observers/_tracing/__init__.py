@@ -1,1 +1,1 @@
-"""A trace of saves and restores: the events as a timeline, and pictures of it."""
+"""Traces of saves and restores: events as a timeline, and pictures of it."""

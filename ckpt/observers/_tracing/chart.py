@@ -1,7 +1,7 @@
-"""What a picture of a timeline shows and where: rows, bars, bands and ticks. Pure.
+"""The chart: the layout of a picture of a timeline, with rows, bars, bands and ticks. Pure.
 
-All places are in pixels of a picture `WIDTH` wide, from its upper left corner, so whatever draws a
-chart decides nothing but how a rectangle or a text is put on its canvas.
+All positions are pixels of a picture of width `WIDTH`, from its upper left corner. So drawing a
+chart is no more than drawing its rectangles and texts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ckpt.observers._tracing.tracks import (
 __all__ = ["LEFT", "RIGHT", "WIDTH", "Band", "Bar", "Chart", "ChartRow", "Tick", "chart"]
 
 WIDTH = 1080.0
-# Where the bars begin and end: labels stand to the left, sums to the right.
+# Where the bars begin and end. Labels are to the left, sums to the right.
 LEFT, RIGHT = 150.0, 930.0
 
 # The upper edge of the rows, with a legend above them and without.
@@ -37,9 +37,9 @@ _TOP, _TOP_PLAIN = 96.0, 72.0
 _ROW, _BAR = 24.0, 16.0
 _GAP = 12.0
 _AXIS = 40.0
-# A bar is seen, and can be hovered over, however short the phase was.
+# A bar must be visible, and large enough to hover over, however short the phase was.
 _MIN_BAR = 2.0
-# Before the first and after the last event, as a share of the time between them.
+# The space before the first and after the last event, as a share of the time between them.
 _MARGINS = 0.015, 0.03
 _LETTER = 6.4
 _MOST_TICKS = 9
@@ -53,9 +53,9 @@ class Bar:
     Attributes:
         x: Its left edge.
         width: Its width.
-        role: What kind of thing it is; see `tracks.TrackEntry`.
-        text: A word that fits into it, or "".
-        tip: Everything known about it, in lines.
+        role: What kind of thing it is; see `TrackEntry`.
+        text: A text that fits into it, or "".
+        tip: Everything that is known about it, in lines.
     """
 
     x: float
@@ -73,7 +73,7 @@ class ChartRow:
         y: The upper edge of its bars.
         height: The height of its bars.
         label: What it is.
-        sum: What it moved, or for how long it was busy.
+        sum: How much data it moved, or how long it was busy.
         bars: The bars, from left to right.
     """
 
@@ -86,14 +86,14 @@ class ChartRow:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """A stretch of time marked through all rows.
+    """An interval that is marked through all rows.
 
     Attributes:
         x: Its left edge.
         width: Its width.
-        role: `"blocked"`, where `save()` did not return, or `"overlap"`, where the caller worked
-            while a save was in the background.
-        tip: What it says when hovered over.
+        role: `"blocked"` while `save()` had not returned, or `"overlap"` while the caller worked
+            and a save was in the background.
+        tip: The text that is shown when the pointer is over it.
     """
 
     x: float
@@ -104,7 +104,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A mark on the axis of time."""
+    """A mark on the time axis."""
 
     x: float
     text: str
@@ -112,7 +112,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A picture, laid out.
+    """The layout of a picture.
 
     Attributes:
         width: Its width.
@@ -121,9 +121,9 @@ class Chart:
         bottom: The lower edge of that part, where the axis is.
         title: The first line.
         subtitle: The second line.
-        legend: The roles of the bands there are, each with what it means.
+        legend: The roles of the bands in the picture, each with its meaning.
         rows: From top to bottom.
-        bands: Behind the rows, from left to right; those of one role do not overlap.
+        bands: Behind the rows, from left to right. Those of one role do not overlap.
         ticks: From left to right.
     """
 
@@ -140,12 +140,12 @@ class Chart:
 
 
 def chart(timeline: Timeline) -> Chart:
-    """Lay out a picture of a timeline, which is best one of a single save or restore.
+    """Lay out a picture of a timeline, best that of a single save or restore.
 
     Raises:
-        InvalidArgumentError: It has no events.
+        InvalidArgumentError: The timeline has no events.
     """
-    # What was nearly lost lies far before what was done about it.
+    # The time that was nearly lost may be long before the save.
     events = [event for event in timeline.events if event.phase != PREEMPTED]
     if not events:
         raise InvalidArgumentError(
@@ -159,7 +159,7 @@ def chart(timeline: Timeline) -> Chart:
     window = (began - round(_MARGINS[0] * duration), ended + round(_MARGINS[1] * duration) + 1)
 
     def place(interval: Interval) -> Interval | None:
-        """Return the part of an interval in the picture, None if it is outside."""
+        """Return the part of an interval that is in the picture; None if all of it is outside."""
         first, last = max(interval[0], window[0]), min(interval[1], window[1])
         return (first, last) if first <= last else None
 
@@ -192,7 +192,7 @@ def ticks(duration: int) -> list[tuple[int, str]]:
         if duration // (factor * 10**power) < _MOST_TICKS
     )
     marks = range(0, duration + 1, step)
-    # The unit of the last mark; the others need at most two digits after its point.
+    # The unit of the last mark. The others need at most two decimals in it.
     size, unit = next(each for each in _UNITS if marks[-1] >= each[0] or each[0] == 1.0)
     return [(at, f"{at / size:g} {unit}" if at else "0") for at in marks]
 
@@ -217,7 +217,7 @@ def rate_text(speed: float) -> str:
 
 
 def percent_text(share: float) -> str:
-    """Return a share in percent; neither 0% nor 100% unless it is exactly that."""
+    """Return a share in percent. 0% and 100% are only used for exactly these values."""
     if 0 < share < 0.005:
         return "<1%"
     return ">99%" if 0.995 <= share < 1 else f"{share:.0%}"
@@ -229,9 +229,9 @@ def _digits(value: float) -> str:
 
 def _shown(found: Sequence[Track]) -> list[Track]:
     """Return the tracks that are drawn as rows."""
-    # What the phase `blocked` says is drawn as a band.
+    # The phase `blocked` is drawn as a band.
     rows = [track for track in found if track.label != BLOCKED]
-    # A bar over all others says nothing, unless there are no others.
+    # A bar for the whole operation tells nothing, unless it is the only one.
     parted = {track.group for track in rows if not track.label.startswith(WHOLE)}
     return [t for t in rows if not (t.label.startswith(WHOLE) and t.group in parted)]
 
@@ -274,7 +274,7 @@ def _bars(
         left, right = max(x_of(seen[0]), free), x_of(seen[1])
         touching = left == free or free > RIGHT - _MIN_BAR
         if drawn and touching and right - left < _MIN_BAR:
-            # The one before it was drawn wider than it was, or leaves no room: they share a bar.
+            # The one before was drawn wider than it is, or leaves no room. They share a bar.
             before, end, entries = drawn.pop()
             drawn.append((before, max(end, right), [*entries, entry]))
         else:
@@ -288,7 +288,7 @@ def _bars(
 
 
 def _text(entries: Sequence[TrackEntry], width: float) -> str:
-    """Return the longest of a few texts that fits."""
+    """Return the longest text that fits."""
     entry = entries[0]
     texts = [entry.name]
     if len(entries) > 1:
@@ -354,7 +354,7 @@ def _legend(bands: Sequence[Band], timeline: Timeline) -> tuple[tuple[str, str],
 
 
 def _work(timeline: Timeline) -> str:
-    """Return what the caller's spans are called together."""
+    """Return the common name of the caller's spans."""
     names = {span.name for span in timeline.spans} - {BLOCKED}
     return f'"{names.pop()}"' if len(names) == 1 else "your spans"
 

@@ -1,4 +1,4 @@
-"""Writes what was drawn or recorded to a file of the user's."""
+"""Files that users name for traces and pictures."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PathLike = str | os.PathLike[str]
 
 
 def write_file(path: PathLike, data: bytes) -> None:
-    """Write `data` to `path`, replacing what is there.
+    """Write `data` to `path`, and replace an existing file.
 
     Raises:
-        StorageError: The file system refused.
+        StorageError: The file system failed.
     """
     try:
         Path(path).write_bytes(data)

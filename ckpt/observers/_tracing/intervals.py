@@ -1,8 +1,8 @@
-"""Arithmetic of intervals of time. Pure.
+"""Intervals of time and their arithmetic. Pure.
 
-An interval `(began, ended)` holds the instants from `began` up to, not including, `ended`; one that
-ends no later than it began holds none. Functions take intervals in any order, overlapping or not,
-and return them *merged*: ascending, none empty, none touching the next.
+An interval `(began, ended)` contains the instants from `began` up to, but not including, `ended`.
+It is empty if it ends no later than it began. The functions take intervals in any order,
+overlapping or not, and return them *merged*: ascending, not empty, not touching each other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interval]:
-    """Return what lies in the union of `left` and in that of `right`."""
+    """Return the intersection of the union of `left` with the union of `right`."""
     ours, theirs = merge(left), merge(right)
     common: list[Interval] = []
     i = j = 0
@@ -37,7 +37,7 @@ def intersect(left: Iterable[Interval], right: Iterable[Interval]) -> list[Inter
         ended = min(ours[i][1], theirs[j][1])
         if began < ended:
             common.append((began, ended))
-        # The one that ends first meets nothing further on the other side.
+        # The one that ends first overlaps nothing further on the other side.
         if ours[i][1] < theirs[j][1]:
             i += 1
         else:
@@ -51,10 +51,10 @@ def measure(intervals: Iterable[Interval]) -> int:
 
 
 def pack(intervals: Iterable[Interval]) -> list[int]:
-    """Return for each interval the first row, from 0, that is free when it begins.
+    """Return for each interval the first row, counted from 0, that is free when it begins.
 
-    Intervals are placed by their beginning, the longer of two first, so those within another come
-    to lie below it. One without length takes a place like any other.
+    Intervals are placed in the order in which they begin, the longer of two first, so an interval
+    inside another one gets a row below it. An empty interval takes a place like any other.
     """
     numbered = list(enumerate(intervals))
     numbered.sort(key=lambda each: (each[1][0], -each[1][1]))

@@ -1,20 +1,19 @@
-"""Draws a timeline: as a page that needs nothing else, or as a PNG through matplotlib."""
+"""Pictures of a timeline: a page that needs nothing else, and a PNG through matplotlib.
+
+A chart is turned into a few kinds of shapes once; each format only says how it draws a shape.
+"""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from dataclasses import dataclass
 from html import escape
 from string import Template
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CheckpointError
-from ckpt.observers._tracing.chart import (
-    LEFT,
-    RIGHT,
-    Bar,
-    Chart,
-    chart,
-)
+from ckpt.observers._tracing.chart import LEFT, RIGHT, Chart, chart
 from ckpt.observers._tracing.files import PathLike, write_file
 from ckpt.observers._tracing.timeline import Timeline
 
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_html", "draw_png"]
 
-# Okabe and Ito's colours, which people who do not see all colours can tell apart; each with the
-# colour of the text on it.
+# The colours of Okabe and Ito, which colour-blind people can tell apart, each with the colour of
+# the text on it.
 _LIGHT, _DARK = "#ffffff", "#1b1b1b"
 _OTHER = ("#7a7a7a", _LIGHT)
 _COLOURS = {
@@ -45,8 +44,25 @@ _COLOURS = {
 }
 _BANDS = {"blocked": "#d55e00", "overlap": "#009e73"}
 _STRONG, _MUTED, _GRID = "#1b1b1b", "#5c5c5c", "#d9d9d9"
-# Bars narrower than this have no gap to their neighbours, which would leave nothing of them.
+# Narrower bars have no gap to their neighbours, since it would leave nothing of them.
 _THIN = 3.0
+
+# How matplotlib draws rectangles and texts of every kind. A page has a style sheet instead.
+_RECTS: dict[str, dict[str, Any]] = {
+    "grid": {"linewidth": 0, "zorder": 0},
+    "band": {"alpha": 0.16, "linewidth": 0, "zorder": 1},
+    "hatch": {"alpha": 0.35, "linewidth": 0, "zorder": 1, "hatch": "////"},
+    "bar": {"edgecolors": "white", "linewidth": 0.6, "zorder": 2},
+    "thin": {"linewidth": 0, "zorder": 2},
+}
+_TEXTS: dict[str, dict[str, Any]] = {
+    "title": {"fontsize": 12, "fontweight": "bold", "color": _STRONG},
+    "label": {"fontsize": 8.5, "color": _STRONG},
+    "muted": {"fontsize": 8.5, "color": _MUTED},
+    "tick": {"fontsize": 8, "color": _MUTED},
+    "in": {"fontsize": 7, "zorder": 3},
+}
+_ALIGNMENTS = {"start": "left", "middle": "center", "end": "right"}
 
 _PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
@@ -66,12 +82,13 @@ svg { display: block; width: 100%; height: auto; font: 12px system-ui, sans-seri
 text { fill: var(--strong); }
 .title { font-size: 17px; font-weight: 600; }
 .muted, .tick { fill: var(--muted); }
-.grid { stroke: var(--grid); stroke-width: 1; }
+.grid { fill: var(--grid); }
 .band { fill-opacity: var(--shade); }
+.hatch { opacity: .35; }
 .bar { stroke: var(--back); stroke-width: 1; }
-.thin { stroke: none; }
+.bar, .thin { rx: 2px; }
 .in { font-size: 11px; pointer-events: none; }
-.bar:hover { stroke: var(--strong); stroke-width: 1.5; }
+.bar:hover, .thin:hover { stroke: var(--strong); stroke-width: 1.5; }
 </style>
 </head>
 <body>
@@ -86,26 +103,59 @@ $body
 """)
 
 
+@dataclass(frozen=True, slots=True)
+class _Rect:
+    """A rectangle. `kind` is a key of `_RECTS`."""
+
+    kind: str
+    x: float
+    y: float
+    width: float
+    height: float
+    colour: str
+    tip: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A line of text with its baseline at `y`. `kind` is a key of `_TEXTS`."""
+
+    kind: str
+    x: float
+    y: float
+    text: str
+    anchor: str = "start"
+    colour: str | None = None
+
+
 def draw_html(timeline: Timeline, path: PathLike) -> None:
-    """Draw a timeline as one page that loads nothing else; hover over a bar for its numbers.
+    """Draw a timeline as one page that loads nothing else. Hover over a bar for its numbers.
 
     Args:
         timeline: What to draw, best a single save or restore: `trace.timeline(step)`.
-        path: The file to write, usually `*.html`; replaced if it is there.
+        path: The file to write, usually `*.html`. It is replaced if it exists.
 
     Raises:
         InvalidArgumentError: The timeline has no events.
         StorageError: The file cannot be written.
     """
-    write_file(path, _page(chart(timeline)).encode())
+    drawn = chart(timeline)
+    page = _PAGE.substitute(
+        title=escape(drawn.title),
+        width=f"{drawn.width:g}",
+        height=f"{drawn.height:g}",
+        blocked=_BANDS["blocked"],
+        body="\n".join(map(_svg, _shapes(drawn))),
+    )
+    write_file(path, page.encode())
 
 
 def draw_png(timeline: Timeline, path: PathLike) -> None:
-    """Draw a timeline as a PNG, through matplotlib: `pip install ckpt-jax[pictures]`.
+    """Draw a timeline as a PNG, through matplotlib: `pip install 'ckpt-jax[pictures]'`.
 
     Args:
         timeline: What to draw, best a single save or restore: `trace.timeline(step)`.
-        path: The file to write, usually `*.png`; replaced if it is there.
+        path: The file to write, usually `*.png`. It is replaced if it exists.
 
     Raises:
         CheckpointError: matplotlib is not installed.
@@ -114,147 +164,92 @@ def draw_png(timeline: Timeline, path: PathLike) -> None:
     """
     drawn = chart(timeline)
     try:
-        # Without pyplot, so no window, no backend and no figure of the caller's is touched.
+        # Without pyplot, so the windows, backend and figures of the caller are not touched.
         from matplotlib.figure import Figure
     except ImportError as error:
         raise CheckpointError(
-            "draw_png() needs matplotlib, which is not installed: pip install ckpt-jax[pictures]. "
-            "draw_html() draws the same picture without it"
+            "draw_png() needs matplotlib, which is not installed: pip install "
+            "'ckpt-jax[pictures]'. draw_html() draws the same picture without it"
         ) from error
     # 100 pixels to the inch, so that a pixel is 0.72 points.
     figure = Figure(figsize=(drawn.width / 100, drawn.height / 100), dpi=200, facecolor="white")
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, drawn.width), ylim=(drawn.height, 0))
     axes.set_axis_off()
-    _paint(axes, drawn)
+    _paint(axes, list(_shapes(drawn)))
     data = io.BytesIO()
     figure.savefig(data, format="png")
     write_file(path, data.getvalue())
 
 
-def _page(drawn: Chart) -> str:
-    body = [
-        _svg_text(16, 30, drawn.title, "title"),
-        _svg_text(16, 52, drawn.subtitle, "muted"),
-    ]
+def _shapes(drawn: Chart) -> Iterator[_Rect | _Text]:
+    """Yield the shapes of a chart, those behind others first."""
+    yield _Text("title", 16, 30, drawn.title)
+    yield _Text("muted", 16, 52, drawn.subtitle)
     x = LEFT
     for role, meaning in drawn.legend:
-        body += [*_svg_band(x, 68, 18, 12, role, meaning), _svg_text(x + 24, 78, meaning, "muted")]
+        yield from _band(role, x, 68, 18, 12, meaning)
+        yield _Text("muted", x + 24, 78, meaning)
         x += 60 + 6.4 * len(meaning)
     for tick in drawn.ticks:
-        body.append(
-            f'<line class="grid" x1="{tick.x:.2f}" x2="{tick.x:.2f}" y1="{drawn.top:g}" '
-            f'y2="{drawn.bottom + 5:g}"/>'
-        )
-        body.append(_svg_text(tick.x, drawn.bottom + 20, tick.text, "tick", "middle"))
-    height = drawn.bottom - drawn.top
+        yield _Rect("grid", tick.x - 0.5, drawn.top, 1, drawn.bottom + 5 - drawn.top, _GRID, "")
+        yield _Text("tick", tick.x, drawn.bottom + 20, tick.text, "middle")
     for band in drawn.bands:
-        body += _svg_band(band.x, drawn.top, band.width, height, band.role, band.tip)
+        height = drawn.bottom - drawn.top
+        yield from _band(band.role, band.x, drawn.top, band.width, height, band.tip)
     for row in drawn.rows:
         base = row.y + row.height / 2 + 4
-        body.append(_svg_text(LEFT - 10, base, row.label, "", "end"))
-        body.append(_svg_text(RIGHT + 10, base, row.sum, "muted"))
+        yield _Text("label", LEFT - 10, base, row.label, "end")
+        yield _Text("muted", RIGHT + 10, base, row.sum)
         for bar in row.bars:
-            body.append(_svg_bar(bar, row.y, row.height))
+            fill, ink = _COLOURS.get(bar.role, _OTHER)
+            kind = "thin" if bar.width < _THIN else "bar"
+            yield _Rect(kind, bar.x, row.y, bar.width, row.height, fill, bar.tip)
             if bar.text:
-                ink = _COLOURS.get(bar.role, _OTHER)[1]
-                middle = bar.x + bar.width / 2
-                body.append(_svg_text(middle, base, bar.text, "in", "middle", ink))
-    return _PAGE.substitute(
-        title=escape(drawn.title),
-        width=f"{drawn.width:g}",
-        height=f"{drawn.height:g}",
-        blocked=_BANDS["blocked"],
-        body="\n".join(body),
-    )
+                yield _Text("in", bar.x + bar.width / 2, base, bar.text, "middle", ink)
 
 
-def _svg_text(
-    x: float, y: float, text: str, kind: str, anchor: str = "start", ink: str | None = None
-) -> str:
-    style = f' style="fill:{ink}"' if ink else ""
-    return (
-        f'<text class="{kind}" x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}"{style}>'
-        f"{escape(text)}</text>"
-    )
-
-
-def _svg_bar(bar: Bar, y: float, height: float) -> str:
-    kind = "bar thin" if bar.width < _THIN else "bar"
-    fill = _COLOURS.get(bar.role, _OTHER)[0]
-    return (
-        f'<rect class="{kind}" x="{bar.x:.2f}" y="{y:.2f}" width="{bar.width:.2f}" '
-        f'height="{height:.2f}" rx="2" fill="{fill}"><title>{escape(bar.tip)}</title></rect>'
-    )
-
-
-def _svg_band(
-    x: float, y: float, width: float, height: float, role: str, tip: str
-) -> tuple[str, ...]:
-    place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
-    title = f"<title>{escape(tip)}</title>"
-    shade = f'<rect class="band {role}" {place} fill="{_BANDS[role]}">{title}</rect>'
-    if role != "blocked":
-        return (shade,)
-    # Hatched too: it is told from the other by more than its colour.
-    return shade, f'<rect {place} fill="url(#hatch)" opacity=".35">{title}</rect>'
-
-
-def _paint(axes: Axes, drawn: Chart) -> None:
-    axes.text(16, 30, drawn.title, fontsize=12, fontweight="bold", color=_STRONG)
-    axes.text(16, 52, drawn.subtitle, fontsize=8.5, color=_MUTED)
-    x = LEFT
-    for role, meaning in drawn.legend:
-        _paint_band(axes, [(x, 18)], (68, 12), role)
-        axes.text(x + 24, 78, meaning, fontsize=8.5, color=_MUTED)
-        x += 60 + 6.4 * len(meaning)
-    for tick in drawn.ticks:
-        axes.plot([tick.x, tick.x], [drawn.top, drawn.bottom + 5], color=_GRID, lw=0.7, zorder=0)
-        axes.text(tick.x, drawn.bottom + 20, tick.text, fontsize=8, color=_MUTED, ha="center")
-    for role in _BANDS:
-        places = [(band.x, band.width) for band in drawn.bands if band.role == role]
-        _paint_band(axes, places, (drawn.top, drawn.bottom - drawn.top), role)
-    for row in drawn.rows:
-        middle = row.y + row.height / 2
-        axes.text(LEFT - 10, middle, row.label, fontsize=8.5, ha="right", va="center_baseline")
-        axes.text(RIGHT + 10, middle, row.sum, fontsize=8, color=_MUTED, va="center_baseline")
-        for thin in (False, True):
-            bars = [bar for bar in row.bars if (bar.width < _THIN) == thin]
-            axes.broken_barh(
-                [(bar.x, bar.width) for bar in bars],
-                (row.y, row.height),
-                facecolors=[_COLOURS.get(bar.role, _OTHER)[0] for bar in bars],
-                edgecolors="none" if thin else "white",
-                linewidth=0 if thin else 0.6,
-                zorder=2,
-            )
-        for bar in row.bars:
-            ink = _COLOURS.get(bar.role, _OTHER)[1]
-            if bar.text:
-                centre = bar.x + bar.width / 2
-                axes.text(
-                    centre,
-                    middle,
-                    bar.text,
-                    fontsize=7,
-                    color=ink,
-                    ha="center",
-                    va="center_baseline",
-                    zorder=3,
-                )
-
-
-def _paint_band(
-    axes: Axes, places: list[tuple[float, float]], across: tuple[float, float], role: str
-) -> None:
-    axes.broken_barh(places, across, facecolors=_BANDS[role], alpha=0.16, linewidth=0, zorder=1)
+def _band(role: str, x: float, y: float, width: float, height: float, tip: str) -> Iterator[_Rect]:
+    yield _Rect("band", x, y, width, height, _BANDS[role], tip)
     if role == "blocked":
-        axes.broken_barh(
-            places,
-            across,
-            facecolors="none",
-            edgecolors=_BANDS[role],
-            hatch="////",
-            alpha=0.35,
-            linewidth=0,
-            zorder=1,
+        # Hatched too, so that it differs from the other by more than its colour.
+        yield _Rect("hatch", x, y, width, height, _BANDS[role], tip)
+
+
+def _svg(shape: _Rect | _Text) -> str:
+    if isinstance(shape, _Text):
+        style = f' style="fill:{shape.colour}"' if shape.colour else ""
+        return (
+            f'<text class="{shape.kind}" x="{shape.x:.2f}" y="{shape.y:.2f}" '
+            f'text-anchor="{shape.anchor}"{style}>{escape(shape.text)}</text>'
         )
+    fill = "url(#hatch)" if shape.kind == "hatch" else shape.colour
+    return (
+        f'<rect class="{shape.kind}" x="{shape.x:.2f}" y="{shape.y:.2f}" '
+        f'width="{shape.width:.2f}" height="{shape.height:.2f}" fill="{fill}">'
+        f"<title>{escape(shape.tip)}</title></rect>"
+    )
+
+
+def _paint(axes: Axes, shapes: list[_Rect | _Text]) -> None:
+    from matplotlib.collections import PolyCollection
+
+    for kind, options in _RECTS.items():
+        # One collection for all of a kind: there may be thousands.
+        rects = [each for each in shapes if isinstance(each, _Rect) and each.kind == kind]
+        colours = [rect.colour for rect in rects]
+        filled = {"facecolors": "none", "edgecolors": colours} if kind == "hatch" else {}
+        corners = [
+            [(left, top), (left, bottom), (right, bottom), (right, top)]
+            for left, right, top, bottom in (
+                (rect.x, rect.x + rect.width, rect.y, rect.y + rect.height) for rect in rects
+            )
+        ]
+        axes.add_collection(
+            PolyCollection(corners, **{"facecolors": colours, **options, **filled}),
+            autolim=False,
+        )
+    for text in (each for each in shapes if isinstance(each, _Text)):
+        options = _TEXTS[text.kind] | ({} if text.colour is None else {"color": text.colour})
+        aligned = _ALIGNMENTS[text.anchor]
+        # Names of the caller's may hold a $, which would begin a formula.
+        axes.text(text.x, text.y, text.text, ha=aligned, parse_math=False, **options)

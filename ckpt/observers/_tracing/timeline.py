@@ -1,13 +1,13 @@
-"""What happened when: the phases of saves and restores beside the caller's own work. Pure.
+"""The timeline: when the phases of saves and restores ran, and the caller's own work. Pure.
 
-The phase `end` is the whole of an operation, so it says where one save of a step ends and another
-begins, and no more. The phase `preempted` is no work at all: it says what would have been lost.
+The phase `end` is the whole of an operation, and is only used to tell one save of a step from the
+next. The phase `preempted` is not work: it tells what would have been lost.
 
-Three instants make up a save. It *begins* where its first phase begins, or where the caller's own
-`"blocked"` span around the call of `save()` does. `save()` *returns*, and the caller goes on, at
-the end of that span; where there is none, at the end of the `blocked` phase. It is *published* at
-the end of its `publish` phase. From its beginning to its return it blocks the caller; from its
-return until it is published it runs in the background.
+A save has three instants. It *begins* when its first phase begins, or the caller's own `"blocked"`
+span around the call of `save()`. `save()` *returns*, and the caller goes on, at the end of that
+span, or without one at the end of the `blocked` phase. The save is *published* at the end of its
+`publish` phase. Until it returns it blocks the caller; from then until it is published it runs in
+the background.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["BLOCKED", "END", "PREEMPTED", "SaveTimes", "Span", "Timeline"]
 BLOCKED = "blocked"
 END = "end"
 PREEMPTED = "preempted"
-# Those that a save may begin with.
+# The phases with which a save may begin.
 _FIRST = ("wait", BLOCKED, "plan")
 
 
@@ -58,9 +58,9 @@ class SaveTimes:
 
     Attributes:
         step: The step, or None for a one-shot checkpoint.
-        began_ns: When it was asked for.
+        began_ns: When `save()` was called.
         returned_ns: When the caller went on.
-        published_ns: When it was durable; None if no `publish` phase is known of.
+        published_ns: When it was durable; None if there is no `publish` phase.
     """
 
     step: int | None
@@ -82,7 +82,7 @@ class SaveTimes:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Events of one or more operations, and the spans of the caller beside them.
+    """Events of one or more operations, together with the spans of the caller.
 
     Attributes:
         events: Phases of saves and restores, in any order.
@@ -98,7 +98,7 @@ class Timeline:
         return tuple(sorted({event.step for event in self.events if event.step is not None}))
 
     def only(self, step: int | None = None, operation: str | None = None) -> Timeline:
-        """Return the part about one step, one kind of operation, or both.
+        """Return the part of the timeline about one step, one kind of operation, or both.
 
         Args:
             step: The step; None for all.
@@ -116,7 +116,7 @@ class Timeline:
         )
         if not events:
             return Timeline()
-        # What was nearly lost lies before, and what ran then did not run beside the save.
+        # The time that was nearly lost is before the save, so spans of it did not overlap the save.
         near = [event for event in events if event.phase != PREEMPTED] or events
         began = min(event.began_ns for event in near)
         ended = max(event.ended_ns for event in near)
@@ -126,8 +126,8 @@ class Timeline:
     def saves(self) -> tuple[SaveTimes, ...]:
         """Return the saves in the order of their first phases.
 
-        Events name their step and no more. A step that is planned again after it was published, or
-        after the save of it has ended, is a save of its own. One that was skipped is none.
+        Events name only their step. A step that is planned again after it was published, or after
+        its save has ended, is another save. A skipped save is not one.
         """
         runs: dict[int | None, list[list[Event]]] = {}
         for event in sorted(self.events, key=_place):
@@ -148,7 +148,7 @@ class Timeline:
     def overlapped(self) -> list[Interval]:
         """Return when a save was in the background and a span of the caller was running, merged.
 
-        Every span counts but those named `"blocked"`, so give spans to useful work only.
+        All spans count except those named `"blocked"`, so use spans for useful work only.
         """
         working = [(s.began_ns, s.ended_ns) for s in self.spans if s.name != BLOCKED]
         return intersect((save.background for save in self.saves()), working)
@@ -157,21 +157,21 @@ class Timeline:
     def overlap_ratio(self) -> float | None:
         """The share of the saves' background time during which the caller was at work.
 
-        The background time of a save runs from the return of `save()` until it is published (see
-        the top of this module); of it, the time counts during which at least one span of the
-        caller other than `"blocked"` was running. 1.0 means that training never paused for the
-        save once `save()` had returned; what `save()` itself took is not part of it. Several saves
-        are taken together, time they share counting once. None where no save has background time.
+        The background time of a save lasts from the return of `save()` until it is published. The
+        part of it counts in which at least one span of the caller, other than `"blocked"`, was
+        running. 1.0 means that training never paused for the save after `save()` had returned; the
+        time of `save()` itself is not part of it. If several saves share some time, it counts once.
+        None if no save has background time.
         """
         return _share(self.overlapped(), [save.background for save in self.saves()])
 
     @property
     def staging_overlap_ratio(self) -> float | None:
-        """The share of the time spent staging during which a write was under way.
+        """The share of the staging time in which data was written, too.
 
-        The time spent staging is that in which at least one `stage` phase was running; of it, the
-        time counts in which at least one `write` phase was running, too. 0.0 means that nothing
-        was written before everything was copied. None where nothing was staged.
+        Staging time is the time in which at least one `stage` phase was running. The part of it
+        counts in which at least one `write` phase was running, too. 0.0 means that nothing was
+        written before everything was copied. None if nothing was staged.
         """
         staging, writing = (
             [(e.began_ns, e.ended_ns) for e in self.events if e.phase == phase]
@@ -181,12 +181,12 @@ class Timeline:
 
 
 def _place(event: Event) -> int:
-    """Return what events are sorted by: a whole comes after its parts."""
+    """Return the sort key of an event: a whole operation comes after its parts."""
     return event.ended_ns if event.phase == END else event.began_ns
 
 
 def _is_over(run: Sequence[Event]) -> bool:
-    # The end of another save of this step, refused while this one goes on, began later than this.
+    # A later `end` is of another save of this step, which was refused while this one goes on.
     return any(
         event.phase == "publish" or (event.phase == END and event.began_ns <= run[0].began_ns)
         for event in run
@@ -195,10 +195,9 @@ def _is_over(run: Sequence[Event]) -> bool:
 
 def _times(run: Sequence[Event], blocked: Sequence[Span]) -> SaveTimes:
     began = min(event.began_ns for event in run)
-    # An event comes when its phase has ended: a save cut off in the middle has fewer.
+    # Events are reported when phases end, so a save that was cut off has fewer.
     returned = _last(run, BLOCKED) or _last(run, "stage", "snapshot") or _last(run, "plan") or began
-    # A save that waits for an earlier one is inside the earlier one's time, but the first phase of
-    # a save is inside its own call and no other.
+    # A save that waits overlaps the one before it, but its first phase lies in its own call only.
     calls = [span for span in blocked if span.began_ns <= began < span.ended_ns]
     if calls:
         began = min(span.began_ns for span in calls)
@@ -207,7 +206,7 @@ def _times(run: Sequence[Event], blocked: Sequence[Span]) -> SaveTimes:
 
 
 def _last(run: Sequence[Event], *phases: str) -> int | None:
-    """Return the end of the last of these phases, None if there is none."""
+    """Return the end of the last of these phases; None if there are none."""
     return max((event.ended_ns for event in run if event.phase in phases), default=None)
 
 

@@ -1,4 +1,4 @@
-"""An observer that keeps what it is told, and writes it as a trace that Perfetto can open."""
+"""`Trace`: an observer that keeps events and spans, and writes them for Perfetto."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NAMED_STEPS = 10
 
 
 class Trace:
-    """Collects the timed phases of saves and restores, and spans of your own beside them.
+    """Collects the timed phases of saves and restores, and spans of your own.
 
     Pass it as an observer, and wrap your train step in `span`:
 
@@ -43,12 +43,12 @@ class Trace:
                 mgr.save(1, state)
         trace.save_chrome("trace.json")
 
-    Every method may be called from any thread. Give every manager a trace of its own: events say
-    which step they are about, not of which manager.
+    All methods may be called from any thread. Give every manager a trace of its own, since events
+    name a step, but not a manager.
 
     Args:
-        limit: How many events to keep at most, and how many spans. Beyond that the oldest are
-            dropped; `dropped` counts them, and the first is logged as a warning.
+        limit: How many events to keep at most, and how many spans. Then the oldest are dropped:
+            `dropped` counts them, and a warning is logged once.
 
     Raises:
         InvalidArgumentError: `limit` is not a whole number above 0.
@@ -78,13 +78,13 @@ class Trace:
     def span(self, name: str, /, **args: object) -> Iterator[None]:
         """Time the body as a piece of your own work, also if it raises.
 
-        A span named `"blocked"` around the call of `save()` says for how long that call took.
-        Spans may be nested, and may overlap, as those of asyncio tasks do.
+        A span named `"blocked"` around the call of `save()` says how long that call took. Spans may
+        be nested, and may overlap, as those of asyncio tasks do.
 
         Args:
             name: What it is, such as `"train step"`.
-            args: Values to show with it. Numbers and strings are kept, of anything else its text:
-                so the trace keeps no array alive, but it has to wait for one to be computed.
+            args: Values to show with it. Numbers and strings are kept, all others as their `str()`.
+                So the trace keeps no array alive, but waits until an array is computed.
         """
         told = {key: plain(value) for key, value in args.items()}
         thread = threading.current_thread().name
@@ -102,7 +102,7 @@ class Trace:
             operation: Only `"save"`, `"restore"`, `"verify"` or `"delete"`; None for all.
 
         Raises:
-            InvalidArgumentError: There is no event of that step or operation.
+            InvalidArgumentError: There are no events of that step or operation.
         """
         everything = self._everything()
         found = everything.only(step, operation)
@@ -123,12 +123,12 @@ class Trace:
     def save_chrome(self, path: PathLike) -> None:
         """Write everything collected as a trace file in the JSON format of Chrome.
 
-        ui.perfetto.dev and chrome://tracing open it. Your spans, the saves and the restores are
-        processes of it; every lane and every other kind of phase is a thread, and the whole of each
-        operation, with its outcome. Time 0 is the beginning of the first event or span.
+        ui.perfetto.dev and chrome://tracing open it. Your spans, the saves and the restores are its
+        processes. Every lane, every other kind of phase, and the whole operation with its outcome
+        is a thread. Time 0 is the beginning of the first event or span.
 
         Args:
-            path: The file to write, usually `*.json`; replaced if it is there.
+            path: The file to write, usually `*.json`. It is replaced if it exists.
 
         Raises:
             StorageError: The file cannot be written.
@@ -171,7 +171,7 @@ class Trace:
 def chrome_events(timeline: Timeline) -> list[dict[str, Any]]:
     """Return the events of a timeline in the trace event format of Chrome."""
     found = tracks(timeline)
-    # 1 is the caller, also where it has no spans.
+    # Process 1 is the caller, even if it has no spans.
     groups = list(dict.fromkeys([SPANS, *(track.group for track in found)]))
     zero = min((track.entries[0].began_ns for track in found), default=0)
     events: list[dict[str, Any]] = []

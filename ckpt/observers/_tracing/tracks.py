@@ -1,9 +1,8 @@
-"""Sorts the phases and spans of a timeline into tracks on which no two overlap. Pure.
+"""Tracks: the phases and spans of a timeline in rows in which no two overlap. Pure.
 
-A picture draws a track as a row, a trace file as a thread. The writes of every lane have a track,
-every other kind of phase has one, and so has every thread of the caller. Where those of one
-overlap, as copies by several stagers do, or the lanes of two items, further tracks take what does
-not fit.
+A track is a row of a picture, or a thread of a trace file. The writes of every lane have a track,
+and so has every other kind of phase, and every thread of the caller. If phases of one kind overlap,
+as copies by several threads do, or the lanes of two items, further tracks hold the rest.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ SPANS = "spans"
 WHOLE = "whole"
 Value = str | int | float | bool | None
 
-# The phases known here in the order of a save, then of a restore. Others come after them.
+# The known phases in the order of a save, then of a restore. Others follow.
 _ORDER = (
     *(END, "wait", "plan", "snapshot", "stage", "encode", "digest", "write", "merge"),
     *("record", "publish", "preserve"),
     *("match", "fetch", "exchange", "read", "place"),
 )
-# What an entry says in other ways than as an argument.
+# Fields of an event that an entry shows in other ways than as an argument.
 _SAID = {"operation", "phase", "began_ns", "ended_ns", "nbytes"}
 
 
@@ -49,7 +48,7 @@ class TrackEntry:
         began_ns: When it began.
         ended_ns: When it ended.
         nbytes: The bytes it moved; 0 where it moved none.
-        args: What else is known of it.
+        args: Everything else that is known about it.
     """
 
     name: str
@@ -61,17 +60,17 @@ class TrackEntry:
 
     @property
     def interval(self) -> Interval:
-        """When it was."""
+        """From its beginning to its end."""
         return self.began_ns, self.ended_ns
 
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """Entries of one kind, ascending, of which no two overlap.
+    """Entries of one kind, ascending, that do not overlap.
 
     Attributes:
         group: The operation, or `"spans"`.
-        label: What stands beside the track.
+        label: The name shown beside the track.
         entries: The entries; at least one.
     """
 
@@ -86,19 +85,19 @@ class Track:
 
     @property
     def busy_ns(self) -> int:
-        """For how long any of its entries was running."""
+        """The time in which at least one of its entries was running."""
         return measure(entry.interval for entry in self.entries)
 
 
 def rate(nbytes: int, duration_ns: int) -> float | None:
-    """Return gigabytes (10^9) per second, or None where nothing was moved or no time passed."""
+    """Return gigabytes (10^9) per second, or None if no bytes were moved or no time passed."""
     return nbytes / duration_ns if nbytes and duration_ns > 0 else None
 
 
 def tracks(timeline: Timeline) -> list[Track]:
     """Return the tracks of a timeline: the caller's spans first, then phase by phase.
 
-    What a preempted run would have lost is on none: nothing was done in that time.
+    The phase `preempted` is not on a track: it is time that would have been lost, not work.
     """
     return [*_span_tracks(timeline.spans), *_event_tracks(timeline.events)]
 
@@ -140,7 +139,7 @@ def _event_tracks(events: Sequence[Event]) -> list[Track]:
     def place(kind: tuple[str, str, int | None]) -> tuple[int, int, int]:
         operation, phase, lane = kind
         known = _ORDER.index(phase) if phase in _ORDER else len(_ORDER)
-        # Sorting is stable: phases that are not known stay in the order in which they began.
+        # Sorting is stable, so unknown phases stay in the order in which they began.
         return operations.index(operation), known, lane or 0
 
     found: list[Track] = []
@@ -154,18 +153,18 @@ def _event_tracks(events: Sequence[Event]) -> list[Track]:
 
 def _entry(event: Event) -> TrackEntry:
     role = event.phase if event.phase in _ORDER else "other"
-    # Events gain fields; what says nothing is left out.
+    # Every field, since events gain fields. Those that are None are left out.
     args = {
         each.name: getattr(event, each.name) for each in fields(event) if each.name not in _SAID
     }
     told = {name: plain(value) for name, value in args.items() if value is not None}
-    # The bytes of a plan are still to be moved.
+    # The bytes of a plan were not moved yet.
     moved = 0 if event.phase == "plan" else event.nbytes
     return TrackEntry(event.phase, role, event.began_ns, event.ended_ns, moved, told)
 
 
 def plain(value: object) -> Value:
-    """Return `value` as something that JSON has: itself, or its text."""
+    """Return `value` if JSON can represent it, otherwise its text."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float) and math.isfinite(value):

@@ -1,9 +1,9 @@
-"""Attempts on a local file system: begun, published, taken back, given up.
+"""Attempts on a local file system: begun, published, taken back, discarded.
 
-An attempt is a directory under a name that Orbax too takes for unfinished, with a lease beside it.
-Publishing is one rename that refuses to replace, or one atomic swap for `overwrite`. The order of
-these operations is docs/design/001-commit-protocol.md. Blocking functions that raise `OSError`,
-and `StepExistsError` where the name is taken.
+An attempt is a directory under a name that Orbax, too, takes for unfinished, with a lease beside
+it. Publishing is one rename that refuses to replace, or one atomic swap for `overwrite`.
+docs/design/001-commit-protocol.md explains the order of these operations. The functions block, and
+raise `OSError`, or `StepExistsError` if the name is taken.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from ckpt._format.manifest import FILE_NAME, MAX_BYTES, peek
 from ckpt.errors import StepDeletedError, StepExistsError
 from ckpt.storage._local import posix
+from ckpt.storage._local.data_files import write_block
 from ckpt.storage._local.leases import renew_lease, take_lease
 from ckpt.storage._local.sweep import attempt_name, lease_name, trash_name
 
@@ -35,11 +36,12 @@ __all__ = [
     "publish",
     "remove_hidden",
     "renew",
+    "write",
 ]
 
 logger = logging.getLogger("ckpt")
 
-# Of a name in a directory, in bytes, on all common file systems.
+# The longest name of a file in bytes, on all common file systems.
 _LONGEST_NAME = 255
 
 
@@ -51,17 +53,17 @@ class LocalAttempt:
         root: The root.
         entry: Name of the entry it will become.
         id: Random hexadecimal id.
-        path: The directory, as long as nobody renames it.
+        path: The directory, unless it was renamed.
         directory: File descriptor of the directory, whatever its name is by now.
         lease: File descriptor of the lease, which it keeps locked.
-        made: Directories that are there. They are not made again, so that what was removed by
-            somebody stays removed.
+        made: Directories that exist. They are not made again, so that a directory that somebody
+            removed stays removed.
         mode: Permissions of its directories; None follows the umask.
-        joined: Whether another process has begun it: that one has the lease, and `lease` is no
-            descriptor.
-        folder: Its files lie in the entry itself.
-        keep: Whether the bytes that bear its name must be left to a later cleaner.
-        ended: Whether the descriptors were given back; `guard` is held to look at it and use them.
+        joined: Whether another process has begun it. That process has the lease, and `lease` is
+            not a descriptor.
+        folder: Empty: the files lie in the entry itself.
+        keep: Whether the directory of its name must be left to a later cleaner.
+        ended: Whether the descriptors were closed. Hold `guard` to read it and to use them.
     """
 
     root: Path
@@ -80,11 +82,11 @@ class LocalAttempt:
 
 
 def begin(root: Path, entry: str, lease_seconds: float, mode: int | None = None) -> LocalAttempt:
-    """Make an attempt under a fresh random name, with these permissions."""
+    """Begin an attempt under a new random name, with these permissions."""
     token = uuid.uuid4().hex
     path = root / attempt_name(entry, token)
     if len(os.fsencode(trash_name(path.name))) > _LONGEST_NAME:
-        # It could be made, and then not be removed.
+        # It could be made, but not renamed to be removed.
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(root / entry))
     # The lease comes first, so that there is no moment in which the attempt looks abandoned.
     lease = take_lease(root / lease_name(token), lease_seconds, mode)
@@ -106,27 +108,42 @@ def join(root: Path, entry: str, token: str, mode: int | None = None) -> LocalAt
     return LocalAttempt(root, entry, token, path, directory, -1, {path}, mode, joined=True)
 
 
+def write(attempt: LocalAttempt, path: str, data: memoryview) -> None:
+    """Write a new file of an attempt, and make the directories that it needs; the file is durable.
+
+    The directories are made durable when the attempt is published.
+    """
+    target = attempt.path / path
+    _make_directories(attempt, target.parent)
+    write_block(target, data, attempt.mode)
+
+
+def _make_directories(attempt: LocalAttempt, path: Path) -> None:
+    """Make the directories of an attempt down to `path`."""
+    if path in attempt.made:
+        return
+    for directory in [*reversed(path.parents), path]:
+        if directory.is_relative_to(attempt.path) and directory not in attempt.made:
+            # Level by level: an attempt that was removed meanwhile is not made again.
+            with contextlib.suppress(FileExistsError):
+                posix.make_directory(directory, attempt.mode)
+            attempt.made.add(directory)
+
+
 def link(attempt: LocalAttempt, path: str, folder: str = "") -> None:
-    """Give a regular file of the attempt's entry, or a folder of it, a second name in the attempt.
+    """Link a regular file of the entry, or of a folder in it, into the attempt.
 
     Raises:
-        ValueError: It is not there, or no regular file, or a part of its path is a link.
+        ValueError: It does not exist, is not a regular file, or a part of its path is a link.
     """
     source = "/".join(filter(None, (attempt.entry, folder, path)))
     try:
         fd, _ = posix.open_regular(attempt.root, source)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ValueError("it is not there") from error
+        raise ValueError("it does not exist") from error
     try:
         target = attempt.path / path
-        for directory in [*reversed(target.relative_to(attempt.path).parents)][1:]:
-            made = attempt.path / directory
-            if made not in attempt.made:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(made)
-                    if attempt.mode is not None:
-                        os.chmod(made, attempt.mode)
-                attempt.made.add(made)
+        _make_directories(attempt, target.parent)
         posix.link_file(fd, attempt.root / source, target)
     finally:
         os.close(fd)
@@ -137,22 +154,22 @@ def publish(attempt: LocalAttempt, *, overwrite: bool, replacing: str | None = N
 
     Args:
         attempt: The attempt.
-        overwrite: Whether an entry that exists is replaced.
-        replacing: Id of the attempt that became the entry: nothing but that is replaced.
+        overwrite: Whether an existing entry is replaced.
+        replacing: Id of the attempt that the existing entry came from; only that is replaced.
 
     Returns:
-        Whether an entry was replaced; it bears the attempt's name now.
+        Whether an entry was replaced. The old one has the attempt's name now.
 
     Raises:
-        StepExistsError: The entry exists, and is not to be replaced or not ours to replace.
-        StepDeletedError: What `replacing` became is not there any more.
+        StepExistsError: The entry exists, and may not be replaced, or is not a checkpoint.
+        StepDeletedError: The entry of `replacing` is gone.
         OSError: It could not be published, and is not.
     """
     target = attempt.root / attempt.entry
     posix.fsync_directories(attempt.path)
-    if not _bears(attempt.directory, attempt.path):
-        # Whoever removed or replaced it made what is there not ours: a write makes missing
-        # directories, so the name alone proves nothing.
+    if not _has_name(attempt.directory, attempt.path):
+        # Somebody removed or replaced it. The name alone proves nothing: it may be the directory of
+        # somebody else.
         raise FileNotFoundError(
             errno.ENOENT,
             "the attempt was removed while it was written, by hand or by a cleaner that took its "
@@ -166,8 +183,8 @@ def publish(attempt: LocalAttempt, *, overwrite: bool, replacing: str | None = N
     try:
         posix.fsync_path(attempt.root)
     except OSError:
-        # Nobody knows whether the new name would outlive a power cut: the save has failed, so what
-        # it published is taken back.
+        # The new name might not survive a power cut. So the save has failed, and what it published
+        # is taken back.
         _take_back(attempt, target, replaced)
         raise
     return replaced
@@ -182,18 +199,18 @@ def _give_name(attempt: LocalAttempt, target: Path, overwrite: bool) -> bool:
                 _refuse_to_replace(target, overwrite, error)
                 posix.exchange(attempt.path, target)
             except FileNotFoundError:
-                if not _bears(attempt.directory, attempt.path):
+                if not _has_name(attempt.directory, attempt.path):
                     raise
-                # The entry was deleted just now, so there is nothing to replace any more.
+                # The entry was deleted just now, so there is nothing left to replace.
                 continue
             return True
         return False
 
 
 def _take_place(attempt: LocalAttempt, target: Path, replacing: str) -> bool:
-    """Exchange an attempt with the entry that the attempt `replacing` became, and no other."""
+    """Exchange an attempt with the entry that came from the attempt `replacing`, and no other."""
     try:
-        # Held open, so that what comes out of the exchange is known at once and without doubt.
+        # Held open, to recognize the directory after the exchange beyond doubt.
         old = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _gone(target) from error
@@ -203,11 +220,11 @@ def _take_place(attempt: LocalAttempt, target: Path, replacing: str) -> bool:
         try:
             posix.exchange(attempt.path, target)
         except FileNotFoundError as error:
-            if not _bears(attempt.directory, attempt.path):
+            if not _has_name(attempt.directory, attempt.path):
                 raise
             raise _gone(target) from error
-        if not _bears(old, attempt.path):
-            # Another step has taken the name since the look: it gets it back.
+        if not _has_name(old, attempt.path):
+            # Another step has taken the name since it was checked. It gets the name back.
             _take_back(attempt, target, replaced=True)
             raise _gone(target)
     finally:
@@ -217,8 +234,8 @@ def _take_place(attempt: LocalAttempt, target: Path, replacing: str) -> bool:
 
 def _gone(target: Path) -> StepDeletedError:
     return StepDeletedError(
-        f"{target} was deleted or replaced, or cannot be read any more, so what was made of it did "
-        "not take its place. Look at what is there now, and try again"
+        f"{target} was deleted or replaced meanwhile, or cannot be read any more, so it was not "
+        "changed. Look at what is there now, and try again"
     )
 
 
@@ -235,7 +252,7 @@ def _refuse_to_replace(target: Path, overwrite: bool, error: OSError) -> None:
             "overwrite=True to replace it"
         ) from error
     if not stat.S_ISDIR(os.lstat(target).st_mode):
-        # The exchange would swap these as well, and hand back what cannot be removed.
+        # The exchange would swap these as well, and then they could not be removed.
         raise StepExistsError(
             f"{target} is a file or a link, not a checkpoint; it was left as it is. Move it away, "
             "or choose another name"
@@ -248,24 +265,24 @@ def _refuse_to_replace(target: Path, overwrite: bool, error: OSError) -> None:
 
 
 def _take_back(attempt: LocalAttempt, target: Path, replaced: bool) -> None:
-    """Undo a publication that is not durable; what is not surely ours is never removed."""
-    # Until it is known to be durable, a power cut may bring any of the names back.
+    """Undo a publication that is not durable, without touching what may be of somebody else."""
+    # Until that is durable, a power cut may bring back either name.
     attempt.keep = True
     swap = posix.exchange if replaced else posix.rename_new
     try:
-        if not _bears(attempt.directory, target):
-            # Somebody else has replaced or deleted it since; what is there is not ours.
+        if not _has_name(attempt.directory, target):
+            # Somebody else has replaced or deleted it since.
             return
         swap(target, attempt.path)
-        if not _bears(attempt.directory, attempt.path):
-            # Somebody else came between the look and the swap: theirs goes back.
+        if not _has_name(attempt.directory, attempt.path):
+            # Somebody else replaced it between the check and the swap. Theirs goes back.
             swap(attempt.path, target)
             return
         posix.fsync_path(attempt.root)
         attempt.keep = False
     except OSError:
-        if replaced and not _bears(attempt.directory, attempt.path):
-            # Another step bears the attempt's name now; nobody may clean it up as one.
+        if replaced and not _has_name(attempt.directory, attempt.path):
+            # Another step has the attempt's name now, and must not be swept as an attempt.
             kept = attempt.root / f"{attempt.entry}.replaced-{attempt.id}"
             with contextlib.suppress(OSError):
                 os.rename(attempt.path, kept)
@@ -273,15 +290,15 @@ def _take_back(attempt: LocalAttempt, target: Path, replaced: bool) -> None:
 
 
 def renew(attempt: LocalAttempt) -> None:
-    """Let the lease of an attempt begin anew, unless the attempt has ended."""
+    """Renew the lease of an attempt, unless the attempt has ended."""
     with attempt.guard:
         if not attempt.ended and not attempt.joined:
             renew_lease(attempt.lease)
 
 
 def end(attempt: LocalAttempt) -> None:
-    """Give back what an attempt holds; it has been published or removed."""
-    # The number of a descriptor that was closed may be that of another file a moment later.
+    """Release the descriptors and the lease of an attempt that was published or removed."""
+    # A closed descriptor's number may belong to another file a moment later.
     with attempt.guard:
         if attempt.ended:
             return
@@ -295,17 +312,17 @@ def end(attempt: LocalAttempt) -> None:
             is_left = posix.is_there(attempt.path)
         except OSError:
             is_left = True
-        # What could not be removed is left with its lease, which tells the cleaner at once that
-        # nobody owns it any more.
+        # If the attempt could not be removed, its lease stays, unlocked: that tells a cleaner at
+        # once that nobody owns the attempt any more.
         _end_lease(None if is_left else lease, attempt.lease)
 
 
 def discard(attempt: LocalAttempt) -> None:
-    """Remove what bears the name of an attempt that was not published, if it was begun here."""
+    """Remove the directory of an attempt that was not published, if it was begun here."""
     if attempt.joined:
         return
     if attempt.keep:
-        # Out of sight; its bytes are for the cleaner, once the names around it are durable.
+        # Hidden only. A cleaner removes its bytes once the names in the root are durable.
         with contextlib.suppress(OSError):
             os.rename(attempt.path, attempt.path.with_name(trash_name(attempt.path.name)))
         return
@@ -313,7 +330,7 @@ def discard(attempt: LocalAttempt) -> None:
 
 
 def _end_lease(path: Path | None, lease: int) -> None:
-    # One that cannot be removed now is swept later: nobody holds its lock any more.
+    # A lease that cannot be removed now is swept later, since nobody holds its lock any more.
     if path is not None:
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -322,10 +339,10 @@ def _end_lease(path: Path | None, lease: int) -> None:
 
 
 def hide(root: Path, entry: str, attempt: str | None = None) -> Path | None:
-    """Rename an entry to a name of trash, durably; return its path there, None if not there.
+    """Rename an entry to a trash name, durably; return that path, None if it does not exist.
 
-    With `attempt`, an entry whose manifest is of another one stays: somebody has replaced it since
-    it was looked at.
+    With `attempt`, an entry whose manifest is of another attempt stays: somebody has replaced it
+    since it was checked.
     """
     token = uuid.uuid4().hex
     trash = root / trash_name(attempt_name(entry, token))
@@ -341,22 +358,22 @@ def hide(root: Path, entry: str, attempt: str | None = None) -> Path | None:
             os.rename(root / entry, trash)
         except FileNotFoundError:
             return None
-        if directory is None or _bears(directory, trash):
+        if directory is None or _has_name(directory, trash):
             posix.fsync_path(root)
             return trash
-        # Replaced between the look and the rename: it goes back.
+        # It was replaced between the check and the rename, and goes back.
         try:
             posix.rename_new(trash, root / entry)
         except FileExistsError:
             kept = root / f"{entry}.replaced-{token}"
             os.rename(trash, kept)
-            logger.error("a step that somebody has replaced twice meanwhile is at %s", kept)
+            logger.error("a step that was replaced twice while it was deleted is at %s", kept)
         posix.fsync_path(root)
         return None
 
 
 def _attempt_of(path: Path) -> str | None:
-    """Return the attempt that wrote the entry that lies at `path`; None where it does not tell."""
+    """Return the id of the attempt that wrote the entry at `path`; None if it does not say."""
     with contextlib.suppress(OSError, ValueError):
         data = posix.read_regular(path, FILE_NAME, MAX_BYTES)
         summary = None if data is None else peek(data)
@@ -365,20 +382,20 @@ def _attempt_of(path: Path) -> str | None:
 
 
 def remove_hidden(path: Path) -> None:
-    """Remove what is no entry: an attempt, or trash."""
-    # Under that name it can be told from an attempt whose writer may live, whatever happens.
+    """Remove an attempt, or trash."""
+    # Under that name nobody can take it for an attempt whose writer is alive, whatever happens.
     trash = path.with_name(trash_name(path.name))
     if trash != path:
         with contextlib.suppress(OSError):
             os.rename(path, trash)
-    # By either name: a cleaner may have renamed it, and a late write made it anew.
+    # Both names: a cleaner may have renamed it, and a late write may have made it again.
     for each in {path, trash}:
         with contextlib.suppress(FileNotFoundError):
             posix.remove_tree(each)
 
 
-def _bears(directory: int, path: Path) -> bool:
-    """Tell whether `path` is the name of an open directory, at the moment."""
+def _has_name(directory: int, path: Path) -> bool:
+    """Tell whether `path` is the name of an open directory at this moment."""
     kept = os.fstat(directory)
     try:
         named = os.stat(path, follow_symlinks=False)

@@ -1,12 +1,12 @@
-"""Data files on a local file system: written and read past the page cache where that works.
+"""Data files on a local file system: written and read past the page cache if possible.
 
-A checkpoint is written once and read rarely, so copying it into the page cache costs the memory
-bandwidth and the cores that training needs, and pushes out what is needed more. Direct I/O moves
-the bytes straight between the arena and the device. Measured on a virtual machine of two cores with
+A checkpoint is written once and read rarely. Copying it into the page cache costs memory bandwidth
+and cores that training needs, and evicts what is needed more. Direct I/O moves the bytes straight
+between the arena and the device. Measured on a virtual machine of two cores with
 a disk of 2.1 GB/s, 512 MiB in files of 48 MiB: direct 2.1 GB/s and 0.04 s of processor time,
 through the page cache 0.7 to 1.8 GB/s and 0.2 to 0.9 s.
 
-Blocking functions that raise `OSError`; `storage.local` runs them in threads and translates.
+The functions block and raise `OSError`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ckpt.storage._local.posix import open_regular
 
 __all__ = ["read_block", "write_block"]
 
-# What direct I/O wants offsets, lengths and addresses to be multiples of, on every common device.
+# Direct I/O needs offsets, lengths and addresses that are multiples of this, on common devices.
 _SECTOR = 4096
 # Below this the page cache is as fast.
 _DIRECT_BYTES = 1 << 20
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
-# Linux moves at most 2 GiB - 4 KiB in one call; smaller calls let an interrupt be seen.
+# Linux moves at most 2 GiB - 4 KiB in one call. Smaller calls can be interrupted sooner.
 _MOST_BYTES = 64 << 20
 _WITHOUT_DIRECT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -37,16 +37,16 @@ _WITHOUT_DIRECT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 def write_block(path: Path, data: memoryview, mode: int | None = None) -> None:
     """Write a new file that holds `data`, and make it durable.
 
-    Direct I/O is used for data of whole sectors in memory aligned to them, where the file system
-    has it; the page cache otherwise.
+    Direct I/O is used for whole sectors in aligned memory if the file system has it, and the page
+    cache otherwise.
 
     Args:
         path: The file.
         data: What it holds.
-        mode: Of these permissions it gets those that files can have; None follows the umask.
+        mode: It gets these permissions, without execution; None follows the umask.
 
     Raises:
-        FileExistsError: There is a file of that name.
+        FileExistsError: A file of that name exists.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     fd = os.open(path, flags, 0o666)
@@ -66,11 +66,11 @@ def _may_be_direct(data: memoryview) -> bool:
 
 
 def _write_direct(path: Path, fd: int, data: memoryview) -> int:
-    """Write `data` past the page cache; return how many bytes that took before it was refused."""
+    """Write `data` past the page cache; return how many bytes were written before it failed."""
     done = 0
     try:
-        # Before any byte is written: space that lies in one piece, and an early word of a full
-        # disk. Where it is not known how, nothing is lost.
+        # Before any byte is written: the file gets contiguous space, and a full disk is noticed
+        # early. File systems that cannot do this lose nothing.
         _reserve(fd, len(data))
         direct = os.open(path, os.O_WRONLY | _DIRECT | os.O_CLOEXEC)
     except OSError as error:
@@ -82,10 +82,10 @@ def _write_direct(path: Path, fd: int, data: memoryview) -> int:
             written = os.pwrite(direct, data[done : done + _MOST_BYTES], done)
             done += written
             if written % _SECTOR:
-                # A short write may end anywhere; the rest cannot be direct any more.
+                # A short write may end anywhere, and then the rest cannot be direct.
                 break
     except OSError as error:
-        # Memory or device that wants another alignment shows here.
+        # This is where a device or memory that needs another alignment shows.
         if error.errno not in _WITHOUT_DIRECT:
             raise
     finally:
@@ -106,13 +106,13 @@ def _reserve(fd: int, nbytes: int) -> None:
 def read_block(top: Path, path: str, offset: int, target: memoryview) -> None:
     """Fill `target` with the bytes of a file below `top` from `offset` on.
 
-    What is mostly in the page cache is copied from there. What is not is read past it if offset and
-    address are multiples of a sector: that is faster than through the cache, and leaves it alone.
+    If most of it is in the page cache, it is copied from there. Otherwise it is read past the cache
+    if offset and address are multiples of a sector, which is faster and leaves the cache alone.
 
     Raises:
         EOFError: The file is shorter.
         ValueError: It is not a regular file; see `open_regular`.
-        FileNotFoundError, NotADirectoryError: It is not there.
+        FileNotFoundError, NotADirectoryError: It does not exist.
     """
     fd, size = open_regular(top, path)
     try:
@@ -134,9 +134,9 @@ def read_block(top: Path, path: str, offset: int, target: memoryview) -> None:
 def _is_cached(fd: int, offset: int, nbytes: int) -> bool:
     """Tell whether most of a part of a file is in the page cache.
 
-    The kernel is asked without reading: a trial read, even one that must not wait, starts to read
-    ahead, and the next reader would find its first pages cached and the others not. Of a file that
-    this process may not write the kernel says that all of it is.
+    The kernel is asked without reading. A trial read, even a non-blocking one, would start to read
+    ahead, and the next reader would find only the first pages cached. For a file that this process
+    may not write, the kernel always says that all of it is cached.
     """
     start = offset // mmap.PAGESIZE * mmap.PAGESIZE
     length = offset + nbytes - start
@@ -144,7 +144,7 @@ def _is_cached(fd: int, offset: int, nbytes: int) -> bool:
         mincore = ctypes.CDLL(None).mincore
         region = np.frombuffer(mmap.mmap(fd, length, prot=mmap.PROT_READ, offset=start), np.uint8)
     except (AttributeError, OSError, ValueError):
-        # Nobody knows; then the cache is as good a guess.
+        # Unknown, and the cache is as good a guess.
         return True
     pages = np.empty(-(-length // mmap.PAGESIZE), np.uint8)
     address, found = ctypes.c_void_p(region.ctypes.data), ctypes.c_void_p(pages.ctypes.data)
@@ -171,6 +171,6 @@ def _read_direct(fd: int, offset: int, target: memoryview) -> int:
         if error.errno not in _WITHOUT_DIRECT:
             raise
     finally:
-        # The rest, less than a sector, goes through the cache.
+        # The rest, less than a sector, is read through the cache.
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
     return done

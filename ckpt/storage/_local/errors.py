@@ -1,4 +1,4 @@
-"""Errors of the system on their way to those of the library."""
+"""Errors of the system, translated to those of the library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 def of_each(
     what: str, top: str, names: Sequence[str], path: str, act: Callable[[str], T]
 ) -> list[T]:
-    """Return what `act` makes of each entry; an error names the one that it is about."""
+    """Return the result of `act` for each entry. An error names the entry it is about."""
     found = []
     for name in names:
         try:

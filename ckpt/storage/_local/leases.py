@@ -1,9 +1,9 @@
 """Leases: how a cleaner knows that nobody writes an attempt any more.
 
-Beside an attempt lies a lease, a small file that its writer keeps locked for as long as it lives.
-It says on which boot of which machine the writer runs, and how long the lease lasts; the writer
-renews it by touching it, so that the store's own clock, and no other, tells when it runs out.
-Blocking functions that raise `OSError`; docs/design/001-commit-protocol.md has the rule.
+Beside an attempt there is a lease, a small file that its writer keeps locked as long as it lives.
+It says on which boot of which machine the writer runs, and how long the lease lasts. The writer
+renews it by touching it, so only the clock of the file system decides when it has expired. The
+functions block and raise `OSError`; docs/design/001-commit-protocol.md has the rule.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = [
 
 _MAX_BYTES = 4096
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# A second in all; a cleaner needs less than a millisecond.
+# One second in all. A cleaner needs less than a millisecond.
 _LOCK_TRIES, _LOCK_PAUSE_SECONDS = 200, 0.005
-# A lease in the moment of its birth says nothing yet; so do attempts whose lease somebody removed.
+# For a lease that was only just made and is still empty, or an attempt whose lease was removed.
 WITHOUT_LEASE_SECONDS = 3600.0
 
 
@@ -45,9 +45,9 @@ class Lease:
         is_local: Whether the writer ran on this boot of this machine, saw the same device, and
             had the lock.
         seconds: How long the lease lasts after it was renewed.
-        renewed: When it was renewed last, in seconds of the store's clock.
-        free: Whether the cleaner holds its lock: True, False if somebody else does, None where the
-            file system has no such locks.
+        renewed: When it was renewed last, in seconds of the file system's clock.
+        free: Whether the cleaner holds its lock: True, False if somebody else does, None if the
+            file system has no locks.
     """
 
     is_local: bool
@@ -57,10 +57,10 @@ class Lease:
 
 
 def boot_id() -> str | None:
-    """Return the id of this boot of this machine; None where the system has none.
+    """Return the id of this boot of this machine; None if the system has no such id.
 
-    Containers of one machine share it, and the kernel that holds the locks. They may still have
-    mounts of their own with locks of their own; then the numbers of the devices differ.
+    Containers on one machine share it, together with the kernel that holds the locks. They may
+    have mounts, and with them locks, of their own; then the device numbers differ.
     """
     try:
         return _BOOT_ID.read_text().strip() or None
@@ -74,20 +74,20 @@ def take_lease(path: Path, seconds: float, mode: int | None = None) -> int:
     Args:
         path: The lease.
         seconds: How long it lasts after it was renewed.
-        mode: Of these permissions it gets those that files can have; None follows the umask.
+        mode: It gets these permissions, without execution; None follows the umask.
 
     Returns:
-        The file descriptor that holds the lock until it is closed, or this process ends, however
-        it ends.
+        The file descriptor. It holds the lock until it is closed or this process ends, for
+        whatever reason.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         if mode is not None:
             os.fchmod(fd, mode & 0o666)
-        # Without the lock a free one will prove nothing: the time of the lease decides then.
+        # Without a lock, a cleaner that gets one proves nothing, and only the time decides.
         boot = boot_id() if _locked(fd) else None
-        # Written once it is locked: whoever finds it valid and unlocked knows that its writer has
-        # ended. Not synced, since after a power cut there is no writer whose lease it could be.
+        # Written after it is locked: a lease that is valid and unlocked has a writer that ended.
+        # Not synced: after a power cut there is no writer any more.
         content = {"boot": boot, "device": os.fstat(fd).st_dev, "seconds": seconds}
         people = {"host": platform.node(), "pid": os.getpid()}
         data = json.dumps(content | people).encode()
@@ -104,7 +104,7 @@ def take_lease(path: Path, seconds: float, mode: int | None = None) -> int:
 def _locked(lease: int) -> bool:
     """Lock a new lease; tell whether that worked.
 
-    A cleaner that looks at it holds the lock for a moment, or for ever if it is stopped in it.
+    A cleaner that inspects it holds the lock for a moment, or forever if it is stopped then.
     """
     for _ in range(_LOCK_TRIES):
         try:
@@ -118,16 +118,16 @@ def _locked(lease: int) -> bool:
 
 
 def renew_lease(lease: int) -> None:
-    """Let a lease begin anew."""
+    """Renew a lease."""
     os.utime(lease)
 
 
 @contextlib.contextmanager
 def opened_lease(path: Path) -> Iterator[Lease | None]:
-    """Look at a lease, locked for as long as the body runs if nobody else has it; None if gone."""
+    """Read a lease, and hold its lock during the body if nobody else has it; None if gone."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        # Network file systems lock exclusively only what may be written.
+        # Network file systems give exclusive locks only on files opened for writing.
         fd = os.open(path, os.O_RDWR | flags)
     except FileNotFoundError:
         yield None
@@ -163,15 +163,15 @@ def _parsed(content: bytes, device: int) -> tuple[bool, float]:
 
 
 def is_abandoned(lease: Lease, now: Callable[[], float]) -> bool:
-    """Tell whether the writer behind a lease is dead, or must be taken for dead.
+    """Tell whether the writer of a lease is dead, or must be taken for dead.
 
-    The kernel drops the lock however its owner ends, so of a writer on this boot of this machine
-    the lock alone decides. A lock that was free may mean nothing where the writer ran elsewhere,
-    since not all file systems bring locks to other machines; then the time decides.
+    The kernel drops the lock however its owner ends. So for a writer on this boot of this machine
+    the lock alone decides. For a writer elsewhere a free lock may mean nothing, since not all file
+    systems show locks to other machines; then the time decides.
 
     Args:
         lease: The lease.
-        now: Returns the time of the store's clock, in seconds.
+        now: Returns the time of the file system's clock, in seconds.
     """
     if lease.free is False:
         return False

@@ -1,10 +1,10 @@
-"""Notes: small files in folders of a root, beside its entries. Root metadata and pins are such.
+"""Notes: small files in folders of a root, beside its entries, such as root metadata and pins.
 
-A note that is to last is written as an attempt is, and given its name once it is durable, so that
-a sweep finds what a dead writer left. A brief one, which says what somebody is doing at the moment,
-is made under its own name and never synced: after a power cut nobody does it any more. A folder is
-made for its first note, and goes with its last. Both get the permissions `mode`, files those of
-them that files can have; None follows the umask. Blocking functions that raise `OSError`.
+A lasting note is written like an attempt, and gets its name once it is durable, so that a sweep
+finds what a dead writer left. A brief note, which says what a process is doing at the moment, is
+made under its own name and never synced: after a power cut no process does it any more. A folder is
+made for its first note and removed with its last. Both get the permissions `mode`, files without
+execution; None follows the umask. The functions block and raise `OSError`.
 """
 
 from __future__ import annotations
@@ -12,24 +12,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt.errors import InvalidArgumentError
+from ckpt.storage._base import note_parts
 from ckpt.storage._local import attempts, posix
 from ckpt.storage._local.data_files import write_block
 from ckpt.storage._local.sweep import store_time
 
 __all__ = ["ages", "drop", "put", "put_brief", "touch"]
 
-_PART = re.compile(r"^[A-Za-z0-9_.][A-Za-z0-9_.=+,@-]{0,199}\Z")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _RENAME_NOREPLACE = 1
-# How often a folder may vanish between making it and using it, since it was empty.
+# How often a folder may vanish between making it and using it, because it was empty.
 _TRIES = 100
 
 
@@ -42,8 +40,8 @@ def put(
     *,
     replace: bool,
 ) -> bool:
-    """Write a note, atomically and durably; False if it exists and is not to be replaced."""
-    folder, file = _parts(name)
+    """Write a note, atomically and durably; False if it exists and may not be replaced."""
+    folder, file = note_parts(name)
     attempt = attempts.begin(root, folder, lease_seconds, mode)
     try:
         written = attempt.path / file
@@ -53,7 +51,7 @@ def put(
                 with _made(root, folder, mode) as directory:
                     if not _give_name(written, root / folder / file, replace):
                         return False
-                    # A name that moves from one directory to another changes both.
+                    # A rename from one directory to another changes both.
                     posix.fsync_path(attempt.path)
                     os.fsync(directory)
             except FileNotFoundError:
@@ -77,7 +75,7 @@ def _give_name(written: Path, target: Path, replace: bool) -> bool:
     if code == errno.EEXIST:
         return False
     if code:
-        # Where there is no such rename, there are links, which refuse to replace as well.
+        # Without that rename there are hard links, which do not replace either.
         try:
             os.link(written, target)
         except FileExistsError:
@@ -86,11 +84,11 @@ def _give_name(written: Path, target: Path, replace: bool) -> bool:
 
 
 def put_brief(root: Path, name: str, data: bytes, mode: int | None = None) -> bool:
-    """Make a note that need not outlive a power cut; False if it exists, and is left as it is.
+    """Make a note that need not survive a power cut; False if it exists, and is not changed.
 
-    Its name is there before its content.
+    Its name appears before its content.
     """
-    folder, file = _parts(name)
+    folder, file = note_parts(name)
     for last in _tries():
         try:
             with _made(root, folder, mode) as directory:
@@ -118,7 +116,7 @@ def put_brief(root: Path, name: str, data: bytes, mode: int | None = None) -> bo
 
 def ages(root: Path, folder: str) -> dict[str, float]:
     """Return the seconds since each note of a folder was written or touched, by name."""
-    _parts(f"{folder}/any")
+    note_parts(f"{folder}/any")
     found: dict[str, float] = {}
     with _opened(root, folder) as directory:
         if directory is None:
@@ -127,7 +125,7 @@ def ages(root: Path, folder: str) -> dict[str, float]:
             names = [entry.name for entry in entries]
         if not names:
             return {}
-        # Before the notes are looked at: what is renewed meanwhile must not look older than it is.
+        # Taken before the notes are read, so a note renewed meanwhile does not look too old.
         now = _now(root)
         for name in names:
             with contextlib.suppress(FileNotFoundError):
@@ -141,13 +139,13 @@ def _now(root: Path) -> float:
     try:
         return store_time(root)
     except OSError:
-        # Who may not write here can neither renew nor remove anything: it is for show.
+        # A process that may not write here cannot renew or remove notes either, only show them.
         return time.time()
 
 
 def touch(root: Path, name: str) -> bool:
-    """Let the age of a note begin anew; False if it is not there."""
-    folder, file = _parts(name)
+    """Set the age of a note back to 0; False if it does not exist."""
+    folder, file = note_parts(name)
     with _opened(root, folder) as directory:
         if directory is not None:
             with contextlib.suppress(FileNotFoundError):
@@ -157,8 +155,8 @@ def touch(root: Path, name: str) -> bool:
 
 
 def drop(root: Path, name: str, *, durable: bool) -> bool:
-    """Remove a note; False if it is not there. Its folder goes, too, if it is empty then."""
-    folder, file = _parts(name)
+    """Remove a note, and its folder if that is empty then; False if it does not exist."""
+    folder, file = note_parts(name)
     with _opened(root, folder) as directory:
         if directory is None:
             return False
@@ -173,20 +171,13 @@ def drop(root: Path, name: str, *, durable: bool) -> bool:
     return True
 
 
-def _parts(name: str) -> tuple[str, str]:
-    folder, _, file = name.partition("/")
-    if any(part in (".", "..") or not _PART.match(part) for part in (folder, file)):
-        raise InvalidArgumentError(f"note {name!r:.120}: expected a folder and a name in it")
-    return folder, file
-
-
 def _tries() -> Iterator[bool]:
     return (turn == _TRIES - 1 for turn in range(_TRIES))
 
 
 @contextlib.contextmanager
 def _made(root: Path, folder: str, mode: int | None) -> Iterator[int]:
-    """Open a folder of notes, made if it is not there; a link is refused."""
+    """Open a folder of notes, and make it if it is missing. A link is refused."""
     with contextlib.suppress(FileExistsError):
         posix.make_directory(root / folder, mode)
     fd = os.open(root / folder, _DIRECTORY)
@@ -198,7 +189,7 @@ def _made(root: Path, folder: str, mode: int | None) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _opened(root: Path, folder: str) -> Iterator[int | None]:
-    """Open a folder of notes, or None if it is not there; a link is refused."""
+    """Open a folder of notes; None if it does not exist. A link is refused."""
     try:
         fd = os.open(root / folder, _DIRECTORY)
     except FileNotFoundError:

@@ -1,8 +1,7 @@
-"""Blocking file-system primitives of the commit protocol. Linux first, POSIX where it can be.
+"""File-system primitives of the commit protocol: Linux first, POSIX where possible.
 
-Each function does one thing and raises `OSError`; `storage.local` runs them in threads and
-translates. See docs/design/001-commit-protocol.md for the order in which they are used and what a
-crash between any two leaves on disk.
+Each function does one thing, blocks, and raises `OSError`. See docs/design/001-commit-protocol.md
+for the order in which they are used, and for what a crash between any two of them leaves on disk.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
-# What a file system says that has no hard links, or no more of them for this file.
+# The errors of a file system without hard links, or without any more of them for this file.
 _UNLINKABLE = _UNSUPPORTED | {errno.EPERM, errno.EXDEV, errno.EMLINK}
 _COPIED_BYTES = 4 << 20
 
@@ -58,81 +57,53 @@ def fsync_directories(top: Path) -> None:
 
 
 def make_directory(path: Path, mode: int | None) -> None:
-    """Make a directory with these permissions; None follows the umask."""
-    # Never more than that, not even for a moment.
+    """Make a directory with the permissions `mode`; None follows the umask."""
+    # It must not have more permissions than that, not even for a moment.
     os.mkdir(path, 0o777 if mode is None else mode & 0o777)
     if mode is not None:
         os.chmod(path, mode)
 
 
 def make_directories(path: Path, mode: int | None) -> list[Path]:
-    """Make a directory and those above it, with these permissions; return what was missing.
+    """Make a directory and its missing parents with these permissions; return those it made.
 
     Raises:
-        FileExistsError, NotADirectoryError: Something else is there, or on the way to it.
+        FileExistsError, NotADirectoryError: It, or a part of its path, is not a directory.
     """
     missing = [each for each in (path, *path.parents) if not each.exists()]
     for each in reversed(missing):
         with contextlib.suppress(FileExistsError):
             make_directory(each, mode)
-    # Of what was in the way no directory is made.
+    # This raises if anything but a directory has one of the names.
     os.makedirs(path, exist_ok=True)
     return missing
 
 
 def rename_new(source: Path, target: Path) -> None:
-    """Rename a directory, or a file, to a name that must not exist.
+    """Rename a directory to a name that must not exist.
 
     Raises:
         FileExistsError: The target exists.
     """
     code = renameat2(source, target, _RENAME_NOREPLACE)
     if code in _UNSUPPORTED:
-        if stat.S_ISDIR(os.lstat(source).st_mode):
-            _rename_directory(source, target)
-        else:
-            _rename_file(source, target)
+        # rename() refuses a target that is a file or a non-empty directory. An empty directory is
+        # not a step, and replacing it loses nothing.
+        try:
+            os.rename(source, target)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):
+                raise FileExistsError(errno.EEXIST, "exists", str(target)) from error
+            raise
     elif code:
         raise OSError(code, os.strerror(code), str(target))
 
 
-def _rename_directory(source: Path, target: Path) -> None:
-    # rename() refuses a target that is a file or a non-empty directory; an empty directory is not
-    # a step, and replacing it loses nothing.
-    try:
-        os.rename(source, target)
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):
-            raise FileExistsError(errno.EEXIST, "exists", str(target)) from error
-        raise
-
-
-def _rename_file(source: Path, target: Path) -> None:
-    # rename() would replace a file; a link does not.
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError as error:
-        if error.errno not in _UNLINKABLE:
-            raise
-    else:
-        os.unlink(source)
-        return
-    # No links, or not to files of other users: the name is taken first, and what took it replaced.
-    os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    try:
-        os.rename(source, target)
-    except OSError:
-        # Otherwise it may have been renamed after all, as seen through a network.
-        if is_there(source):
-            os.unlink(target)
-        raise
-
-
 def exchange(first: Path, second: Path) -> None:
-    """Swap two existing names in one atomic act.
+    """Swap two existing names in one atomic operation.
 
     Raises:
-        OSError: Also where the file system cannot (ENOTSUP).
+        OSError: Among others ENOTSUP, if the file system has no such operation.
     """
     code = renameat2(first, second, _RENAME_EXCHANGE)
     if code in _UNSUPPORTED:
@@ -142,7 +113,7 @@ def exchange(first: Path, second: Path) -> None:
 
 
 def renameat2(source: Path, target: Path, flags: int) -> int:
-    """Rename as the system call does; return 0 or the error number, ENOSYS where it is missing."""
+    """Call `renameat2`; return 0 or the error number, ENOSYS if the system does not have it."""
     if not sys.platform.startswith("linux"):
         return errno.ENOSYS
     libc = ctypes.CDLL(None, use_errno=True)
@@ -157,20 +128,20 @@ def renameat2(source: Path, target: Path, flags: int) -> int:
 def open_regular(top: Path, path: str) -> tuple[int, int]:
     """Open a regular file below a directory for reading; return its descriptor and its size.
 
-    No symbolic link below `top` is followed and nothing but a regular file is opened, so that a
-    link put there cannot lead out of it, and a FIFO or device cannot make the reader hang.
+    No symbolic link below `top` is followed and only a regular file is opened. So a link in a
+    checkpoint cannot lead out of it, and a FIFO or a device cannot make the reader hang.
 
     Args:
         top: The directory.
-        path: Path of the file relative to it, with `/`.
+        path: Path of the file relative to `top`, with `/`.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: It is not there.
+        FileNotFoundError, NotADirectoryError: It does not exist.
         ValueError: It is not a regular file, or a part of the path is a link.
     """
     *directories, name = path.split("/")
     if {"", ".", ".."} & {*directories, name}:
-        raise ValueError("its path is not a plain one")
+        raise ValueError("its path has empty names, '.' or '..' in it")
     step = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
     current = os.open(top, step & ~os.O_NOFOLLOW)
     try:
@@ -208,7 +179,7 @@ def _is_link(directory: int, name: str) -> bool:
 
 
 def read_regular(top: Path, path: str, limit: int) -> bytes | None:
-    """Return the content of a regular file below `top`, or None where it is not there.
+    """Return the content of a regular file below `top`, or None if it does not exist.
 
     Raises:
         ValueError: It is not a regular file, or larger than `limit`; see `open_regular`.
@@ -230,7 +201,7 @@ def read_regular(top: Path, path: str, limit: int) -> bytes | None:
 
 
 def link_file(fd: int, source: Path, target: Path) -> None:
-    """Give a regular file a second name; copy it, durably, where the file system cannot.
+    """Give a regular file a second name; copy it, durably, if the file system has no links.
 
     Args:
         fd: The file, opened for reading.
@@ -238,7 +209,7 @@ def link_file(fd: int, source: Path, target: Path) -> None:
         target: The new name, which must not exist.
 
     Raises:
-        ValueError: The name is not, or no longer, that of the open file.
+        ValueError: `source` is not, or no longer, the name of the open file.
     """
     try:
         os.link(source, target, follow_symlinks=False)
@@ -268,7 +239,7 @@ def _copy(fd: int, target: Path) -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Tell whether there is anything of that name; unlike `os.path`, an error is no answer."""
+    """Tell whether anything has that name. Unlike in `os.path`, other errors are raised."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -277,7 +248,7 @@ def is_there(path: Path) -> bool:
 
 
 def stamp(path: str) -> tuple[int, ...] | None:
-    """Return what changes whenever a file may have changed; None where it is not there."""
+    """Return a value that changes whenever a file may have changed; None if it does not exist."""
     try:
         status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -292,10 +263,10 @@ def stamp(path: str) -> tuple[int, ...] | None:
 
 
 def list_files(top: Path) -> dict[str, int | None]:
-    """Return the size of every file below `top` by relative path; None of what is not regular.
+    """Return the size of every file below `top` by relative path, None if it is not regular.
 
     Raises:
-        OSError: A directory cannot be read, or `top` is none.
+        OSError: A directory cannot be read, or `top` is not a directory.
     """
     found: dict[str, int | None] = {}
     directories = [""]
@@ -313,7 +284,7 @@ def list_files(top: Path) -> dict[str, int | None]:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory and all below it; what is already gone is no error."""
+    """Remove a directory with everything in it, unless it is already gone."""
 
     def ignore_missing(_function: object, _path: str, error: BaseException) -> None:
         if not isinstance(error, FileNotFoundError):
@@ -329,5 +300,5 @@ def remove_tree(path: Path) -> None:
 
 
 def _raise(error: OSError) -> None:
-    # os.walk would pass over a directory it cannot read, and with it over its files.
+    # Otherwise os.walk would silently skip a directory that it cannot read.
     raise error

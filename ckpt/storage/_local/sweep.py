@@ -1,11 +1,11 @@
-"""Names of what is unfinished in a root, and removing what dead writers left of it.
+"""The sweep: it removes what dead writers left in a root; and the names of unfinished things.
 
-A cleaner must never take an attempt from a live writer, so it asks the attempt's lease. Then it
-renames the attempt: of that rename and the writer's publishing one only can find the directory, so
-a writer that lives after all gets an error and never publishes half a step.
+A cleaner must never take an attempt away from a live writer, so it checks the attempt's lease. Then
+it renames the attempt. Only one can succeed, that rename or the one that publishes, so a writer
+that is alive after all gets an error and never publishes half a step.
 
-No byte is removed before the rename that took it out of sight is durable: otherwise a power cut
-could bring the name back, and not the bytes. Blocking functions that raise `OSError`.
+No byte is removed before the rename that hides it is durable: otherwise a power cut could bring the
+name back without the bytes. The functions block and raise `OSError`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "trash_name",
 ]
 
-# Orbax skips (and lists as unfinished) every name that contains this.
+# Orbax skips every name that contains this, and lists it as unfinished.
 _MARK = ".orbax-checkpoint-tmp-"
 _TRASH = ".trash"
 _LEASE_PREFIX = ".ckpt-lease-"
@@ -38,7 +38,7 @@ _PROBE_PREFIX = ".ckpt-clock-"
 _ATTEMPT = re.compile(re.escape(_MARK) + r"([0-9a-f]{32})(\.trash)?\Z")
 _LEASE = re.compile("^" + re.escape(_LEASE_PREFIX) + r"([0-9a-f]{32})\Z")
 _PROBE = re.compile("^" + re.escape(_PROBE_PREFIX) + r"[0-9a-f]{32}\Z")
-# A folder of notes, other than those that Orbax names; see `storage.notes`.
+# A folder of notes, except those that Orbax names; see `notes`.
 _NOTES = re.compile(r"^\.ckpt-[a-z]+\Z")
 
 
@@ -92,7 +92,7 @@ def sweep_root(root: Path) -> list[str]:
         if _sweep(root, token, attempt, now):
             swept.append(attempt or lease_name(token))
     for name in empty:
-        # Of a process that died; one that lives does not mind. Notes are not removed here.
+        # Left by a process that died. One that is alive makes it again. Notes are not removed.
         with contextlib.suppress(OSError):
             os.rmdir(root / name)
     return swept
@@ -100,7 +100,7 @@ def sweep_root(root: Path) -> list[str]:
 
 def _sweep(root: Path, token: str, name: str | None, now: Callable[[], float]) -> bool:
     """Remove an attempt, or the lease of one that is gone, unless it may have a live writer."""
-    # Not taken from the listing: a listing may show an attempt and miss its lease.
+    # Not taken from the listing, which may show an attempt and miss its lease.
     path = root / lease_name(token)
     try:
         with opened_lease(path) as lease:
@@ -125,7 +125,7 @@ def _sweep(root: Path, token: str, name: str | None, now: Callable[[], float]) -
 
 
 def _is_durable(root: Path) -> bool:
-    """Make the names in a root durable, which whoever gave them may not have lived to do."""
+    """Make the names in a root durable: the processes that gave them may have died before."""
     try:
         fsync_path(root)
     except OSError:
@@ -134,7 +134,7 @@ def _is_durable(root: Path) -> bool:
 
 
 def _removed(trash: Path) -> bool:
-    """Remove a directory that nobody writes to any more; several may try at the same time."""
+    """Remove a directory that nobody writes to any more. Several cleaners may try at once."""
     try:
         remove_tree(trash)
     except OSError:
@@ -148,7 +148,7 @@ def store_time(root: Path) -> float:
     try:
         os.mkdir(probe)
     except OSError:
-        # On a full disk, which cleaning up would help, times can still be set.
+        # On a full disk, where a sweep would help, times can still be set.
         os.utime(root)
         return os.stat(root).st_mtime
     try:

@@ -1,13 +1,12 @@
-"""Steps moved into a folder instead of removed, and files of others moved out of steps.
+"""The trash folder for steps, and the folder for files in a step that others have put there.
 
-Blocking functions that raise `OSError`.
+The functions block and raise `OSError`.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import stat
 from itertools import count
 from pathlib import Path
 
@@ -19,9 +18,9 @@ _ASIDE = ".others"
 
 
 def prepare_trash(root: Path, trash: Path, mode: int | None = None) -> None:
-    """Make the folder that steps of `root` are moved into, and check that they can be.
+    """Make the folder that steps of `root` are moved into, and check that this is possible.
 
-    It gets the permissions `mode`, and so does what is missing above it; None follows the umask.
+    It and its missing parents get the permissions `mode`; None follows the umask.
     """
     for path in posix.make_directories(trash, mode):
         posix.fsync_path(path.parent)
@@ -35,12 +34,12 @@ def prepare_trash(root: Path, trash: Path, mode: int | None = None) -> None:
 
 
 def move_to_trash(root: Path, entry: str, trash: Path) -> Path | None:
-    """Rename an entry into a folder, durably; return its path there, None if it was not there.
+    """Rename an entry into a folder, durably; return its new path, None if it did not exist.
 
-    It keeps its name, with a number behind it if that is taken.
+    It keeps its name, with a number appended if that is taken.
 
     Raises:
-        FileNotFoundError: The entry is there, and the folder is not.
+        FileNotFoundError: The entry exists, and the folder does not.
     """
     for number in count():
         target = trash / (f"{entry}-{number}" if number else entry)
@@ -52,7 +51,7 @@ def move_to_trash(root: Path, entry: str, trash: Path) -> Path | None:
             if posix.is_there(root / entry):
                 raise
             return None
-        # The new name first: a power cut may show the step at both places, and not at none.
+        # The new name first: after a power cut the step may be in both places, but not in none.
         posix.fsync_path(trash)
         posix.fsync_path(root)
         return target
@@ -60,40 +59,33 @@ def move_to_trash(root: Path, entry: str, trash: Path) -> Path | None:
 
 
 def set_aside(root: Path, entry: str, files: list[str], mode: int | None = None) -> Path:
-    """Move files of an entry into a folder beside it, durably; return that folder.
+    """Move files of an entry into a new folder beside it, durably; return that folder.
 
-    Not one file is replaced there: one whose name is taken gets a number behind it. So does the
-    folder, if a file of it is where a directory is needed. New directories get the permissions
-    `mode`; None follows the umask.
+    The folder is always new, so no earlier file can be in the way or be replaced.
+    New directories get the permissions `mode`; None follows the umask.
     """
-    aside = root / f"{entry}{_ASIDE}"
-    for number in count(1):
-        folders = {(aside / path).parent for path in files}
-        if not any(_is_blocked(folder, root) for folder in folders):
-            break
-        aside = root / f"{entry}{_ASIDE}-{number}"
-    for folder in folders:
-        posix.make_directories(folder, mode)
+    aside = _new_folder(root, f"{entry}{_ASIDE}", mode)
     for path in files:
-        first = aside / path
-        for number in count():
-            target = first.with_name(f"{first.name}-{number}") if number else first
-            try:
-                posix.rename_new(root / entry / path, target)
-            except FileExistsError:
-                continue
-            except FileNotFoundError:
-                # Its owner was quicker, or another cleaner.
-                if posix.is_there(root / entry / path):
-                    raise
-            break
-    for folder in {each for path in folders for each in (path, *path.parents)}:
-        if folder == root or folder.is_relative_to(aside):
-            posix.fsync_path(folder)
+        target = aside / path
+        posix.make_directories(target.parent, mode)
+        try:
+            os.rename(root / entry / path, target)
+        except FileNotFoundError:
+            # Its owner has removed it, or another cleaner was quicker.
+            if posix.is_there(root / entry / path):
+                raise
+    posix.fsync_directories(aside)
+    posix.fsync_path(root)
     return aside
 
 
-def _is_blocked(folder: Path, root: Path) -> bool:
-    """Tell whether a folder below `root` cannot be made, or leads elsewhere."""
-    below = [path for path in (folder, *folder.parents) if root in path.parents]
-    return any(posix.is_there(path) and not stat.S_ISDIR(os.lstat(path).st_mode) for path in below)
+def _new_folder(root: Path, name: str, mode: int | None) -> Path:
+    folder = root / name
+    for number in count(1):
+        try:
+            posix.make_directory(folder, mode)
+        except FileExistsError:
+            folder = root / f"{name}-{number}"
+        else:
+            break
+    return folder

@@ -1,8 +1,9 @@
-"""Attempts in an object store: published, or given up.
+"""Attempts in an object store: published, or discarded.
 
-The manifest of an entry is the only object that anybody overwrites, always on the condition that it
-is still what was read. All else lies below the id of its attempt, so that no two writers meet. The
-order of these operations, and why they are safe, is docs/design/006-object-stores.md.
+The manifest of an entry is the only object that is ever overwritten, always on the condition that
+it is still the one that was read. All other objects have the id of their attempt in their keys, so
+no two writers use the same ones. docs/design/006-object-stores.md explains the order of these
+operations and why they are safe.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ import anyio
 from ckpt._format.manifest import FILE_NAME
 from ckpt.errors import StepDeletedError, StepExistsError, StorageError
 from ckpt.storage._object import leases
-from ckpt.storage._object.client import MISSING, ObjectClient, StoredObject
-from ckpt.storage._object.concurrency import each
+from ckpt.storage._object.client import MISSING, ObjectClient, StoredObject, each
 from ckpt.storage._object.errors import RequestFailed
 from ckpt.storage._object.leases import LeaseRecord
 from ckpt.storage._object.names import (
@@ -41,10 +41,10 @@ class ObjectAttempt:
     Attributes:
         entry: Name of the entry it will become.
         id: Random hexadecimal id.
-        record: Says that it is being written; None where another process does.
+        record: Its lease record; None if another process has it.
         manifest: The manifest, once it is known.
         abandoned: Whether a write was given up that the store may still carry out.
-        keep: Whether nobody knows if it was published: nothing of it may be removed.
+        keep: Whether it is unknown if it was published, so that nothing of it may be removed.
     """
 
     entry: str
@@ -56,7 +56,7 @@ class ObjectAttempt:
 
     @property
     def folder(self) -> str:
-        """Folder of the entry in which its files lie."""
+        """Folder of the entry that holds its files."""
         return self.id
 
     def key(self, path: str) -> str:
@@ -70,43 +70,44 @@ async def publish(
     """Put the manifest of an attempt; return what it replaced.
 
     Raises:
-        StepExistsError: The entry exists, and is not to be replaced.
-        StepDeletedError: What `replacing` became is not there any more.
-        StorageError: The store refused. `attempt.keep` tells whether it may have been published.
+        StepExistsError: The entry exists, and may not be replaced.
+        StepDeletedError: The entry of `replacing` is gone.
+        StorageError: The store failed. `attempt.keep` tells whether it may have been published.
     """
     record, data = attempt.record, attempt.manifest
     where = f"{keys.location}/{attempt.entry}"
     if record is None or data is None:
         raise StorageError(
-            f"{where}: an attempt is published once, by whoever began it, after its {FILE_NAME}"
+            f"{where}: an attempt is published once, by the process that began it, after its "
+            f"{FILE_NAME} was written"
         )
     await _announce(keys, attempt, record)
     key = f"{attempt.entry}/{FILE_NAME}"
     deadline = anyio.current_time() + keys.seconds
-    # Looked at first where something is to be replaced: of what nobody has seen before, nobody
-    # could say whether it came before a write whose answer was lost, or after it.
+    # If something is to be replaced it is read first: otherwise nobody could tell later whether it
+    # was written before or after a write whose answer was lost.
     found = await keys.get(key) if overwrite or replacing is not None else None
     if replacing is None:
         found = await _not_being_deleted(keys, attempt.entry, found, deadline)
     while True:
         if replacing is not None and (found is None or attempt_of(found.data) != replacing):
             raise StepDeletedError(
-                f"{where} was deleted or replaced, or cannot be read any more, so what was made of "
-                "it did not take its place. Look at what is there now, and try again"
+                f"{where} was deleted or replaced meanwhile, or cannot be read any more, so it was "
+                "not changed. Look at what is there now, and try again"
             )
         expected = MISSING if found is None else found.generation
         try:
             swap = await keys.swap(key, data, expected)
         except StorageError as error:
             surely_not = isinstance(error, RequestFailed)
-            # An earlier try may still come true.
+            # An earlier try may still be carried out.
             attempt.keep = attempt.keep or not surely_not
             if attempt.keep:
                 raise _unknown(where, error) from error
             raise
         if swap.generation is not None:
             return found
-        # Later it could still come true, and then it must find its data.
+        # It may still be carried out later, and then its data must exist.
         attempt.keep = attempt.keep or swap.abandoned
         if swap.doubtful and (overwrite or replacing is not None):
             raise StorageError(
@@ -129,9 +130,9 @@ async def publish(
 async def _not_being_deleted(
     keys: ObjectClient, entry: str, found: StoredObject | None, deadline: float
 ) -> StoredObject | None:
-    """Wait until nobody removes the tombstone that lies in place of a manifest; return what does.
+    """Wait while a live process removes a tombstone; return what is in place of the manifest then.
 
-    That is the tombstone itself if it was left, or takes too long.
+    That is the tombstone itself if its process is dead, or takes too long.
     """
     pause = _FIRST_PAUSE_SECONDS
     while found is not None and is_gone(found.data) and anyio.current_time() < deadline:
@@ -145,7 +146,7 @@ async def _not_being_deleted(
 
 
 async def _announce(keys: ObjectClient, attempt: ObjectAttempt, record: LeaseRecord) -> None:
-    """Write the name of the entry where lists look, and win the right to commit."""
+    """Write the name of the entry for lists, and win the right to commit."""
     name = f"{NAMES}/{attempt.entry}.{attempt.id}"
     is_ours = False
 
@@ -162,15 +163,15 @@ async def _announce(keys: ObjectClient, attempt: ObjectAttempt, record: LeaseRec
 
     await each(lambda act: act(), (write_name, win))
     if not is_ours:
-        # Whoever removed the attempt may have been here before the name.
+        # Whoever removed the attempt may not have seen the name.
         await keys.delete(name)
         raise leases.lost(f"{keys.location}/{attempt.entry}")
 
 
 def _unknown(where: str, error: StorageError) -> StorageError:
     return StorageError(
-        f"{where}: nobody knows whether the checkpoint was committed: {error.message}. It is whole "
-        "if it is there, so look for it once the store answers again; its data were left",
+        f"{where}: it is unknown whether the checkpoint was committed: {error.message}. If it is "
+        "there, it is complete, so look for it once the store answers again; its data was kept",
         errno=error.errno,
     )
 
@@ -179,17 +180,17 @@ async def discard(keys: ObjectClient, attempt: ObjectAttempt) -> None:
     """Remove what was written of an attempt that was not published.
 
     Raises:
-        StorageError: The store refused; a later sweep removes the rest.
+        StorageError: The store failed; a later sweep removes the rest.
     """
     record = attempt.record
     if record is None:
         return
     if attempt.keep:
-        logger.warning("%s/%s/%s was left", keys.location, attempt.entry, attempt.id)
+        logger.warning("%s/%s/%s was kept", keys.location, attempt.entry, attempt.id)
         return
     # Sealed first, so that a cleaner can finish what this process cannot.
     if await record.seal(keys):
         await remove_data(keys, attempt.entry, attempt.id)
-        # What still comes is removed by a cleaner, who needs the record for that.
+        # Data that is written late is removed by a cleaner, which needs the record for that.
         if not attempt.abandoned:
             await keys.delete(record.key)

@@ -1,8 +1,8 @@
-"""The objects below one place of a store, by key; every request is under a time limit.
+"""The client of an object store: reads, writes and lists objects, each request with a time limit.
 
-TensorStore has no deadlines, so they are set here. A request whose time has run out may still be
-carried out by the store: data that arrive late are harmless, since nobody else uses their keys, and
-of conditional writes `swap` tells whether that is so.
+TensorStore has no deadlines, so they are set here. The store may still carry out a request that
+timed out. Late data is harmless, since nobody else uses its key, and for conditional writes `swap`
+tells whether that may happen.
 """
 
 from __future__ import annotations
@@ -10,38 +10,43 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import anyio
 import tensorstore as ts
 
 from ckpt._runtime.futures import waker
+from ckpt.errors import located
 from ckpt.storage._object.errors import RequestFailed, refused, timed_out
 
-__all__ = ["MISSING", "KeyValueStore", "ObjectClient", "StoredObject", "Swap"]
+__all__ = ["MISSING", "KeyValueStore", "ObjectClient", "StoredObject", "Swap", "each"]
 
-# What TensorStore gives as the generation of a key that is not there.
+T = TypeVar("T")
+# As many tasks as there can be requests at once. One for each object of a large step would take a
+# gigabyte of memory for every 200,000 objects.
+_MOST_TASKS = 1024
+# The generation that TensorStore returns for a key that does not exist.
 MISSING: bytes = ts.KvStore.open("memory://").result().read("-").result().stamp.generation
-# Requests that carry data get a second more for each of these many bytes.
+# Requests with data get a second more for each of these many bytes.
 _SLOWEST_BYTES = 1 << 20
 _SMALL_BYTES = 1 << 16
-# No object that is written here is larger.
+# No object written here is larger.
 _LARGEST_BYTES = 1 << 30
-# A list takes a request for every thousand keys, one after the other.
+# A list needs one request for every thousand keys, one after the other.
 _LIST_FACTOR = 2
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 2.0
 
 
 class KeyValueStore(Protocol):
-    """What is used of `tensorstore.KvStore`; the futures are TensorStore's."""
+    """The part of `tensorstore.KvStore` that is used; the futures are TensorStore's."""
 
     def read(self, key: str, *, byte_range: slice | None = None) -> Any:
         """Begin to read."""
 
     def write(self, key: str, value: bytes | None, *, if_equal: bytes | None = None) -> Any:
-        """Begin to write, or to delete where `value` is None."""
+        """Begin to write, or to delete if `value` is None."""
 
     def list(self, range: Any = None) -> Any:
         """Begin to list."""
@@ -49,7 +54,7 @@ class KeyValueStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object: its bytes, or the first of them, and what changes whenever it is written."""
+    """An object: its bytes, or the first of them, and its generation, which every write changes."""
 
     data: bytes
     generation: bytes
@@ -57,14 +62,14 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """What came of a conditional write.
+    """The result of a conditional write.
 
     Attributes:
-        generation: That of the object now, if it is what was written; None if the condition did
-            not hold.
-        doubtful: Whether an answer was lost, so that it may have been written for a while and been
-            replaced since, where `generation` is None.
-        abandoned: Whether a request is still under way, and may be carried out later.
+        generation: The generation of the object that was written; None if the condition did not
+            hold.
+        doubtful: Whether an answer was lost. Then, if `generation` is None, the object may have
+            been written and replaced since.
+        abandoned: Whether a request is still in flight, and may be carried out later.
     """
 
     generation: bytes | None
@@ -87,13 +92,13 @@ class ObjectClient:
         """Use the objects below `location`.
 
         Args:
-            location: The place, as messages name it.
-            endpoint: URL of the store, for messages; empty where it is the usual one.
-            open_store: Gives the store twice: one that repeats what failed, and one that does not,
-                for writes with a condition. Called once, in a thread.
+            location: The place, for messages.
+            endpoint: URL of the store, for messages; empty for the usual one.
+            open_store: Returns the store twice: one that retries failed requests, and one that does
+                not, for conditional writes. Called once, in a thread.
             seconds: How long a request may take.
-            concurrency: How many may be under way.
-            retries: How often a write with a condition is repeated that did not reach the store.
+            concurrency: How many requests may be in flight.
+            retries: How often a conditional write is retried that did not reach the store.
         """
         self.location = location
         self.seconds = seconds
@@ -105,28 +110,28 @@ class ObjectClient:
         self._retries = retries
         self._slots: anyio.Semaphore | None = None
         self._copying: anyio.Lock | None = None
-        # Whether there may be a connection that curl keeps.
+        # Whether curl may keep an open connection.
         self._has_connected = False
 
     async def get(self, key: str) -> StoredObject | None:
-        """Return an object, or None if it is not there; large ones have more time."""
+        """Return an object, or None if it does not exist. Large objects have more time."""
         return await self._read("read", key, None)
 
     async def first(self, key: str) -> StoredObject | None:
-        """Return the first byte of an object, or None if it is not there; cheap."""
+        """Return the first byte of an object, or None if it does not exist. This is cheap."""
         try:
             return await self._read("look at", key, slice(0, 1))
         except RequestFailed as error:
-            # It has none: an empty object is never written here.
+            # It is empty. This library never writes empty objects.
             if error.status == "OUT_OF_RANGE":
                 return StoredObject(b"", b"")
             raise
 
     async def fill(self, key: str, start: int, target: memoryview) -> bool:
-        """Fill `target` with what an object has from `start` on; False if it has less.
+        """Fill `target` with the bytes of an object from `start` on; False if it has fewer.
 
         Raises:
-            StorageError: The store refused.
+            StorageError: The store failed.
         """
         try:
             found = await self._read("read", key, slice(start, start + len(target)))
@@ -163,7 +168,7 @@ class ObjectClient:
         if result.state != "value":
             return None
         if part is None or nbytes > _SMALL_BYTES:
-            # It is copied out of TensorStore's memory here.
+            # `value` copies it out of TensorStore's memory.
             data = await anyio.to_thread.run_sync(lambda: result.value)
         else:
             data = result.value
@@ -171,20 +176,20 @@ class ObjectClient:
 
     async def put(self, key: str, data: bytes | memoryview) -> None:
         """Write an object that nobody else writes."""
-        # TensorStore takes nothing but bytes, and copies them.
+        # TensorStore accepts only bytes, and copies them.
         await self._request(
             "write", key, lambda store: store.write(key, bytes(data)), len(data), in_thread=True
         )
 
     async def delete(self, key: str) -> None:
-        """Remove an object, whether it is there or not."""
+        """Remove an object, if it exists."""
         await self._request("remove", key, lambda store: store.write(key, None))
 
     async def delete_if(self, key: str, generation: bytes) -> bool:
-        """Remove an object that has not been written since; False if it has, or is gone.
+        """Remove an object unless it has been written since; False if it has, or is gone.
 
-        What fails is repeated within the time of a request. It is gone as well where an answer was
-        lost.
+        Failures are retried within the time limit of a request. The result is also False if the
+        answer to a removal was lost.
         """
         deadline = anyio.current_time() + self.seconds
         pauses = _pauses()
@@ -216,27 +221,27 @@ class ObjectClient:
             seconds=self.seconds * _LIST_FACTOR,
         )
         if not found and self.location.startswith("gs://"):
-            # TensorStore takes some refusals of GCS (401, 403) for an empty list; a read tells.
+            # TensorStore takes some refusals of GCS (401, 403) for an empty list. A read fails.
             await self.first(f"{prefix}.ckpt-none")
         return sorted(key[len(start) :].decode(errors="surrogateescape") for key in found)
 
     async def refuse_missing(self) -> None:
-        """Raise if there is no such bucket, which conditional writes and reads do not tell.
+        """Raise if the bucket does not exist, which reads and conditional writes do not tell.
 
         Raises:
-            StorageError: There is none, or the store refused.
+            StorageError: It does not exist, or the store failed.
         """
         await self.list(".ckpt-none/")
 
     async def swap(self, key: str, data: bytes, expected: bytes) -> Swap:
         """Write an object if its generation is the expected one, `MISSING` for a new one.
 
-        `data` must be unlike everything that was ever written there. Where the answer is lost the
-        object is read back, and written again if it is as before.
+        `data` must differ from everything that was ever written there. If the answer is lost, the
+        object is read back, and written again if it is unchanged.
 
         Raises:
-            RequestFailed: Surely nothing was written.
-            StorageError: It is not known whether it was.
+            RequestFailed: Certainly nothing was written.
+            StorageError: It is unknown whether it was written.
         """
         deadline = anyio.current_time() + self.seconds
         pauses = _pauses()
@@ -268,9 +273,9 @@ class ObjectClient:
                 failure = refusal = error
                 doubtful = doubtful or not (error.is_refusal or error.is_vain)
                 abandoned = abandoned or error.is_under_way
-            # Curl sends a request again when the connection that it had kept breaks, and only the
-            # last answer is told: it may be our own write that is in the way, and one that was
-            # refused may have been done before. What is there tells.
+            # Curl sends a request again if the connection it had kept breaks, and only the last
+            # answer arrives. So our own write may be what is in the way, and one that was refused
+            # may have been done before. Only reading the object tells.
             seconds = None if refusal is None else self.seconds / 4
             try:
                 found = await self._read("read", key, None, seconds, len(data))
@@ -306,13 +311,13 @@ class ObjectClient:
         in_thread: bool = False,
         is_whole: bool = False,
     ) -> Any:
-        """Return the result of one request, waited for within its time, also when cancelled."""
+        """Return the result of one request; wait for it within its limit, even if cancelled."""
         where = f"{self.location}/{key}{self._at}"
         async with self._slot():
             with anyio.CancelScope(shield=True):
                 store = (await self._stores())[careful]
                 if in_thread:
-                    # Copying holds the interpreter: together they would only take more memory.
+                    # Copying holds the GIL, so several at once would only use more memory.
                     self._copying = self._copying or anyio.Lock()
                     async with self._copying:
                         future = await anyio.to_thread.run_sync(begin, store)
@@ -335,9 +340,9 @@ class ObjectClient:
                 return result
 
     async def _more_seconds(self, store: KeyValueStore, key: str, seconds: float) -> float:
-        """Return how much longer a whole object may take; 0 if it is small, or nothing answers.
+        """Return how much longer a whole object may take; 0 if it is small, or on no answer.
 
-        Nothing tells its size but single bytes of it, further and further on.
+        Its size can only be found by reading single bytes at growing offsets.
         """
         nbytes = 0
         with anyio.move_on_after(seconds), contextlib.suppress(ValueError):
@@ -373,7 +378,7 @@ class ObjectClient:
 
 
 async def _settled(future: Any, seconds: float) -> bool:
-    """Wait until a future of TensorStore is done; False where that takes longer."""
+    """Wait until a future of TensorStore is done; False if that takes longer."""
     if future.done():
         return True
     event = anyio.Event()
@@ -391,6 +396,21 @@ def _pauses() -> Iterator[float]:
 
 
 def _after(prefix: bytes) -> bytes:
-    """Return the least key after all that begin with `prefix`."""
-    # Prefixes end with a slash or a letter, so no byte of them is the last one.
+    """Return the smallest key after all keys that begin with `prefix`."""
+    # Prefixes end with a slash or a letter, so their last byte can be incremented.
     return prefix[:-1] + bytes([prefix[-1] + 1]) if prefix else b""
+
+
+async def each(act: Callable[[T], Coroutine[Any, Any, object]], things: Iterable[T]) -> None:
+    """Run `act` on each thing, many at once; the client bounds how many requests that makes."""
+    left = iter(things)
+
+    async def work(thing: T) -> None:
+        await act(thing)
+        for another in left:
+            await act(another)
+
+    with located():
+        async with anyio.create_task_group() as tasks:
+            for thing in itertools.islice(left, _MOST_TASKS):
+                tasks.start_soon(work, thing)

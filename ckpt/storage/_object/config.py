@@ -1,4 +1,4 @@
-"""Object stores as users name them: a URL, and what a URL has no room for.
+"""Places in object stores as users name them: a URL, and what a URL has no room for.
 
 This module needs neither jax nor tensorstore.
 """
@@ -42,21 +42,21 @@ class S3:
 
     Attributes:
         url: `s3://bucket/prefix`.
-        endpoint: URL of the store where it is not Amazon's, such as `http://127.0.0.1:9000`. None
+        endpoint: URL of the store if it is not Amazon's, such as `http://127.0.0.1:9000`. None
             takes `AWS_ENDPOINT_URL_S3` or `AWS_ENDPOINT_URL` of the environment, if one is set.
         region: Region of the bucket. None takes `AWS_REGION` or `AWS_DEFAULT_REGION`; without
             those Amazon is asked, and other stores are told `us-east-1`.
         credentials: Where the keys come from: `default` (environment, files, then the machine),
             `environment`, `anonymous`, `imds`, `ecs`, or `profile:NAME` of the AWS files.
-        retries: How often a request that the store could not serve is repeated.
-        request_timeout: How long one request may take, its repetitions included, in seconds;
-            those with much data get a second more for every MiB.
-        concurrency: How many requests are under way at once.
+        retries: How often a request is repeated that the store could not serve.
+        request_timeout: How long one request may take, including repetitions, in seconds.
+            Requests with data get a second more for every MiB.
+        concurrency: How many requests are in flight at once.
         single_writer: Promise that nobody else writes below `url` at the same time. Then stores
-            that ignore conditions of writes are taken as well.
+            that ignore the conditions of writes are accepted, too.
 
     Raises:
-        InvalidArgumentError: One of them cannot be meant.
+        InvalidArgumentError: An attribute is invalid.
     """
 
     url: str
@@ -77,7 +77,7 @@ class S3:
             check_region(f"S3(region={_shown(self.region)})", self.region)
         given: object = self.credentials
         if not isinstance(given, str) or (given not in _CREDENTIALS and not _PROFILE.match(given)):
-            # Not shown: somebody may have given the keys themselves.
+            # Not shown: the user may have given the keys themselves.
             raise InvalidArgumentError(
                 "S3(credentials=...): expected where the keys come from, one of "
                 f"{', '.join(_CREDENTIALS)} or 'profile:NAME'; the keys themselves are never given "
@@ -93,14 +93,14 @@ class GCS:
 
     Attributes:
         url: `gs://bucket/prefix`.
-        user_project: Project that pays for the requests, where the bucket wants that.
+        user_project: Project that pays for the requests, if the bucket demands one.
         retries: As for `S3`.
         request_timeout: As for `S3`, in seconds.
         concurrency: As for `S3`.
         single_writer: As for `S3`.
 
     Raises:
-        InvalidArgumentError: One of them cannot be meant.
+        InvalidArgumentError: An attribute is invalid.
     """
 
     url: str
@@ -125,12 +125,12 @@ class Memory:
     """A place in the memory of this process, for tests: it is gone when the process ends.
 
     Attributes:
-        url: `memory://name/prefix`. All of the process who give the same name share one store.
+        url: `memory://name/prefix`. All users of a name in this process share one store.
         request_timeout: As for `S3`, in seconds.
         concurrency: As for `S3`.
 
     Raises:
-        InvalidArgumentError: One of them cannot be meant.
+        InvalidArgumentError: An attribute is invalid.
     """
 
     url: str
@@ -146,16 +146,16 @@ StoreConfig: TypeAlias = S3 | GCS | Memory
 
 
 def parts_of(config: StoreConfig) -> tuple[str, str]:
-    """Return bucket and prefix of a place, the prefix without slashes around it."""
+    """Return the bucket and the prefix of a place, without slashes around the prefix."""
     bucket, _, prefix = config.url.partition("://")[2].partition("/")
     return bucket, prefix
 
 
 def parent_of(config: StoreConfig) -> tuple[StoreConfig, str]:
-    """Return the place that `config` lies in, and its last name.
+    """Return the place that contains `config`, and the last name of `config`.
 
     Raises:
-        InvalidArgumentError: It is a bucket.
+        InvalidArgumentError: `config` is a bucket.
     """
     parent, _, name = config.url.rpartition("/")
     if not parts_of(config)[1]:
@@ -170,7 +170,7 @@ def check_endpoint(what: str, endpoint: object) -> str:
     """Return the URL of an endpoint without a slash at its end.
 
     Raises:
-        InvalidArgumentError: It is none; what was given is not told, it may hold secrets.
+        InvalidArgumentError: It is not a URL. The message does not show it: it may hold secrets.
     """
     if isinstance(endpoint, str) and not _CONTROL.search(endpoint):
         try:
@@ -197,7 +197,7 @@ def check_region(what: str, region: object) -> str:
     """Return the name of a region.
 
     Raises:
-        InvalidArgumentError: It cannot be one; what was given is not told.
+        InvalidArgumentError: It is not a region. The message does not show it.
     """
     if isinstance(region, str) and _REGION.match(region):
         return region
@@ -207,7 +207,7 @@ def check_region(what: str, region: object) -> str:
 
 
 def _checked_url(kind: str, url: object, scheme: str) -> str:
-    """Return a URL without slashes at its end."""
+    """Return a valid URL without slashes at its end."""
     example = f"'{scheme}://{'name' if scheme == 'memory' else 'bucket'}/runs/a'"
     if not isinstance(url, str):
         raise InvalidArgumentError(f"{kind}(url={_shown(url)}): expected a URL such as {example}")
@@ -221,10 +221,10 @@ def _checked_url(kind: str, url: object, scheme: str) -> str:
         )
     bucket, _, prefix = rest.partition("/")
     if "@" in bucket or "?" in rest or "#" in rest:
-        # What is in it may be secret, and is not told.
+        # Not shown: it may hold secrets.
         raise InvalidArgumentError(
             f"{kind}(url=...): expected a URL such as {example}, without user, query or fragment. "
-            "What does not fit in a URL is given as ckpt.storage.S3(...) or GCS(...)"
+            "Give what does not fit in a URL as ckpt.storage.S3(...) or GCS(...)"
         )
     least = 1 if scheme == "memory" else _SHORTEST_BUCKET
     if not _BUCKET.match(bucket) or ".." in bucket or len(bucket) < least:
@@ -280,5 +280,5 @@ def _check_count(kind: str, name: str, value: object, least: int, most: int) -> 
 
 
 def _shown(value: object) -> str:
-    # Before it is cut: a part of a secret is not recognized.
+    # Redacted before it is cut: a part of a secret is not recognized.
     return redact(repr(value))[:120]

@@ -1,4 +1,4 @@
-"""From what users say of an object store to TensorStore's view of it."""
+"""Connections: the place in an object store that a user names, as TensorStore opens it."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ __all__ = ["Connection", "connect"]
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-# Files of Amazon's tools, as TensorStore calls them, what else may name them, and where they lie.
+# The files of Amazon's tools: TensorStore's name, the variable that sets the path, the usual path.
 _FILES = (
     ("credentials_file", "AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
     ("config_file", "AWS_CONFIG_FILE", "~/.aws/config"),
 )
-# Of stores that are not Amazon's, which have none and want to be told one.
+# For stores that are not Amazon's: they have no regions, and still need one to be named.
 _ANY_REGION = "us-east-1"
 _FIRST_DELAY, _LONGEST_DELAY = "100ms", "4s"
 
 
 class Connection:
-    """What TensorStore is told of one place.
+    """A place in an object store, as TensorStore opens it.
 
     Attributes:
         location: The place, for messages.
-        endpoint: The URL of the store, for messages; empty where it is the usual one.
+        endpoint: The URL of the store, for messages; empty for the usual one.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Connection:
         Args:
             location: The place.
             endpoint: The URL of the store.
-            spec: Gives the specification, with so many repetitions of what failed.
-            retries: How many there are of what is harmless to repeat.
+            spec: Returns the specification with a given number of retries.
+            retries: How often requests that are harmless to repeat are retried.
         """
         self.location = location
         self.endpoint = endpoint
@@ -67,7 +67,7 @@ class Connection:
         return made
 
     def open(self) -> tuple[ts.KvStore, ts.KvStore]:
-        """Return the store twice: one that repeats what failed, and one that does not."""
+        """Return the store twice: one that retries failed requests, and one that does not."""
         return self._opened(self._retries), self._opened(0)
 
     def _opened(self, retries: int) -> ts.KvStore:
@@ -78,7 +78,7 @@ class Connection:
         except ValueError as error:
             wanted = spec.get("aws_credentials", {})
             if wanted.get("type") == "profile":
-                # It says neither which one nor where.
+                # TensorStore names neither the profile nor the file.
                 places = " or ".join(wanted[name] for name, _, _ in _FILES)
                 told = f"there may be no profile {wanted['profile']!r} with keys in {places}"
                 error.args = (f"{error}; {told}",)
@@ -94,10 +94,10 @@ class Connection:
 
 
 def connect(config: StoreConfig) -> Connection:
-    """Return how to reach a place; looks at the environment, and sends nothing.
+    """Return the connection to a place. It reads the environment, and sends nothing.
 
     Raises:
-        InvalidArgumentError: The environment holds an endpoint or a region that is none.
+        InvalidArgumentError: The environment holds an invalid endpoint or region.
     """
     bucket, prefix = parts_of(config)
     path = f"{prefix}/" if prefix else ""
@@ -136,7 +136,7 @@ def _s3(
         "driver": "s3",
         "bucket": bucket,
         "path": path,
-        # Without it TensorStore asks for the object first, and then writes without a condition.
+        # Otherwise TensorStore reads the object first, and then writes without a condition.
         "use_conditional_write": True,
         "aws_credentials": _credentials(config.credentials),
         "s3_request_concurrency": {"limit": config.concurrency},
@@ -150,7 +150,7 @@ def _s3(
 
 
 def _credentials(given: str) -> dict[str, str]:
-    """Return where TensorStore looks for keys; it reads no file unless it is told a profile."""
+    """Return where TensorStore looks for keys. It reads files only for a profile."""
     kind, _, profile = given.partition(":")
     if kind == "profile":
         files = {name: os.environ.get(variable) or usual for name, variable, usual in _FILES}
@@ -159,7 +159,7 @@ def _credentials(given: str) -> dict[str, str]:
     if kind != "default":
         return {"type": kind}
     if all(os.environ.get(name) for name in _KEYS):
-        # They come first anyway; and nothing is said of files and machines that are not there.
+        # These have priority anyway, and TensorStore does not warn about missing files then.
         return {"type": "environment"}
     return {"type": kind, "profile": os.environ.get("AWS_PROFILE") or "default"}
 
@@ -183,5 +183,5 @@ def _retries(count: int) -> dict[str, Any]:
 
 @functools.cache
 def _memory_of(name: str) -> ts.Context:
-    """Return the memory that all of this process share who call it so."""
+    """Return the memory that all users of this name in this process share."""
     return ts.Context({"memory_key_value_store": {}})

@@ -1,6 +1,6 @@
-"""What TensorStore says when an object store does not do as it was asked, in plain words.
+"""Errors of object stores: what TensorStore raises, translated to plain words and advice.
 
-It raises `ValueError` with a status code in its text, which may hold what the store answered.
+TensorStore raises `ValueError` with a status code in its text, and may repeat the store's answer.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _LONGEST_REASON = 300
 
 
 class _FailureKind(NamedTuple):
-    """What a failure comes to: number, advice, and what is sure of it.
+    """A kind of failure: its error number, what to do, and what is certain about the request.
 
-    Of a refusal it is sure that nothing was done, and that trying again would not help; of
-    something vain only the first. Something busy is worth trying again for as long as there is
-    time. What was not sent found no store to talk to.
+    After a refusal it is certain that nothing was done, and that a retry would not help; if it is
+    vain, only that nothing was done. If the store is busy, a retry is worthwhile as long as there
+    is time. A request that was not sent found no store.
 
-    All of that is said of the last time that the request was sent. Curl may have sent it before,
-    over a connection that broke, and then it may have been done.
+    All this is true of the last time that the request was sent. Curl may have sent it before over a
+    connection that broke, and then it may have been done.
     """
 
     number: int | None
@@ -41,8 +41,7 @@ class _FailureKind(NamedTuple):
 
 _NO_BUCKET = _FailureKind(
     errno.ENOENT,
-    "The bucket is not there. Make it first, or look whether its name, the endpoint and the region "
-    "are right",
+    "The bucket does not exist. Make it first, or check its name, the endpoint and the region",
     True,
 )
 _NO_ACCESS = _FailureKind(
@@ -58,61 +57,61 @@ _BUSY = _FailureKind(
     "ckpt.storage.S3 or GCS",
     False,
 )
-# The store says that it did not do it now.
+# The store says that it did not do it this time.
 _TURNED_AWAY = _BUSY._replace(is_vain=True, is_busy=True)
 _IN_THE_WAY = _TURNED_AWAY._replace(
     advice="Something else was being done to the same object; try again"
 )
 _ELSEWHERE = _FailureKind(
     errno.EREMOTE,
-    "The region or the endpoint is not the bucket's. Give the right ones as region= or endpoint= "
+    "The bucket has another region or endpoint. Give the right ones as region= or endpoint= "
     "of ckpt.storage.S3, or in AWS_REGION or AWS_ENDPOINT_URL_S3",
     True,
 )
 _EXPIRED = _FailureKind(
     errno.EACCES,
-    "The session that the credentials belong to is over, or was never there. Log in again, or take "
-    "credentials that renew themselves",
+    "The session of the credentials has expired or never existed. Log in again, or use credentials "
+    "that renew themselves",
     True,
 )
 _NO_ANSWER = _FailureKind(
     errno.EHOSTUNREACH,
-    "The store does not answer. Look whether the endpoint is right and can be reached from here",
+    "The store does not answer. Check that the endpoint is right and can be reached from here",
     False,
 )
 _NO_CONNECTION = _NO_ANSWER._replace(is_vain=True, was_sent=False)
 _NO_SUCH_HOST = _NO_ANSWER._replace(is_refusal=True, was_sent=False)
 _NO_TLS = _FailureKind(
     errno.EPROTO,
-    "The endpoint does not speak TLS as this machine does. Look whether it begins with http:// or "
-    "https://, and whose certificate it has",
+    "No TLS connection to the endpoint is possible. Check whether it begins with http:// or "
+    "https://, and its certificate",
     True,
     was_sent=False,
 )
 _NO_S3 = _FailureKind(
     errno.EPROTO,
-    "What answers there does not speak S3. Look whether the endpoint is the address of the store, "
-    "not of its web page, and does not end with the bucket",
+    "The server does not speak S3. Check that the endpoint is the address of the store, not of its "
+    "web page, and does not end with the bucket",
     True,
 )
 _NO_CREDENTIALS = _NO_ACCESS._replace(
-    advice="There are no credentials where they were looked for. Set them, or choose another "
-    "source with credentials= of ckpt.storage.S3; see docs/object-stores.md"
+    advice="No credentials were found. Set them, or choose another source with credentials= of "
+    "ckpt.storage.S3; see docs/object-stores.md"
 )
 _NO_CONDITIONS = _FailureKind(
     errno.ENOTSUP,
-    "The store does not know writes with a condition (If-None-Match, If-Match), which every commit "
-    "is. Update it, take another one, or look whether the endpoint is the address of a store",
+    "The store does not support conditional writes (If-None-Match, If-Match), which every commit "
+    "needs. Update it, use another one, or check that the endpoint is the address of a store",
     True,
 )
-_NOT_TAKEN = _FailureKind(errno.EINVAL, "The store does not take the request", True)
-_OTHER = _FailureKind(errno.EIO, "The store could not do it", False)
+_NOT_TAKEN = _FailureKind(errno.EINVAL, "The store does not accept the request", True)
+_OTHER = _FailureKind(errno.EIO, "The store failed", False)
 _GARBLED = _OTHER._replace(is_vain=True, is_busy=True)
 _ELSEWHERE_CODES = re.compile(
     "AuthorizationHeaderMalformed|PermanentRedirect|TemporaryRedirect|IllegalLocationConstraint"
 )
 _EXPIRED_CODES = re.compile("ExpiredToken|InvalidToken|TokenRefreshRequired")
-# 400, and yet right when it is sent again: it did not arrive as it was sent.
+# Status 400, but a retry may succeed: the request was garbled on its way.
 _GARBLED_CODES = re.compile("RequestTimeout|IncompleteBody|BadDigest|ContentSHA256Mismatch")
 _MAYBE_DONE = (408, 412, 425)
 
@@ -122,13 +121,13 @@ class RequestFailed(StorageError):
 
     Attributes:
         status: TensorStore's name for it, such as `OUT_OF_RANGE`; empty if there is none.
-        is_refusal: Whether the store surely did nothing, and would not do it later.
-        is_vain: Whether the store surely did nothing, and may do it when asked again.
+        is_refusal: Whether the store certainly did nothing, and a retry would not help.
+        is_vain: Whether the store certainly did nothing, and a retry may help.
         is_busy: Whether the store itself has said so.
-        is_under_way: Whether nobody knows yet, since the request has not ended.
-        was_sent: Whether a store may have seen it, the last time it was tried.
-        is_only: Whether it surely was tried once. Otherwise the above is true of the last time, and
-            of what was not sent then nothing is sure.
+        is_under_way: Whether the request has not ended, so that its outcome is unknown.
+        was_sent: Whether a store may have received it, the last time it was tried.
+        is_only: Whether it was certainly tried only once. Otherwise the above is true of the last
+            try, and nothing is certain if that was not sent.
     """
 
     def __init__(
@@ -144,14 +143,14 @@ class RequestFailed(StorageError):
         self.is_only = is_only
 
     def final(self) -> RequestFailed:
-        """Return the error that says that surely nothing was done, and it is not tried again."""
+        """Return this error as one after which certainly nothing was done and no retry follows."""
         self.is_refusal = True
         return self
 
     def unknown(self) -> StorageError:
-        """Return the error that says that nobody knows whether it was done."""
+        """Return the error for a request of which it is unknown whether it was done."""
         return StorageError(
-            f"{self.message}. It is not known whether it was written all the same",
+            f"{self.message}. It is unknown whether it was written",
             errno=self.errno,
         )
 
@@ -159,7 +158,7 @@ class RequestFailed(StorageError):
 def timed_out(what: str, where: str, seconds: float) -> RequestFailed:
     """Return the error of a request that took too long."""
     return RequestFailed(
-        f"cannot {what} {where}: no answer within {seconds:.0f} s. Look whether the endpoint is "
+        f"cannot {what} {where}: no answer within {seconds:.0f} s. Check that the endpoint is "
         "right and can be reached from here, or raise request_timeout=",
         "DEADLINE_EXCEEDED",
         _FailureKind(errno.ETIMEDOUT, "", is_refusal=False),
@@ -169,15 +168,15 @@ def timed_out(what: str, where: str, seconds: float) -> RequestFailed:
 
 
 def refused(what: str, where: str, error: Exception, *, is_only: bool = True) -> RequestFailed:
-    """Return the error of a request that TensorStore gave up.
+    """Return the error of a request that failed in TensorStore.
 
     Args:
         what: What was tried.
         where: The object, for the message.
         error: What TensorStore raised.
-        is_only: Whether curl had no connection that it could have sent it over before.
+        is_only: Whether curl had no older connection over which it could have sent it before.
     """
-    # Also of the cause that tracebacks show: a store's answer may hold what it was asked with.
+    # In the cause, too, which tracebacks show: the store's answer may repeat the request.
     text = redact(str(error))
     error.args = (text,)
     found = _STATUS.match(text)

@@ -1,17 +1,17 @@
-"""Who writes an attempt of an object store, and whether that is over.
+"""Lease records: who writes an attempt in an object store, and whether that writer is dead.
 
-An attempt has a record, a small object of its own, which lies beside the entries. Every change of a
-record is a conditional write, so of two who want to change it exactly one does:
+An attempt has a record, a small object beside the entries. Every change of a record is a
+conditional write, so if two processes want to change it, exactly one does:
 
     writing      its writer puts data. Renewed by the writer; a cleaner may seal it.
     committing   its writer is about to put the manifest. Nobody else may remove anything, unless
-                 that was seen there and has gone: then a cleaner may seal it.
+                 the manifest was seen and is gone again: then a cleaner may seal it.
     dead         sealed: nobody will ever put the manifest. Its data may be removed.
-    deleting     what it became is being deleted. Made where there is no record, so never while the
-                 writer does not know yet what came of its manifest.
+    deleting     its entry is being deleted. Only made if there is no record, so never while the
+                 writer does not know yet whether its manifest was written.
 
-The clock of the store is not to be had, so the age of a record is how long this process has itself
-seen it unchanged: it is never older than that. docs/design has the rule and the proof.
+The store's clock cannot be read, so the age of a record is the time for which this process has seen
+it unchanged. It is at least that old. docs/design/006-object-stores.md has the rule and the proof.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 State = Literal["writing", "committing", "dead", "deleting"]
 
 FOLDER = ".ckpt-attempts"
-# Ends the name of what says that data are to be removed once their record has gone.
+# Suffix of a note that data is to be removed once its record is gone.
 LATER = ".later"
 _KEY = re.compile(r"^(.+)\.([0-9a-f]{32})\Z", re.DOTALL)
 
@@ -60,12 +60,12 @@ def record_key(entry: str, attempt: str) -> str:
 
 
 def later_key(entry: str, attempt: str) -> str:
-    """Return the key of what says that the data of an attempt are to be removed later."""
+    """Return the key of the note that the data of an attempt is to be removed later."""
     return record_key(entry, attempt) + LATER
 
 
 def record_names(name: str) -> tuple[str, str] | None:
-    """Return the entry and the id that the name of a record tells, or None."""
+    """Return the entry and the attempt id in the name of a record; None for another name."""
     found = _KEY.match(name)
     return None if found is None else (found[1], found[2])
 
@@ -78,7 +78,7 @@ class LeaseRecord:
         key: Its key.
         seconds: How long it lasts after it was renewed.
         state: Its state.
-        generation: That of the object.
+        generation: The generation of the object.
         guard: Held while it is changed.
     """
 
@@ -105,16 +105,16 @@ class LeaseRecord:
         return names
 
     async def renew(self, keys: ObjectClient) -> bool:
-        """Write it anew while its attempt is being written; False as `change`."""
+        """Write it again while its attempt is being written; False as for `change`."""
         async with self.guard:
-            # Its writer may have gone on meanwhile.
+            # Its writer may have changed the state meanwhile.
             return self.state != "writing" or await self._change(keys, "writing")
 
     async def change(self, keys: ObjectClient, state: State) -> bool:
-        """Write the record anew, as its writer; False if somebody else has ended or removed it.
+        """Write the record again, as its writer; False if somebody else has ended or removed it.
 
         Raises:
-            StorageError: The store refused, or it is not known whether it was written.
+            StorageError: The store failed, or it is unknown whether it was written.
         """
         async with self.guard:
             return await self._change(keys, state)
@@ -124,7 +124,7 @@ class LeaseRecord:
             now = await self._now(keys)
             if now is None or now.state not in ("writing", "committing"):
                 return False
-            # Nobody but its writer writes these: the answer to an earlier change was lost.
+            # Only its writer writes these states, so the answer to an earlier change was lost.
             if now.generation == self.generation:
                 return False
             self.generation = now.generation
@@ -142,7 +142,7 @@ class LeaseRecord:
         return None if found is None else state_of(self.key, found)
 
     async def seize(self, keys: ObjectClient) -> bool:
-        """Write that it is dead, as a cleaner; False if it was changed since it was read.
+        """Mark it as dead, as a cleaner; False if it was changed since it was read.
 
         Raises:
             StorageError: As `change`.
@@ -151,7 +151,7 @@ class LeaseRecord:
             return await self._swap(keys, "dead")
 
     async def seal(self, keys: ObjectClient) -> bool:
-        """Write that it is dead, as its writer; False if its data may not be removed all the same.
+        """Mark it as dead, as its writer; False if its data must not be removed nevertheless.
 
         Raises:
             StorageError: As `change`.
@@ -160,8 +160,8 @@ class LeaseRecord:
             return True
         if self.state != "writing":
             return False
-        # A cleaner was quicker, and does not see what came after it. This writer has never been
-        # about to put a manifest, and has lost the right to.
+        # A cleaner was quicker, and does not see data written after it. This writer was never about
+        # to put a manifest, and has lost the right to.
         now = await self._now(keys)
         return now is None or now.state == "dead"
 
@@ -169,10 +169,10 @@ class LeaseRecord:
 async def make(
     keys: ObjectClient, entry: str, attempt: str, seconds: float, state: State
 ) -> LeaseRecord | None:
-    """Make the record of an attempt; None if there is one.
+    """Make the record of an attempt; None if there is one already.
 
     Raises:
-        StorageError: The store refused, or it is not known whether it was written.
+        StorageError: The store failed, or it is unknown whether it was written.
     """
     key = record_key(entry, attempt)
     swap = await keys.swap(key, _content(state, seconds), MISSING)
@@ -180,14 +180,14 @@ async def make(
 
 
 def _content(state: State, seconds: float) -> bytes:
-    # Unlike all before it: some stores tell versions of an object by its bytes alone.
+    # Different each time: some stores tell versions of an object apart by its bytes alone.
     people = {"host": platform.node(), "pid": os.getpid()}
     content = {"state": state, "seconds": seconds, "nonce": uuid.uuid4().hex}
     return json.dumps(content | people).encode()
 
 
 def state_of(key: str, found: StoredObject) -> LeaseRecord | None:
-    """Return the record that was found; None of what is none."""
+    """Return the record that an object holds; None if it does not hold one."""
     with contextlib.suppress(ValueError, RecursionError):
         content = json.loads(found.data)
         if isinstance(content, dict) and content.get("state") in get_args(State):
@@ -199,19 +199,20 @@ def state_of(key: str, found: StoredObject) -> LeaseRecord | None:
 
 
 class Sightings:
-    """For how long objects were seen unchanged, by the clock of this process, in seconds.
+    """The times for which objects were seen unchanged, by the clock of this process, in seconds.
 
     Attributes:
-        may_see_probes: Whether there may be some that were left; looked for until there are none.
+        may_see_probes: Whether there may be probes of dead processes. A sweep looks for them until
+            there are none.
     """
 
     def __init__(self) -> None:
-        """Nothing was seen yet."""
+        """Begin without any sighting."""
         self._seen: dict[str, tuple[bytes, float]] = {}
         self.may_see_probes = True
 
     def age(self, key: str, generation: bytes) -> float:
-        """Return since when an object has had the generation that it has now."""
+        """Return for how long an object has had the generation that it has now."""
         now = time.monotonic()
         known = self._seen.get(key)
         if known is None or known[0] != generation:
@@ -220,7 +221,7 @@ class Sightings:
         return now - known[1]
 
     def keep(self, folder: str, keys: set[str]) -> None:
-        """Forget what is not among the keys that a folder has now."""
+        """Forget the objects of a folder that are not among its present keys."""
         start = f"{folder}/"
         for key in [each for each in self._seen if each.startswith(start) and each not in keys]:
             del self._seen[key]
@@ -229,6 +230,6 @@ class Sightings:
 def lost(where: str) -> StorageError:
     """Return the error of a writer whose attempt was taken for dead."""
     return StorageError(
-        f"{where}: the attempt was removed by a cleaner, since its lease ran out. Save again; if "
+        f"{where}: the attempt was removed by a cleaner, since its lease expired. Save again; if "
         "this machine is slow, raise Timeouts(lease=...)"
     )

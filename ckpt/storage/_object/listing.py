@@ -1,9 +1,9 @@
-"""Which entries there are in an object store.
+"""The list of entries in an object store.
 
-The store lists objects, not folders, so a list grows with all that lies in the steps. Therefore a
-large root is listed whole only now and then; in between only the names are, that writers of this
-library leave beside the steps before they commit them. What other tools copy into a large root is
-found a little later.
+A store lists objects, not folders, so a list grows with the number of files in all steps. Therefore
+a large root is listed completely only now and then. In between only the names are listed that
+writers of this library leave beside the steps before they commit them. Steps that other tools copy
+into a large root are found a little later.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ckpt.storage._object.names import NAMES
 
 __all__ = ["StepListing"]
 
-# The store hands out that many keys at a time: a list of fewer takes one request in any case.
+# A store returns that many keys at a time, so a list of fewer takes one request in any case.
 _ONE_REQUEST = 1000
 _LEAST_SECONDS = 60.0
-# Listing the whole root takes this part of the time, at most.
+# Listing the whole root takes at most this share of the time.
 _SHARE = 0.01
 _OWN = ".ckpt-"
 
@@ -29,14 +29,14 @@ class StepListing:
     """Lists the entries of one root. Its coroutines run on one event loop."""
 
     def __init__(self, keys: ObjectClient) -> None:
-        """List what lies below `keys`."""
+        """List the entries below `keys`."""
         self._keys = keys
-        # Entries that no writer of this library has named: they were copied there.
+        # Entries that have no name of their writer: other tools copied them there.
         self._copied: frozenset[str] = frozenset()
         self._next = 0.0
 
     async def entries(self) -> list[str]:
-        """Return the names below which there is, or was a moment ago, a manifest."""
+        """Return the names of the entries that have, or had a moment ago, a manifest."""
         if time.monotonic() < self._next:
             names = await self._keys.list(f"{NAMES}/")
             return sorted(self._copied | _entries_of(names))
@@ -54,7 +54,7 @@ class StepListing:
         return sorted(there)
 
     async def is_empty(self) -> bool:
-        """Tell whether there is nothing below the root."""
+        """Tell whether there is no object below the root."""
         return not await self._keys.list("")
 
 

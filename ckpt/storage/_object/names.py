@@ -1,4 +1,4 @@
-"""Names of objects in a root, and what lies in place of a manifest while it is deleted."""
+"""Names of objects in a root, and the tombstone that replaces a manifest during deletion."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from ckpt._format.manifest import peek
 
 __all__ = ["GONE", "NAMES", "attempt_of", "deleter_of", "folder_of", "gone", "is_gone", "is_id"]
 
-# Begins what stands in place of a manifest for the moment in which it is deleted. No manifest does.
+# The beginning of a tombstone, which replaces a manifest while a step is deleted.
 GONE = b"# "
-# Names of entries that were committed lie here, for cheap lists; see `storage.object_lists`.
+# The folder with the names of committed entries, for cheap lists; see `listing`.
 NAMES = ".ckpt-steps"
 _ID = re.compile(r"^[0-9a-f]{32}\Z")
 _DELETER = re.compile(rb"^# deleted by ([0-9a-f]{32}), ")
 
 
 def is_id(name: str) -> bool:
-    """Tell whether an attempt may have this id."""
+    """Tell whether a name may be the id of an attempt."""
     return _ID.match(name) is not None
 
 
 def folder_of(path: str) -> str | None:
-    """Return the id of the attempt in whose folder a file of an entry lies; None if in none."""
+    """Return the id of the attempt whose folder holds a file of an entry; None if none does."""
     folder, mark, _ = path.partition("/")
     return folder if mark and is_id(folder) else None
 
 
 def gone(deleter: str) -> bytes:
-    """Return what lies in place of a manifest until the `deleting` record of `deleter` goes."""
+    """Return a tombstone, which stays until the `deleting` record of `deleter` is removed."""
     return GONE + f"deleted by {deleter}, {uuid.uuid4().hex}\n".encode()
 
 
 def deleter_of(data: bytes) -> str | None:
-    """Return whose `deleting` record stands behind a tombstone; None where it does not tell."""
+    """Return the id of the `deleting` record that a tombstone names; None if it names none."""
     found = _DELETER.match(data)
     return None if found is None else found[1].decode()
 
 
 def is_gone(data: bytes) -> bool:
-    """Tell whether what lies in place of a manifest says that it is being deleted."""
+    """Tell whether an object is a tombstone instead of a manifest."""
     return data.startswith(GONE)
 
 
 def attempt_of(data: bytes) -> str | None:
-    """Return the attempt that a manifest is of; None where it does not tell."""
+    """Return the id of the attempt that wrote a manifest; None if it does not say."""
     summary = peek(data)
     return None if summary is None else summary.attempt

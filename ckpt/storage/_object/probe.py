@@ -1,4 +1,4 @@
-"""Whether a store heeds the conditions of writes, which a commit rests on."""
+"""The probe: does a store heed the conditions of writes, on which every commit relies?"""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FOLDER = ".ckpt-probe"
 
 
 async def probe(keys: ObjectClient) -> None:
-    """Write one object several times, with conditions that do not hold; remove it.
+    """Write an object several times with conditions that do not hold, then remove it.
 
     Raises:
-        StorageError: The store does not heed them, or refused.
+        StorageError: The store ignores the conditions, or failed.
     """
     key = f"{FOLDER}/{uuid.uuid4().hex}"
     first = await keys.swap(key, f"1 {key}".encode(), MISSING)
@@ -28,7 +28,7 @@ async def probe(keys: ObjectClient) -> None:
         again = await keys.swap(key, f"2 {key}".encode(), MISSING)
         if again.generation is not None:
             await _refuse_no_store(keys, key)
-            raise _broken(keys, "replaces an object that is to be made only where there is none")
+            raise _broken(keys, "replaces an object that may only be made if none exists")
         stale = await keys.swap(key, f"3 {key}".encode(), _another(first.generation))
         if stale.generation is not None:
             raise _broken(keys, "replaces an object that somebody else has changed")
@@ -37,12 +37,12 @@ async def probe(keys: ObjectClient) -> None:
 
 
 async def _refuse_no_store(keys: ObjectClient, key: str) -> None:
-    """Raise if what was written is not there: many servers say yes to whatever they are asked."""
+    """Raise if the object was not written: many servers say yes to every request."""
     found = await keys.get(key)
     if found is None or not found.data.endswith(f" {key}".encode()):
         raise StorageError(
-            f"{keys.location}: what answers there says that it has written an object, and does not "
-            "have it. It is no store: look whether the endpoint is right",
+            f"{keys.location}: the server says that it has written an object, but does not have "
+            "it, so it is not a store. Check the endpoint",
             errno=errno.EREMOTE,
         )
 
@@ -51,13 +51,13 @@ def _broken(keys: ObjectClient, what: str) -> StorageError:
     return StorageError(
         f"{keys.location}: the store {what}: it ignores the conditions of writes "
         "(If-None-Match, If-Match), so of two writers of a step one could destroy the other's. "
-        "Update the store, take another one, or, if nobody else ever writes here, say so with "
+        "Update the store, use another one, or, if nobody else ever writes here, say so with "
         "single_writer=True of ckpt.storage.S3 or GCS"
     )
 
 
 def _another(generation: bytes) -> bytes:
-    """Return a generation that looks like this one and is not."""
+    """Return a generation that looks like this one and differs from it."""
     place = len(generation) // 2
     byte = generation[place]
     return generation[:place] + (b"0" if byte != ord("0") else b"1") + generation[place + 1 :]

@@ -1,7 +1,7 @@
-"""Removing entries and attempts of an object store, so that nobody's data go who may need them.
+"""Removal of entries and attempts in an object store, without data that another writer needs.
 
-The data of an attempt are removed by whoever holds its record, after its manifest has gone; see
-`storage.object_leases`.
+The data of an attempt is removed by the process that holds its lease record, after its manifest is
+gone; see `leases`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import anyio
 from ckpt._format.manifest import FILE_NAME, peek, peek_files
 from ckpt.errors import StorageError
 from ckpt.storage._object import leases
-from ckpt.storage._object.client import ObjectClient, StoredObject
-from ckpt.storage._object.concurrency import each
+from ckpt.storage._object.client import ObjectClient, StoredObject, each
 from ckpt.storage._object.leases import LeaseRecord
 from ckpt.storage._object.names import (
     NAMES,
@@ -36,9 +35,9 @@ _LOOKS, _PAUSE_SECONDS = 10, 0.05
 
 
 async def remove(keys: ObjectClient, entry: str, attempt: str | None, seconds: float) -> bool:
-    """Remove an entry: its manifest, then its data; False if it is not there.
+    """Remove an entry: its manifest, then its data; False if it does not exist.
 
-    With `attempt` only if its manifest is of that attempt.
+    With `attempt`, only if its manifest is of that attempt.
     """
     key = f"{entry}/{FILE_NAME}"
     found = await keys.get(key)
@@ -52,8 +51,8 @@ async def remove(keys: ObjectClient, entry: str, attempt: str | None, seconds: f
         deleter = records[0].attempt
     elif (record := await leases.make(keys, entry, deleter, seconds, "deleting")) is not None:
         records.append(record)
-    # In two steps: some stores have no conditional delete, but all that are used here can replace
-    # on a condition. Nobody takes the place of what is gone while the record of the deleter stays.
+    # In two steps: some stores have no conditional delete, but all can replace on a condition.
+    # Nobody writes a new manifest there while the record of the deleter exists.
     swap = await keys.swap(key, gone(deleter), found.generation)
     if swap.generation is None:
         await each(lambda record: finish(keys, record), records)
@@ -62,14 +61,14 @@ async def remove(keys: ObjectClient, entry: str, attempt: str | None, seconds: f
         await _remove_plain_files(keys, entry, found)
         await each(lambda record: finish(keys, record), records)
     except StorageError as error:
-        logger.warning("what was deleted at %s is left: %s", keys.location, error)
+        logger.warning("data of a deleted step at %s was left: %s", keys.location, error)
     return True
 
 
 async def remove_replaced(
     keys: ObjectClient, entry: str, old: StoredObject, seconds: float
 ) -> None:
-    """Remove the data of what a manifest described that another one has replaced."""
+    """Remove the data of a manifest that another one has replaced."""
     records = await _take_over(keys, entry, old, seconds)
     await _remove_plain_files(keys, entry, old)
     await each(lambda record: finish(keys, record), records)
@@ -78,16 +77,16 @@ async def remove_replaced(
 async def _take_over(
     keys: ObjectClient, entry: str, found: StoredObject, seconds: float
 ) -> list[LeaseRecord]:
-    """Return records of the attempts whose data a manifest stands for, to be finished.
+    """Return lease records of the attempts whose data belongs to a manifest, to be removed.
 
-    What has a record already, and keeps it, is left to whoever made it: its writer does not know
-    yet that it has published, or another one deletes it.
+    An attempt that has a record already is left to the process that made it: its writer does not
+    know yet that it has published, or another process deletes it.
     """
     attempt = attempt_of(found.data)
     if attempt is not None:
         ids = {attempt} if is_id(attempt) else set()
     else:
-        # Of a damaged manifest nobody knows: all of the entry that nobody writes.
+        # A damaged manifest does not say, so all data of the entry that nobody writes.
         below = await keys.list(f"{entry}/")
         ids = {folder for path in below if (folder := folder_of(path)) is not None}
     records = []
@@ -96,7 +95,7 @@ async def _take_over(
         if record is not None:
             records.append(record)
         elif attempt is not None:
-            # A cleaner looks again. Made only of what was surely committed: `sweep` relies on it.
+            # Left to a cleaner. `sweep` relies on it that such an attempt was committed.
             await keys.put(leases.later_key(entry, each_id), b"-")
     return records
 
@@ -108,13 +107,13 @@ async def _record_of(
         record = await leases.make(keys, entry, attempt, seconds, "deleting")
         if record is not None:
             return record
-        # Its writer has just committed, as a rule, and is about to remove its record.
+        # Usually its writer has just committed and is about to remove its record.
         await anyio.sleep(_PAUSE_SECONDS)
     return None
 
 
 async def finish_later(keys: ObjectClient, name: str, seconds: float) -> bool:
-    """Remove data that had a record when that was tried before; False if they still have."""
+    """Remove data that could not be removed because it had a record; False if it still has."""
     entry, attempt = leases.record_names(name.removesuffix(leases.LATER)) or ("", "")
     record = await leases.make(keys, entry, attempt, seconds, "deleting")
     if record is None:
@@ -125,7 +124,7 @@ async def finish_later(keys: ObjectClient, name: str, seconds: float) -> bool:
 
 
 async def finish_replaced(keys: ObjectClient, entry: str, attempt: str, seconds: float) -> None:
-    """Remove the data of what `attempt` has replaced, whose writer has not come to do that."""
+    """Remove the data that `attempt` has replaced and its writer did not remove."""
     names = await keys.list(f"{NAMES}/{entry}.")
     for other in names:
         if is_id(other) and other != attempt:
@@ -135,9 +134,9 @@ async def finish_replaced(keys: ObjectClient, entry: str, attempt: str, seconds:
 
 
 async def finish(keys: ObjectClient, record: LeaseRecord) -> None:
-    """Remove the data of an attempt that is being deleted, unless its manifest is there still.
+    """Remove the data of an attempt that is being deleted, unless its manifest still exists.
 
-    The tombstone goes first, if it is this deletion's.
+    The tombstone is removed first, if it is of this deletion.
     """
     entry, attempt = record.entry, record.attempt
     key = f"{entry}/{FILE_NAME}"
@@ -150,7 +149,7 @@ async def finish(keys: ObjectClient, record: LeaseRecord) -> None:
 
 
 async def remove_data(keys: ObjectClient, entry: str, attempt: str) -> None:
-    """Remove all that lies in the folder of an attempt, and its name."""
+    """Remove everything in the folder of an attempt, and its name."""
     start = f"{entry}/{attempt}/"
     paths = await keys.list(start)
     await each(lambda path: keys.delete(start + path), paths)
@@ -158,7 +157,7 @@ async def remove_data(keys: ObjectClient, entry: str, attempt: str) -> None:
 
 
 async def _remove_plain_files(keys: ObjectClient, entry: str, old: StoredObject) -> None:
-    """Remove the files of a step that was copied here from a disk: they lie in the entry itself."""
+    """Remove the files of a step that was copied here from a disk: they are in the entry itself."""
     files = peek_files(old.data) or frozenset()
     summary = peek(old.data)
     start = "" if summary is None else f"{summary.attempt}/"
@@ -167,7 +166,7 @@ async def _remove_plain_files(keys: ObjectClient, entry: str, old: StoredObject)
         for path in files
         if path != FILE_NAME
         and not (start and path.startswith(start))
-        # Names from a file must not lead anywhere else.
+        # Names in a manifest must not lead anywhere else.
         and folder_of(path) is None
         and not {"", ".", ".."} & set(path.split("/"))
     ]

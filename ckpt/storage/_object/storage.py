@@ -1,7 +1,7 @@
-"""Entries in an object store: S3, GCS, or the memory of this process.
+"""Object stores as a `Storage`: S3, GCS, or the memory of this process.
 
-What is done is in `storage.object_attempts` and its neighbours; here it is given the shape that
-all stores have. docs/design/006-object-stores.md tells why it is safe.
+The work is done in the modules beside this one. docs/design/006-object-stores.md tells why it is
+safe.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import anyio
 from ckpt._format.manifest import FILE_NAME
 from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
-from ckpt.storage._base import UNKNOWN_SIZE, Attempt
+from ckpt.storage._base import UNKNOWN_SIZE, Attempt, note_parts
 from ckpt.storage._object import attempts, leases, notes
 from ckpt.storage._object.attempts import ObjectAttempt
-from ckpt.storage._object.client import KeyValueStore, ObjectClient, StoredObject
-from ckpt.storage._object.concurrency import each
+from ckpt.storage._object.client import KeyValueStore, ObjectClient, StoredObject, each
 from ckpt.storage._object.config import Memory, StoreConfig
 from ckpt.storage._object.connection import connect
 from ckpt.storage._object.errors import RequestFailed
@@ -41,9 +40,9 @@ T = TypeVar("T")
 _LARGEST_FILE_BYTES = 1 << 30
 # Measured at 100 MB/s and 40 ms: 0.81 of the bandwidth, beside 0.75 with objects of 48 MiB.
 _USUAL_FILE_BYTES = 16 << 20
-# Parts of a read that are under way together: a stream of its own for each hides the latency.
+# A large read is split into parts of this size, each with a stream of its own to hide latency.
 _PART_BYTES = 8 << 20
-# Files that are copied whole through this machine, and manifests that are parsed, at once.
+# How many files are copied through this machine, and how many manifests are parsed, at once.
 _COPIES, _PARSED = 4, 16
 
 
@@ -63,8 +62,8 @@ class ObjectStorage:
         Args:
             config: The place.
             timeouts: How long leases last.
-            create: Whether `prepare` takes a place where there is nothing yet.
-            open_store: Gives another store in place of the one that `config` names; see
+            create: Whether `prepare` accepts a place where there is nothing yet.
+            open_store: Opens another store instead of the one that `config` names; see
                 `ObjectClient`.
         """
         self._connection = connect(config)
@@ -86,31 +85,27 @@ class ObjectStorage:
 
     @property
     def location(self) -> str:
-        """The URL of the root."""
         return self._connection.location
 
     @property
     def lease_seconds(self) -> float:
-        """How long the attempts of a writer that does not renew its leases are left alone."""
         return self._timeouts.lease
 
     @property
     def usual_file_bytes(self) -> int:
-        """Nothing of an object is on its way before all of it was copied and hashed."""
+        # Nothing of an object is sent before all of it is copied and hashed.
         return _USUAL_FILE_BYTES
 
     @property
     def largest_file_bytes(self) -> int:
-        """What one request can write, and memory can hold."""
         return _LARGEST_FILE_BYTES
 
     @property
     def keeps_others(self) -> bool:
-        """Only the objects of an entry are removed with it."""
+        # Only the objects of an entry are removed with it.
         return True
 
     async def prepare(self) -> None:
-        """Check, once, that the store heeds the conditions of writes."""
         if not self._create:
             await self._refuse_emptiness()
         if not self._heeds_conditions:
@@ -120,32 +115,28 @@ class ObjectStorage:
     async def _refuse_emptiness(self) -> None:
         if await self._lists.is_empty():
             raise StorageError(
-                f"cannot list the directory {self.location}: it is not there, and create=False was "
-                "given",
+                f"cannot list the directory {self.location}: it does not exist, and create=False "
+                "was given",
                 errno=errno.ENOENT,
             )
         self._create = True
 
     async def entries(self) -> list[str]:
-        """Return the names below which there is a manifest."""
         if not self._create:
             await self._refuse_emptiness()
         return await self._lists.entries()
 
     async def exists(self, entry: str) -> bool:
-        """Tell whether an entry has a manifest."""
         return await self._stamp(entry, FILE_NAME) is not None
 
     async def files(self, entry: str) -> dict[str, int | None]:
-        """Return the objects below an entry; the store does not tell their sizes."""
         return dict.fromkeys(await self._keys.list(f"{entry}/"), UNKNOWN_SIZE)
 
     async def read(self, entry: str, path: str, limit: int) -> bytes | None:
-        """Return a small file of an entry, or None; see `Storage.read`."""
         found = await self._keys.get(self._key(entry, path))
         if found is None or (path == FILE_NAME and is_gone(found.data)):
             if not self._answered:
-                # Reading from a bucket that is not there finds nothing; listing it says why.
+                # Reading from a missing bucket finds nothing; listing it says why.
                 await self._keys.refuse_missing()
                 self._answered = True
             return None
@@ -157,7 +148,6 @@ class ObjectStorage:
         return found.data
 
     async def stamps(self, entries: Sequence[str], path: str) -> list[Hashable | None]:
-        """Return the generation of a file of each entry; see `Storage.stamps`."""
         found: dict[str, Hashable | None] = {}
 
         async def look(entry: str) -> None:
@@ -175,7 +165,6 @@ class ObjectStorage:
     async def read_each(
         self, entries: Sequence[str], path: str, limit: int, parse: Callable[[bytes], T]
     ) -> list[T | None]:
-        """Read a small file of each entry; see `Storage.read_each`."""
         found: dict[str, T | None] = dict.fromkeys(entries)
         parsers = anyio.Semaphore(_PARSED)
 
@@ -189,34 +178,31 @@ class ObjectStorage:
         return [found[entry] for entry in entries]
 
     async def begin(self, entry: str) -> Attempt:
-        """Make the record of an attempt."""
         token = uuid.uuid4().hex
         record = await leases.make(self._keys, entry, token, self._timeouts.lease, "writing")
         if record is None:
             await self._keys.refuse_missing()
-            raise StorageError(f"{self.location}/{entry}: the store does not make a new object")
+            raise StorageError(f"{self.location}/{entry}: the store did not create a new object")
         return ObjectAttempt(entry, token, record)
 
     async def join(self, entry: str, attempt: str) -> Attempt:
-        """Look for the record of an attempt of another process; see `Storage.join`."""
         if await self._keys.get(leases.record_key(entry, attempt)) is None:
             await self._keys.refuse_missing()
             endpoint = self._connection.endpoint
             raise StorageError(
                 f"{self.location}/{entry}{f' at {endpoint}' if endpoint else ''}: the attempt that "
-                "process 0 has begun is not here. Do all processes use the same store, endpoint "
-                "and credentials? memory:// is for one process"
+                "process 0 has begun does not exist here. Do all processes use the same store, "
+                "endpoint and credentials? memory:// is for one process"
             )
         return ObjectAttempt(entry, attempt, None)
 
     async def renew(self, attempt: Attempt) -> None:
-        """Write the record of an attempt anew."""
         record = _own(attempt).record
         if record is not None and not await record.renew(self._keys):
             raise leases.lost(f"{self.location}/{attempt.entry}")
 
     async def write(self, attempt: Attempt, path: str, data: bytes) -> None:
-        """Write a new object of the attempt; its manifest is kept until it is published."""
+        # A step is there once its manifest is, so that is kept for `publish`.
         own = _own(attempt)
         if path == FILE_NAME:
             own.manifest = data
@@ -224,14 +210,13 @@ class ObjectStorage:
             await self._put(own, path, data)
 
     async def write_block(self, attempt: Attempt, path: str, data: memoryview) -> None:
-        """Write a new object of the attempt."""
         await self._put(_own(attempt), path, data)
 
     async def _put(self, own: ObjectAttempt, path: str, data: bytes | memoryview) -> None:
         if len(data) > _LARGEST_FILE_BYTES:
             raise StorageError(
                 f"{self.location}/{own.entry}: {path!r:.200} has {len(data)} bytes, and object "
-                f"stores take at most {_LARGEST_FILE_BYTES} at once. Split it, or save it to a "
+                f"stores accept at most {_LARGEST_FILE_BYTES} at once. Split it, or save it to a "
                 "file system",
                 errno=errno.EFBIG,
             )
@@ -242,27 +227,26 @@ class ObjectStorage:
             raise
 
     async def link(self, attempt: Attempt, path: str, folder: str = "") -> None:
-        """Copy an object of the attempt's entry, through this machine; see `Storage.link`."""
+        # The object is copied through this machine.
         self._copies = self._copies or anyio.Semaphore(_COPIES)
         async with self._copies:
             place = f"{attempt.entry}/{folder}" if folder else attempt.entry
             found = await self._keys.get(self._key(place, path))
             if found is None:
                 raise CorruptCheckpointError(
-                    f"{self.location}/{place}/{path}: it is not there. The step was damaged after "
-                    "it was committed"
+                    f"{self.location}/{place}/{path}: it does not exist. The step was damaged "
+                    "after it was committed"
                 )
             await self._put(_own(attempt), path, found.data)
 
     async def read_block(self, entry: str, path: str, offset: int, target: memoryview) -> None:
-        """Fill `target` from an object of an entry, with several requests if it is large."""
         key = self._key(entry, path)
 
         async def fill(start: int) -> None:
             part = target[start : start + _PART_BYTES]
             if not await self._keys.fill(key, offset + start, part):
                 raise CorruptCheckpointError(
-                    f"{self.location}/{key}: it is not there, or is shorter than "
+                    f"{self.location}/{key}: it does not exist, or is shorter than "
                     f"{offset + len(target)} bytes. The step was damaged after it was committed; "
                     "restore another one"
                 )
@@ -274,14 +258,12 @@ class ObjectStorage:
         await each(fill, range(0, len(target), _PART_BYTES))
 
     def database_spec(self, entry: str, path: str) -> Any:
-        """Return what TensorStore opens the folder `path` of an entry by."""
         return self._connection.spec(self._key(entry, path) + "/")
 
     async def publish(
         self, attempt: Attempt, *, overwrite: bool, replacing: str | None = None
     ) -> None:
-        """Put the manifest where there is none; with `overwrite` in place of the one there."""
-        # Nothing may come between the store and our knowing what it did.
+        # Shielded: what the store has done must be known here.
         with anyio.CancelScope(shield=True):
             own = _own(attempt)
             replaced = await attempts.publish(
@@ -290,87 +272,76 @@ class ObjectStorage:
             await self._clean_up(own, replaced)
 
     async def _clean_up(self, own: ObjectAttempt, replaced: StoredObject | None) -> None:
-        """Remove what an attempt that was committed needs no more, and what it has replaced."""
+        """Remove what it has replaced, and then the record of an attempt that was committed."""
         record, own.record = own.record, None
         try:
             if replaced is not None and not is_gone(replaced.data):
                 await remove_replaced(self._keys, own.entry, replaced, self._timeouts.lease)
-            # Last: by it a cleaner knows that something may be left to do.
+            # Last: it tells a cleaner that something may be left to do.
             if record is not None:
                 await self._keys.delete(record.key)
         except StorageError as error:
-            logger.warning("what was replaced at %s is left: %s", self.location, error)
+            logger.warning("data of a replaced step at %s was left: %s", self.location, error)
 
     async def discard(self, attempt: Attempt, *, joined: bool = False) -> None:
-        """Remove what was written of an attempt; a later sweep removes what will not go."""
         own = _own(attempt)
         own.abandoned = own.abandoned or joined
         try:
             await attempts.discard(self._keys, own)
         except StorageError as error:
-            logger.warning("an attempt could not be removed, a later run will: %s", error)
+            logger.warning("an attempt could not be removed, and is left to a later run: %s", error)
 
     async def remove(self, entry: str, *, attempt: str | None = None) -> bool:
-        """Remove the manifest of an entry, then its objects, and no others."""
         with anyio.CancelScope(shield=True):
             removed = await remove(self._keys, entry, attempt, self._timeouts.lease)
         return removed
 
     async def move(self, entry: str, trash: str) -> str | None:
-        """Refuse: objects cannot be renamed."""
         raise _no_trash(self.location)
 
     async def prepare_trash(self, trash: str) -> None:
-        """Refuse: objects cannot be renamed."""
         raise _no_trash(self.location)
 
     async def set_aside(self, entry: str, paths: Sequence[str]) -> str:
-        """Leave the objects where they are; see `keeps_others`."""
         return f"{self.location}/{entry}"
 
     async def sweep(self) -> list[str]:
-        """Remove what dead writers left; see `storage.object_sweeping`."""
         return await sweep(self._keys, self._sightings, self._timeouts.lease)
 
     async def put_note(
         self, name: str, data: bytes, *, replace: bool, durable: bool = True
     ) -> bool:
-        """Write a small object of the root; see `Storage.put_note`."""
         return await notes.put(self._keys, name, data, replace=replace)
 
     async def read_note(self, name: str, limit: int) -> bytes | None:
-        """Return a small object of the root, or None; see `Storage.read_note`."""
-        folder, _, file = notes.check_name(name).partition("/")
+        folder, file = note_parts(name)
         return await self.read(folder, file, limit)
 
     async def notes(self, folder: str) -> dict[str, float]:
-        """Return for how long the objects of a folder were seen unchanged."""
         return await notes.ages(self._keys, folder, self._sightings)
 
     async def touch_note(self, name: str) -> bool:
-        """Let the age of a small object of the root begin anew."""
         return await notes.touch(self._keys, name)
 
     async def drop_note(self, name: str, *, durable: bool = True) -> bool:
-        """Remove a small object of the root."""
         return await notes.drop(self._keys, name)
 
     def _key(self, *names: str) -> str:
         """Return the key of a file.
 
         Raises:
-            CorruptCheckpointError: Its path comes from a file that would lead somewhere else.
+            CorruptCheckpointError: The path comes from a manifest and would lead elsewhere.
         """
         key = "/".join(names)
         if any(part in ("", ".", "..") for part in key.split("/")):
-            raise CorruptCheckpointError(f"{self.location}: {key!r:.200} is no path of a file")
+            raise CorruptCheckpointError(f"{self.location}: {key!r:.200} is not a valid path")
         return key
 
 
 def _no_trash(location: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"Deletion(trash=...): {location} is an object store, where nothing can be moved. Switch "
-        "on the versioning of the bucket instead: it keeps what is deleted"
+        f"Deletion(trash=...): objects in {location} cannot be moved. Switch on the versioning of "
+        "the bucket instead: it keeps what is deleted"
     )
 
 

@@ -1,15 +1,14 @@
-"""Removing what dead writers left in an object store.
+"""The sweep of an object store: it removes what dead writers left.
 
-A writer is taken for dead once its record has stayed the same for longer than it lasts, as this
-process has itself seen. It is sealed before anything is removed, and a writer that lives after all
-loses the race for its own record before it puts a manifest.
+A writer is taken for dead if this process has seen its lease record unchanged for longer than the
+lease lasts. The record is sealed before anything is removed, and a writer that is alive after all
+loses the race for its own record before it can put a manifest.
 """
 
 from __future__ import annotations
 
 from ckpt._format.manifest import FILE_NAME
-from ckpt.storage._object.client import ObjectClient
-from ckpt.storage._object.concurrency import each
+from ckpt.storage._object.client import ObjectClient, each
 from ckpt.storage._object.leases import (
     FOLDER,
     LATER,
@@ -26,7 +25,7 @@ __all__ = ["sweep"]
 
 
 async def sweep(keys: ObjectClient, sightings: Sightings, seconds: float) -> list[str]:
-    """Remove what provably dead writers left; return the names of their attempts.
+    """Remove what certainly dead writers left; return the names of their attempts.
 
     Records that are made for that last for `seconds`.
     """
@@ -55,20 +54,20 @@ async def sweep(keys: ObjectClient, sightings: Sightings, seconds: float) -> lis
 
 
 async def _end(keys: ObjectClient, record: LeaseRecord, *, was_published: bool) -> bool:
-    """End an attempt whose record has run out; False if that must not be done.
+    """End an attempt whose record has expired; False if that must not be done.
 
-    `was_published` says that its manifest was seen by who has deleted or replaced it since, or was
-    about to.
+    `was_published` says that a process that deleted or replaced it, or was about to, has seen its
+    manifest.
     """
     if record.state == "committing":
         found = await keys.get(f"{record.entry}/{FILE_NAME}")
         is_there = found is not None and attempt_of(found.data) == record.attempt
         if not is_there and not was_published:
-            # Its manifest may still come, so nothing can go.
+            # Its manifest may still be written, so nothing can be removed.
             return False
         if not is_there and not await record.seize(keys):
             return False
-        # Its writer has not come to do that.
+        # Its writer did not do that any more.
         await finish_replaced(keys, record.entry, record.attempt, record.seconds)
         if is_there:
             await keys.delete(record.key)
@@ -80,7 +79,7 @@ async def _end(keys: ObjectClient, record: LeaseRecord, *, was_published: bool) 
 
 
 async def _remove_probes(keys: ObjectClient, sightings: Sightings, seconds: float) -> bool:
-    """Remove what was left of probes whose process died; tell whether there are any."""
+    """Remove probes whose process died; tell whether there are any probes."""
 
     async def look(name: str) -> None:
         key = f"{PROBES}/{name}"

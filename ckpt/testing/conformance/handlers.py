@@ -1,14 +1,7 @@
-"""A conformance suite for handlers: what every one of them has to do, tried on real checkpoints.
+"""The conformance suite for handlers: what every handler must do, tried on real checkpoints.
 
 Each check is a function of a `HandlerCase` and an empty directory, and raises `AssertionError`
-where the handler does something else. `check_handler` runs them all; with pytest one test for each
-is better:
-
-```python
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_my_handler(check, tmp_path):
-    check(HandlerCase(MyHandler(), make=MyThing, same=operator.eq), tmp_path)
-```
+where the handler does something else.
 """
 
 from __future__ import annotations
@@ -97,9 +90,9 @@ def check_handler(case: HandlerCase, root: Path) -> None:
 
 
 def it_has_a_stable_name(case: HandlerCase, root: Path) -> None:
-    """The name is a plain text, the same every time, and the one by which the item is found."""
+    """The name is a string, always the same, and the one by which the item is found."""
     name = case.handler.name
-    assert isinstance(name, str), f"the name {name!r} is no text"
+    assert isinstance(name, str), f"the name {name!r} is not a string"
     assert name == case.handler.name, "another name when asked again"
     find_handlers({_ITEM: case.handler})
     written = _manifest(_saved(case, root)).items[_ITEM].handler
@@ -107,7 +100,7 @@ def it_has_a_stable_name(case: HandlerCase, root: Path) -> None:
 
 
 def it_brings_back_what_was_saved(case: HandlerCase, root: Path) -> None:
-    """Onto a target, and without one."""
+    """The object is restored, with a target and without one."""
     path = _saved(case, root)
     _assert_same(case, _loaded(case, path))
     found = sync.load(path, handlers=case.handlers)[_ITEM]
@@ -116,7 +109,7 @@ def it_brings_back_what_was_saved(case: HandlerCase, root: Path) -> None:
 
 
 def it_may_be_changed_once_save_has_returned(case: HandlerCase, root: Path) -> None:
-    """The snapshot is taken by then: what the caller does afterwards is not saved."""
+    """`stage` takes the snapshot: what the caller changes afterwards is not saved."""
     if case.change is None:
         return
     held = _Held()
@@ -157,7 +150,7 @@ def its_metadata_needs_no_file(case: HandlerCase, root: Path) -> None:
 
 
 def it_notices_damage(case: HandlerCase, root: Path) -> None:
-    """A file that is gone, cut or changed is an error that names the item, or was not needed."""
+    """A file that is missing, cut or changed is an error that names the item, or is not needed."""
     path = _saved(case, root / "sound")
     noticed = 0
     for name in (name for name in _manifest(path).files if name.startswith(f"{_ITEM}/")):
@@ -177,7 +170,7 @@ def it_notices_damage(case: HandlerCase, root: Path) -> None:
 
 
 def it_refuses_entries_that_are_not_its_own(case: HandlerCase, root: Path) -> None:
-    """What another wrote is no object of this handler, and a broken entry is an error."""
+    """An item of another handler, or a broken entry, is an error."""
     path = _saved(case, root, tree={"x": 1})
     whole = _manifest(path)
     entry = whole.items[_ITEM]
@@ -197,7 +190,7 @@ def it_refuses_entries_that_are_not_its_own(case: HandlerCase, root: Path) -> No
 
 
 def it_refuses_what_it_cannot_save(case: HandlerCase, root: Path) -> None:
-    """With one of this library's errors, which names the item; nothing is left behind."""
+    """An object of another type is an error that names the item, and nothing is left."""
     with sync.CheckpointManager(root / "run", handlers=case.handlers) as mgr:
         with _refused("save a foreign object"):
             mgr.save(0, items={_ITEM: case.foreign(), "tree": {"x": 1}}).result()
@@ -206,14 +199,14 @@ def it_refuses_what_it_cannot_save(case: HandlerCase, root: Path) -> None:
 
 
 def it_refuses_a_target_of_another_kind(case: HandlerCase, root: Path) -> None:
-    """With one of this library's errors, which names the item."""
+    """A wrong target is refused with an error of this library that names the item."""
     path = _saved(case, root)
     with _refused("load onto a foreign target"):
         sync.load(path, items={_ITEM: case.foreign()}, handlers=case.handlers)
 
 
 def it_gives_way_when_another_item_fails(case: HandlerCase, root: Path) -> None:
-    """The error of the other item is raised, and nothing is left behind."""
+    """If another item fails, its error is raised and nothing is left."""
     for where in ("stage", "commit"):
         failing = _Held(fails=where)
         with sync.CheckpointManager(
@@ -229,7 +222,7 @@ def it_gives_way_when_another_item_fails(case: HandlerCase, root: Path) -> None:
 
 
 def it_can_be_cancelled(case: HandlerCase, root: Path) -> None:
-    """A save that is cancelled leaves nothing, a restore that is cancelled can be repeated."""
+    """A cancelled save leaves nothing, and a cancelled restore can be repeated."""
     held = _Held()
     with sync.CheckpointManager(root / "run", handlers=case.handlers | {"held": held}) as mgr:
         with held.holding():
@@ -267,7 +260,7 @@ CHECKS: tuple[Callable[[HandlerCase, Path], None], ...] = (
 
 
 class _Held:
-    """An item and its handler: its commit waits while it is held, or one of its halves fails."""
+    """An item and its handler: its commit waits while it is held, or one of its phases fails."""
 
     name = "ckpt.testing.held"
 

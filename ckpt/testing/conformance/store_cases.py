@@ -1,4 +1,4 @@
-"""What the checks of stores share: the case, entries made of known bytes, and looks at them.
+"""The case that the checks of stores use, and helpers: entries of known bytes, and reading them.
 
 `ckpt.testing.conformance.stores` is where this is used from.
 """
@@ -12,7 +12,7 @@ from random import Random
 from typing import Any, TypeVar
 
 import anyio
-import tensorstore as ts  # noqa: TID251  (as those who restore do)
+import tensorstore as ts  # noqa: TID251  (as a restore does)
 
 from ckpt._format.digests import digest
 from ckpt._format.manifest import (
@@ -54,7 +54,7 @@ _LONG_LEASE = 3600.0
 
 
 def let_go(attempt: Attempt) -> None:
-    """Do nothing: the writer just does not come back."""
+    """Do nothing: the writer just never continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class StoreCase:
 async def opened(
     case: StoreCase, count: int = 1, lease: float = _LONG_LEASE
 ) -> AsyncIterator[list[Storage]]:
-    """Open a fresh root `count` times, as so many processes would."""
+    """Open a new root `count` times, as that many processes would."""
     opens = case.fresh()
     storages = [opens(Timeouts(lease=lease)) for _ in range(count)]
     for storage in storages:
@@ -87,7 +87,7 @@ async def opened(
 
 
 def content(seed: object, nbytes: int) -> bytes:
-    """Return bytes that are others for every seed."""
+    """Return bytes that differ for every seed."""
     return Random(str(seed)).randbytes(nbytes)
 
 
@@ -118,7 +118,7 @@ def manifest_of(attempt: Attempt, files: dict[str, bytes]) -> bytes:
 async def write(
     storage: Storage, entry: str, seed: object = 0, nbytes: int = 5000, *, manifest: bool = True
 ) -> Attempt:
-    """Write an attempt whose files are made of `seed`; it is not published."""
+    """Write an attempt whose files are made from `seed`, without publishing it."""
     attempt = await storage.begin(entry)
     files = {SMALL: content(f"{seed} small", 100), DATA: content(seed, nbytes)}
     await storage.write(attempt, SMALL, files[SMALL])
@@ -131,7 +131,7 @@ async def write(
 async def publish(
     storage: Storage, entry: str, seed: object = 0, *, overwrite: bool = False, nbytes: int = 5000
 ) -> Attempt:
-    """Write an attempt and publish it; one that lost is discarded."""
+    """Write an attempt and publish it, or discard it if another one won."""
     attempt = await write(storage, entry, seed, nbytes)
     try:
         await storage.publish(attempt, overwrite=overwrite)
@@ -142,7 +142,7 @@ async def publish(
 
 
 async def read_all(storage: Storage, entry: str) -> tuple[Manifest, dict[str, bytes]] | None:
-    """Return the manifest of an entry and its files, or None if it is not there.
+    """Return the manifest of an entry and its files, or None if it does not exist.
 
     Raises:
         CorruptCheckpointError: A file is missing or cut; whoever reads while others write looks
@@ -166,7 +166,7 @@ async def read_all(storage: Storage, entry: str) -> tuple[Manifest, dict[str, by
 
 
 async def read_folder(spec: Any) -> dict[str, bytes]:
-    """Return what TensorStore finds where `Storage.database_spec` tells it to look, by path."""
+    """Return the files that TensorStore finds through `Storage.database_spec`, by path."""
 
     def read() -> dict[str, bytes]:
         store = ts.KvStore.open(spec).result()
@@ -176,7 +176,7 @@ async def read_folder(spec: Any) -> dict[str, bytes]:
 
 
 async def files_of(storage: Storage, entry: str) -> list[str]:
-    """Return the files below an entry; none where that is not there, which may be an error."""
+    """Return the files of an entry; none if it does not exist, even if the store raises then."""
     try:
         return [*await storage.files(entry)]
     except StorageError:
@@ -187,7 +187,7 @@ async def files_of(storage: Storage, entry: str) -> list[str]:
 async def assert_whole(
     storage: Storage, entry: str, seed: object = 0, attempt: Attempt | None = None
 ) -> None:
-    """The entry is there, of that attempt, and holds what was made of `seed`."""
+    """Check that the entry is of that attempt and holds what was made from `seed`."""
     found = await read_all(storage, entry)
     assert found is not None, f"{entry} is not there"
     manifest, files = found
@@ -198,7 +198,7 @@ async def assert_whole(
 
 @contextlib.contextmanager
 def refused(kind: type[BaseException], what: str, *names: str) -> Iterator[None]:
-    """The body raises an error of that kind whose message holds the names."""
+    """Check that the body raises an error of that class, with the names in its message."""
     try:
         yield
     except kind as error:
@@ -210,7 +210,7 @@ def refused(kind: type[BaseException], what: str, *names: str) -> Iterator[None]
 
 
 async def together(*calls: Callable[[], Awaitable[Any]]) -> list[Any]:
-    """Run calls at once; return what each gave, or the error of the library that it raised."""
+    """Run calls at once; return the result of each, or the library's error that it raised."""
     results: list[Any] = [None] * len(calls)
 
     async def run(place: int, call: Callable[[], Awaitable[Any]]) -> None:

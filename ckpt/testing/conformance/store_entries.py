@@ -1,4 +1,4 @@
-"""Checks of stores that one writer at a time can fail: files, names, listings.
+"""Checks of stores with one writer at a time: files, names, listings.
 
 `ckpt.testing.conformance.stores` is where these are used from.
 """
@@ -49,7 +49,7 @@ _MOST_BUILT_BYTES = 1 << 33
 
 
 async def it_says_what_it_is(case: StoreCase) -> None:
-    """Location, lease and largest file are told; a root that is empty holds nothing."""
+    """The store says its location, lease and largest file, and an empty root holds no entries."""
     async with opened(case, lease=1234.5) as [storage]:
         assert isinstance(storage.location, str)
         assert storage.location, "no location"
@@ -66,7 +66,7 @@ async def it_says_what_it_is(case: StoreCase) -> None:
 
 
 async def an_attempt_is_seen_by_nobody(case: StoreCase) -> None:
-    """Until it is published; then all of it is there at once, for every process."""
+    """Only once it is published, all of it is visible at once, to every process."""
     async with opened(case, 2) as [storage, other]:
         attempt = await write(storage, "7")
         assert attempt.entry == "7"
@@ -89,7 +89,7 @@ async def an_attempt_is_seen_by_nobody(case: StoreCase) -> None:
 
 
 async def a_discarded_attempt_leaves_nothing(case: StoreCase) -> None:
-    """Neither files nor an entry, and it cannot be published any more; others are left."""
+    """No files and no entry are left, it cannot be published any more, and others are untouched."""
     async with opened(case, 2) as [storage, other]:
         await publish(storage, "1")
         attempt, second = await write(storage, "1", 1), await write(other, "1", 2)
@@ -103,7 +103,7 @@ async def a_discarded_attempt_leaves_nothing(case: StoreCase) -> None:
 
 
 async def an_entry_is_not_replaced_unless_asked(case: StoreCase) -> None:
-    """And the attempt that was refused is still there: it can replace it."""
+    """The refused attempt still exists, and can be published with `overwrite`."""
     async with opened(case, 2) as [storage, other]:
         first = await publish(storage, "5", "first")
         attempt = await write(other, "5", "second")
@@ -118,7 +118,7 @@ async def an_entry_is_not_replaced_unless_asked(case: StoreCase) -> None:
 
 
 async def only_what_was_meant_is_replaced(case: StoreCase) -> None:
-    """With `replacing`, an entry of another attempt stays, and one that is gone stays gone."""
+    """With `replacing`, an entry of another attempt stays, and a removed entry stays removed."""
     async with opened(case, 2) as [storage, other]:
         first = await publish(storage, "5", "first")
         attempt = await write(storage, "5", "next")
@@ -137,7 +137,7 @@ async def only_what_was_meant_is_replaced(case: StoreCase) -> None:
 
 
 async def an_entry_is_removed_whole(case: StoreCase) -> None:
-    """Once; with `attempt` only the entry of that attempt; its name is free afterwards."""
+    """An entry is removed once, and its name is free; with `attempt`, only if it is of that."""
     async with opened(case, 2) as [storage, other]:
         first = await publish(storage, "1", "first")
         await publish(storage, "10", "ten")
@@ -156,7 +156,7 @@ async def an_entry_is_removed_whole(case: StoreCase) -> None:
 
 
 async def every_name_is_kept_apart(case: StoreCase) -> None:
-    """Names of entries and of files are what they were given, also odd ones and prefixes."""
+    """Names of entries and files are kept exactly, even odd ones and prefixes of each other."""
     async with opened(case, 2) as [storage, other]:
         for name in _NAMES:
             await publish(storage, name, name, nbytes=10)
@@ -181,7 +181,7 @@ async def every_name_is_kept_apart(case: StoreCase) -> None:
 
 
 async def its_listing_is_always_true(case: StoreCase) -> None:
-    """What one process publishes and removes, another that listed before sees at once."""
+    """A process that listed before sees at once what another one publishes and removes."""
     async with opened(case, 2) as storages:
         random, there = Random(7), dict[str, Attempt]()
         for turn in range(30):
@@ -201,7 +201,7 @@ async def its_listing_is_always_true(case: StoreCase) -> None:
 
 
 async def a_change_is_told_by_the_stamp(case: StoreCase) -> None:
-    """Stamps stay while a file stays, and are others once it was replaced; also of many."""
+    """The stamp of a file changes when the file is replaced, and only then."""
     async with opened(case, 2) as [storage, other]:
         for name in ("1", "2", "3"):
             await publish(storage, name, name)
@@ -219,7 +219,7 @@ async def a_change_is_told_by_the_stamp(case: StoreCase) -> None:
 
 
 async def small_files_are_read_within_limits(case: StoreCase) -> None:
-    """One file or one of each entry: what is too large is an error there, and None here."""
+    """A file that is too large is an error for `read`, and None for `read_each`."""
     async with opened(case) as [storage]:
         attempts = {name: await publish(storage, name, name) for name in ("1", "2")}
         folder = attempts["1"].folder
@@ -240,7 +240,7 @@ async def small_files_are_read_within_limits(case: StoreCase) -> None:
 
 
 async def every_range_is_read(case: StoreCase) -> None:
-    """Blocks come back byte for byte from any offset; what is not there is an error."""
+    """Blocks are read byte for byte from any offset, and missing bytes are an error."""
     size = 9 * _MIB + 77
     async with opened(case) as [storage]:
         attempt = await publish(storage, "1", "data", nbytes=size)
@@ -264,7 +264,7 @@ async def every_range_is_read(case: StoreCase) -> None:
 
 
 async def files_of_every_size_are_kept(case: StoreCase) -> None:
-    """Empty ones, and up to the largest; a larger one is refused before it is sent."""
+    """Files may be empty, or of the largest size. A larger one is refused before it is sent."""
     sizes = (0, 1, 64 << 10, _MIB, 5 * _MIB + 1)
     async with opened(case) as [storage]:
         for size in sizes:
@@ -272,7 +272,7 @@ async def files_of_every_size_are_kept(case: StoreCase) -> None:
             await assert_whole(storage, str(size), size)
         if storage.largest_file_bytes < _MOST_BUILT_BYTES:
             attempt = await storage.begin("1")
-            # Memory that nobody touches.
+            # Memory that is never touched.
             with (
                 mmap.mmap(-1, storage.largest_file_bytes + 1) as region,
                 memoryview(region) as data,
@@ -283,7 +283,7 @@ async def files_of_every_size_are_kept(case: StoreCase) -> None:
 
 
 async def a_file_of_the_old_entry_is_taken_over(case: StoreCase) -> None:
-    """By `link`, from its folder or none; it outlives the entry it came from."""
+    """`link` takes a file from a folder or from the entry, and it outlives the old entry."""
     async with opened(case) as [storage]:
         old = await publish(storage, "1", "old")
         attempt = await storage.begin("1")
@@ -298,7 +298,7 @@ async def a_file_of_the_old_entry_is_taken_over(case: StoreCase) -> None:
 
 
 async def another_process_joins_an_attempt(case: StoreCase) -> None:
-    """Its files are part of what is published; letting go of it removes nothing."""
+    """Files of a joined attempt are published with it, and releasing it removes nothing."""
     async with opened(case, 3) as [storage, second, third]:
         attempt = await storage.begin("3")
         joined = await second.join("3", attempt.id)
@@ -315,7 +315,7 @@ async def another_process_joins_an_attempt(case: StoreCase) -> None:
 
 
 async def an_attempt_that_is_not_there_cannot_be_joined(case: StoreCase) -> None:
-    """Whoever sees another root than who began it is told, before anything is written."""
+    """A process that sees another root cannot join, and fails before it writes anything."""
     async with opened(case) as [storage], opened(case) as [elsewhere]:
         attempt = await storage.begin("3")
         with refused(StorageError, "join an attempt that is not there", elsewhere.location):
@@ -326,7 +326,7 @@ async def an_attempt_that_is_not_there_cannot_be_joined(case: StoreCase) -> None
 
 
 async def trash_is_kept_or_refused(case: StoreCase) -> None:
-    """An entry moved into a folder is whole there; a store that cannot do that says so first."""
+    """A moved entry is whole in its folder; a store that cannot move says so at once."""
     async with opened(case) as [storage]:
         await publish(storage, "1", "one")
         try:
@@ -344,7 +344,7 @@ async def trash_is_kept_or_refused(case: StoreCase) -> None:
 
 
 async def tensorstore_opens_a_folder(case: StoreCase) -> None:
-    """By what `database_spec` tells, with the files that are there, and no others."""
+    """`database_spec` leads TensorStore to the files of the entry, and to no others."""
     async with opened(case, 2) as [storage, other]:
         for name, odd in (("1", "d/a b+c=%20&ü"), ("2", "d/0")):
             attempt = await storage.begin(name)
@@ -358,7 +358,7 @@ async def tensorstore_opens_a_folder(case: StoreCase) -> None:
 
 
 async def a_root_opened_anew_holds_the_same(case: StoreCase) -> None:
-    """What was published is there for processes that come later."""
+    """Published entries exist for processes that start later."""
     opens = case.fresh()
     first = opens(Timeouts())
     await first.prepare()

@@ -1,4 +1,4 @@
-"""Checks of stores with several writers: races, leases of live and dead ones, notes, cancellation.
+"""Checks of stores with several writers: races, leases, notes and cancellation.
 
 `ckpt.testing.conformance.stores` is where these are used from.
 """
@@ -41,7 +41,7 @@ _PATIENCE_S = 60
 
 
 async def of_many_writers_one_wins(case: StoreCase) -> None:
-    """The others get `StepExistsError`, and nothing of theirs is in the entry."""
+    """Of several writers one publishes. The others get `StepExistsError` and leave no file."""
     async with opened(case, _WRITERS) as storages:
         for turn in range(_ROUNDS):
             entry = str(turn)
@@ -65,7 +65,7 @@ async def of_many_writers_one_wins(case: StoreCase) -> None:
 
 
 async def of_many_who_replace_the_last_stays(case: StoreCase) -> None:
-    """All succeed, one after the other, and the entry is always one of theirs, whole."""
+    """With `overwrite` all succeed, one after the other, and the entry is always a whole one."""
     async with opened(case, _WRITERS) as storages:
         await publish(storages[0], "1", "first")
         attempts = [await write(each, "1", n) for n, each in enumerate(storages)]
@@ -84,7 +84,7 @@ async def of_many_who_replace_the_last_stays(case: StoreCase) -> None:
 
 
 async def of_many_who_replace_one_attempt_one_wins(case: StoreCase) -> None:
-    """With `replacing` the same attempt: the others get `StepDeletedError`."""
+    """Of several writers replacing one attempt, one wins. The others get `StepDeletedError`."""
     async with opened(case, _WRITERS) as storages:
         old = await publish(storages[0], "1", "first")
         attempts = [await write(each, "1", n) for n, each in enumerate(storages)]
@@ -101,7 +101,7 @@ async def of_many_who_replace_one_attempt_one_wins(case: StoreCase) -> None:
 
 
 async def of_many_notes_of_one_name_one_is_made(case: StoreCase) -> None:
-    """Exactly one of those who make it is told so, and its content is what is there."""
+    """Exactly one process makes a note, and the note has its content."""
     async with opened(case, _WRITERS) as storages:
         for turn in range(_ROUNDS):
             name = f".ckpt-notes/{turn}"
@@ -117,7 +117,7 @@ async def of_many_notes_of_one_name_one_is_made(case: StoreCase) -> None:
 
 
 async def readers_see_whole_steps_only(case: StoreCase) -> None:
-    """While an entry is replaced, removed and written again, it is whole or not there."""
+    """While an entry is replaced, removed and written again, it is whole or does not exist."""
     async with opened(case, 2) as [writer, reader]:
         ended, looks = anyio.Event(), 0
 
@@ -146,7 +146,7 @@ async def readers_see_whole_steps_only(case: StoreCase) -> None:
 
 
 async def what_replaced_it_is_not_removed(case: StoreCase) -> None:
-    """A removal of one attempt that meets its successor leaves that alone."""
+    """The removal of an attempt's entry does not remove its successor."""
     async with opened(case, 2) as [storage, other]:
         for turn in range(_ROUNDS):
             old = await publish(storage, "1", f"old {turn}", overwrite=True)
@@ -161,7 +161,7 @@ async def what_replaced_it_is_not_removed(case: StoreCase) -> None:
 
 
 async def a_live_writer_is_left_alone(case: StoreCase) -> None:
-    """However often others clean up, as long as it renews its leases; its entry is whole."""
+    """Sweeps of others never harm an attempt whose lease is renewed; its entry is whole."""
     async with opened(case, 2, case.lease_seconds) as [writer, cleaner]:
         attempt = await write(writer, "1", "live")
         until = anyio.current_time() + 3 * case.lease_seconds
@@ -184,7 +184,7 @@ async def _renew(storage: Storage, attempt: Attempt) -> None:
 
 
 async def a_dead_writer_is_cleaned_up_after(case: StoreCase) -> None:
-    """Its attempt goes once its lease has run out, and it can never be published."""
+    """A dead writer's attempt is removed once its lease has expired, and is never published."""
     async with opened(case, 2, case.lease_seconds) as [writer, cleaner]:
         kept = await publish(cleaner, "1", "kept")
         dead = [await write(writer, entry, "dead") for entry in ("1", "2")]
@@ -203,7 +203,7 @@ async def a_dead_writer_is_cleaned_up_after(case: StoreCase) -> None:
 
 
 async def _sweep_until(cleaner: Storage, writer: Storage, dead: list[Attempt]) -> list[str]:
-    """Clean up until nothing more goes; no test can tell sooner that all has gone."""
+    """Sweep until nothing more is removed."""
     swept: list[str] = []
     with anyio.fail_after(_PATIENCE_S):
         while True:
@@ -214,7 +214,7 @@ async def _sweep_until(cleaner: Storage, writer: Storage, dead: list[Attempt]) -
 
 
 async def a_cancelled_write_leaves_its_memory_alone(case: StoreCase) -> None:
-    """What was given is not looked at after the call, nor what was asked for written."""
+    """After a cancelled call the caller's memory is neither read nor written."""
     size = 3 << 20
     async with opened(case) as [storage]:
         attempt = await publish(storage, "1", "data", nbytes=size)
@@ -247,7 +247,7 @@ async def a_cancelled_write_leaves_its_memory_alone(case: StoreCase) -> None:
 
 
 async def a_cancelled_publish_is_done_or_not(case: StoreCase) -> None:
-    """The entry is there whole, or is not there at all; the old one is never lost."""
+    """After a cancelled publication the entry is whole or missing; an old one is never lost."""
     async with opened(case, 2) as [storage, other]:
         for number, pause in enumerate((0.0, 0.0005, 0.002, 0.005, 0.02)):
             entry = str(number)
@@ -272,7 +272,7 @@ async def a_cancelled_publish_is_done_or_not(case: StoreCase) -> None:
 
 
 async def a_cancelled_removal_is_done_or_not(case: StoreCase) -> None:
-    """The entry is there whole, or is not there at all, and can be removed again."""
+    """After a cancelled removal the entry is whole or missing, and can be removed again."""
     async with opened(case, 2) as [storage, other]:
         for number, pause in enumerate((0.0, 0.0005, 0.002, 0.02)):
             entry = str(number)
@@ -288,7 +288,7 @@ async def a_cancelled_removal_is_done_or_not(case: StoreCase) -> None:
 
 
 async def attempts_of_one_entry_do_not_meet(case: StoreCase) -> None:
-    """Two writers at once, the second begun while the first is written; each reads its own."""
+    """Two writers run at once, the second begun during the first, and each reads its own files."""
     async with opened(case, 2) as [storage, other]:
         first, second = await storage.begin("1"), await other.begin("1")
         assert first.id != second.id
@@ -309,7 +309,7 @@ async def attempts_of_one_entry_do_not_meet(case: StoreCase) -> None:
 
 
 async def notes_are_small_files_of_the_root(case: StoreCase) -> None:
-    """Made once or replaced, read within limits, listed by folder, dropped; no entries."""
+    """Notes are made or replaced, read within limits, listed by folder, and are not entries."""
     async with opened(case, 2) as [storage, other]:
         assert await storage.notes(".ckpt-notes") == {}
         assert await storage.read_note(".ckpt-notes/a", 10) is None
@@ -334,7 +334,7 @@ async def notes_are_small_files_of_the_root(case: StoreCase) -> None:
 
 
 async def a_note_is_never_older_than_it_is(case: StoreCase) -> None:
-    """Its age grows, and begins anew when it is touched or replaced."""
+    """The age of a note grows, and is 0 again when it is touched or replaced."""
 
     async def age(storage: Storage) -> float:
         return (await storage.notes(".ckpt-notes"))["x"]

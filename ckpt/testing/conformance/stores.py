@@ -1,18 +1,7 @@
-"""A conformance suite for stores: every promise of `ckpt.storage.Storage`, tried on real ones.
+"""The conformance suite for stores: every promise of `ckpt.storage.Storage`, tried on real ones.
 
 Each check is a coroutine function of a `StoreCase`, and raises `AssertionError` (or the error of
-the store) where the store does something else. `check_store` runs them all; with pytest one test
-for each is better:
-
-```python
-def fresh():
-    url = f"mystore://bucket/{uuid.uuid4().hex}"
-    return lambda timeouts: MyStorage(url, timeouts)
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_my_store(check):
-    anyio.run(check, StoreCase(fresh))
-```
+the store) where the store does something else.
 """
 
 from __future__ import annotations
@@ -21,15 +10,13 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 
-from ckpt.testing.conformance import store_entries, store_writers
 from ckpt.testing.conformance.store_cases import StoreCase
+from ckpt.testing.conformance.store_entries import CHECKS as ENTRY_CHECKS
+from ckpt.testing.conformance.store_writers import CHECKS as WRITER_CHECKS
 
 __all__ = ["CHECKS", "StoreCase", "check_store"]
 
-CHECKS: tuple[Callable[[StoreCase], Awaitable[None]], ...] = (
-    *store_entries.CHECKS,
-    *store_writers.CHECKS,
-)
+CHECKS: tuple[Callable[[StoreCase], Awaitable[None]], ...] = (*ENTRY_CHECKS, *WRITER_CHECKS)
 
 
 def check_store(case: StoreCase) -> None:

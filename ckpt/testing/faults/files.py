@@ -1,26 +1,4 @@
-"""File operations that fail when a test says so, and a record of all of them.
-
-```python
-from ckpt.testing.faults.plans import Fail, at
-from ckpt.testing.faults.files import FaultyFiles
-
-with FaultyFiles(tmp_path, at(7, Fail(errno.ENOSPC))) as files:
-    with pytest.raises(ckpt.errors.StorageError):
-        ckpt.sync.save(tmp_path / "run", state)
-for operation in files.operations:
-    print(operation)
-```
-
-To try a fault at every place, count up until a run meets none:
-
-```python
-for number in itertools.count(1):
-    with FaultyFiles(root, at(number, Crash())) as files:
-        save_and_check(root)
-    if not files.met:
-        break
-```
-"""
+"""`FaultyFiles`: file operations that fail when a plan says so, and a record of all of them."""
 
 from __future__ import annotations
 
@@ -50,12 +28,12 @@ T = TypeVar("T")
 
 
 class FaultyFiles:
-    """Stands between this process and one directory for as long as the `with` block lasts.
+    """Intercepts the file operations of this process below one directory, in a `with` block.
 
     It sees what Python code does with paths below the directory, and with file descriptors of
     them, in all threads: the functions of `os`, the built-in `open`, `fcntl.flock`, and this
     library's way to `renameat2`. It does not see what other processes do, nor libraries in C++ by
-    themselves (TensorStore, which this library reads older checkpoints with), nor `mmap`, the
+    themselves (TensorStore, for example), nor `mmap`, the
     closing of files, and functions that somebody took out of `os` before (`from os import stat`).
 
     Blocks may be nested, and end in the opposite order; the inner one is asked first.
@@ -67,14 +45,14 @@ class FaultyFiles:
     def __init__(
         self, directory: str | os.PathLike[str], plan: Plan | None = None, *, sync: bool = True
     ) -> None:
-        """Watch `directory`, which need not be there.
+        """Watch `directory`, which need not exist.
 
         Args:
-            directory: What lies below it is watched, and itself.
-            plan: Decides about every operation; see `faults.plans`. Called by one thread at
-                a time; None lets all pass.
-            sync: Whether `fsync` and `fdatasync` reach the disk. Without they only seem to work,
-                which is faster, and enough where no power is cut.
+            directory: The directory, which is watched with everything below it.
+            plan: Decides about every operation. Called by one thread at a time. None lets all
+                operations pass.
+            sync: Whether `fsync` and `fdatasync` reach the disk. If not, they only seem to, which
+                is faster, and enough unless the power is cut.
         """
         self.operations: list[FileOperation] = []
         self._plan = plan
@@ -100,16 +78,16 @@ class FaultyFiles:
 
     @property
     def met(self) -> list[FileOperation]:
-        """The operations that the plan did something to."""
+        """The operations on which the plan had an effect."""
         return [operation for operation in list(self.operations) if operation.effect is not None]
 
     @property
     def crashed(self) -> bool:
-        """Whether the plan has let the process die, as it were."""
+        """Whether the plan has simulated the death of the process."""
         return self._crashed
 
     def now(self) -> int:
-        """Return a time later than all that has ended so far; see `FileOperation.ended`."""
+        """Return a time after the end of all operations so far; see `FileOperation.ended`."""
         with self._guard:
             return self._tick()
 
@@ -128,7 +106,7 @@ class FaultyFiles:
         return None
 
     def perform(self, operation: FileOperation, call: Callable[[int | None], T], unsynced: T) -> T:
-        """Carry out an operation as the plan wants it.
+        """Carry out an operation as the plan demands.
 
         Args:
             operation: The operation.
@@ -150,7 +128,7 @@ class FaultyFiles:
                 operation.ended = self.now()
 
     def _begin(self, operation: FileOperation) -> int | None:
-        """Note an operation, and let happen what the plan says; return how many bytes it moves."""
+        """Record an operation and apply its effect; return how many bytes it may move."""
         with self._guard:
             operation.number = len(self.operations) + 1
             operation.began = self._tick()

@@ -40,7 +40,7 @@ _real_fstat = os.fstat
 
 
 class Locate(Protocol):
-    """Tells where a path or a descriptor lies in the watched directory; None outside."""
+    """Returns a path or a descriptor relative to the watched directory; None outside."""
 
     def __call__(self, path: object, dir_fd: int | None = None) -> str | None:
         """Return the relative path."""
@@ -55,7 +55,7 @@ def path_of(path: Any, dir_fd: int | None = None) -> str:
     """Return the absolute path of a path, as an `os` function takes it, or of a descriptor.
 
     Raises:
-        OSError: There is no such descriptor.
+        OSError: The descriptor does not exist.
         TypeError, ValueError: It is nothing of the kind.
     """
     if isinstance(path, int):
@@ -70,7 +70,7 @@ def path_of(path: Any, dir_fd: int | None = None) -> str:
 
 @contextlib.contextmanager
 def intercepted(locate: Locate, perform: Perform) -> Iterator[None]:
-    """Replace the functions for the body; they are put back however it ends."""
+    """Replace the functions for the body, and restore them afterwards."""
     with contextlib.ExitStack() as stack:
         for owner, name, make in _places():
             original = getattr(owner, name, None)
@@ -195,7 +195,7 @@ def _write(
     call: Callable[[list[memoryview]], int],
     perform: Perform,
 ) -> Any:
-    """Perform a write of these buffers, and note what of them was written."""
+    """Perform a write of these buffers, and record what was written of them."""
     views = _cut(buffers, None)
     operation.data = data = b"".join(views)
 
@@ -208,7 +208,7 @@ def _write(
 
 
 def _possible(fd: int | None, limit: int | None) -> int | None:
-    """Return how short an operation may be: past the page cache whole sectors are moved."""
+    """Return the unit of a short operation: direct I/O moves whole sectors."""
     if fd is None or limit is None or not fcntl.fcntl(fd, fcntl.F_GETFL) & _DIRECT:
         return limit
     return max(limit // _SECTOR, 1) * _SECTOR

@@ -1,4 +1,4 @@
-"""What is to go wrong with file operations, and when: effects, and plans that choose them.
+"""Plans of faults: effects on file operations, and plans that choose when they happen.
 
 A plan is a function that is asked before every operation and returns an effect, or None to let the
 operation pass. `at`, `since` and `every` make the common ones; any function will do, and it may do
@@ -62,7 +62,7 @@ class FileOperation:
             file descriptor it is the path that the file has at that moment, with ` (deleted)`
             behind it where it has none any more.
         target: The second path of a rename or a link; `path` is the first, also where only the
-            second lies below the watched directory, and then absolute.
+            second is below the watched directory, and is absolute then.
         fd: The file descriptor it was given, or None.
         offset: First byte of a write, a read or a reservation.
         data: The bytes that were written; before and where it failed, those that were to be.
@@ -91,7 +91,7 @@ class FileOperation:
 
     @property
     def may_change(self) -> bool:
-        """Whether it changes what is on the disk, if it works."""
+        """Whether it changes the disk if it succeeds."""
         creates = self.name == "open" and self.flags & (os.O_CREAT | os.O_TRUNC)
         return self.name in CHANGES or bool(creates)
 
@@ -105,7 +105,7 @@ class Gate(Protocol):
     """Something to wait for, such as a `threading.Event`."""
 
     def wait(self, timeout: float | None = None) -> object:
-        """Wait, at most for `timeout` seconds; return something false if they ran out."""
+        """Wait for at most `timeout` seconds; return a false value on timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Short:
-    """A write or read moves fewer bytes than asked; every other operation passes.
+    """A write or read moves fewer bytes than requested. Every other operation passes.
 
     Attributes:
         nbytes: How many at most, 1 or more; None for half of them. Past the page cache (O_DIRECT)
@@ -134,7 +134,7 @@ class Short:
     nbytes: int | None = None
 
     def limit(self, asked: int) -> int:
-        """Return how many of the bytes asked for are moved; at least one, as the system does."""
+        """Return how many of the requested bytes are moved. At least one, as on a real system."""
         wanted = asked // 2 if self.nbytes is None else self.nbytes
         return min(max(wanted, 1), asked)
 
@@ -144,7 +144,7 @@ class Short:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The operation waits at a gate before anything else happens to it.
+    """The operation waits at a gate before it is carried out.
 
     Attributes:
         gate: A `threading.Event` or a `threading.Barrier`.

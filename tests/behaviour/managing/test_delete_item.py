@@ -31,10 +31,10 @@ from ckpt._format.manifest import (
     decode,
 )
 from ckpt.storage._resolve import open_root
-from ckpt.testing.faults.files import FaultyFiles
-from ckpt.testing.faults.plans import (
+from ckpt.testing.faults import (
     Crash,
     Fail,
+    FaultyFiles,
     FileOperation,
     Plan,
     Wait,
@@ -200,7 +200,7 @@ def test_damage_of_other_items_is_told_and_the_step_stays(root: Path) -> None:
         aside = root.parent / "aside"
         os.rename(root / "1" / victim, aside)
         before = files(root)
-        with pytest.raises(errors.CorruptCheckpointError, match="it is not there"):
+        with pytest.raises(errors.CorruptCheckpointError, match="it does not exist"):
             mgr.delete(1, item="optimizer")
         # Nothing is followed out of the step, and no link becomes part of the new one.
         os.symlink(aside, root / "1" / victim)

@@ -23,8 +23,7 @@ from ckpt import errors, policies
 from ckpt._settings import Timeouts
 from ckpt._steps.root_metadata import read_root_metadata, write_root_metadata
 from ckpt.storage._local.storage import LocalStorage
-from ckpt.testing.faults.files import FaultyFiles
-from ckpt.testing.faults.plans import Effect, Fail, FileOperation
+from ckpt.testing.faults import Effect, Fail, FaultyFiles, FileOperation
 
 
 def plain(root: Path, **settings: Any) -> ckpt.sync.CheckpointManager:

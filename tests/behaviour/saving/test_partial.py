@@ -47,8 +47,7 @@ from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.merged_parts import TreeParts, merge_parts
 from ckpt._tree.flatten import describe
 from ckpt.policies import FixedInterval, LatestN
-from ckpt.testing.faults.files import FaultyFiles
-from ckpt.testing.faults.plans import Fail, named
+from ckpt.testing.faults import Fail, FaultyFiles, named
 from ckpt.testing.strategies import keys, python_scalars
 from tests.reliability import faults
 from tests.reliability.scenarios import Scenario, items_of, leftovers

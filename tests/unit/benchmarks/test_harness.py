@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
-from benchmarks import fit, report, results, scenarios, targets
+import ckpt.sync
+from benchmarks import fit, integrity, report, results, scenarios, targets
 from benchmarks.results import BYTES, Results, Sample, Scenario
 from benchmarks.rounds import unit_of
+from ckpt._engine.memory import staging
+from ckpt._format.digests import digest
+from ckpt.errors import CorruptCheckpointError
 from tests.support.paths import ROOT
 
 PEERS = ("ckpt", "orbax")
@@ -99,6 +105,40 @@ def test_a_smoke_run_records_every_scenario_and_measure(tmp_path: Path) -> None:
     page = (tmp_path / "out" / "results.md").read_text(encoding="utf-8")
     assert all(f"### {each.name}:" in page for each in run.scenarios)
     assert all(each.row in page for each in targets.TARGETS)
+
+
+# `replica` is a program that restores as soon as it is run, as its arguments say.
+BENCHMARKS = sorted({path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")} - {"replica"})
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_finds_what_it_imports(name: str) -> None:
+    importlib.import_module(f"benchmarks.{name}")
+
+
+def test_a_save_and_a_restore_run_without_digests_in_the_benchmark(tmp_path: Path) -> None:
+    state = {"w": jnp.ones(1000), "b": jnp.ones(3)}
+    with integrity._replaced(integrity._SAVING):
+        ckpt.sync.save(tmp_path / "without", state)
+    ckpt.sync.save(tmp_path / "with", state)
+    with pytest.raises(CorruptCheckpointError, match="digest"):
+        ckpt.sync.load(tmp_path / "without")
+    with integrity._replaced(integrity._RESTORING):
+        ckpt.sync.load(tmp_path / "without")
+    ckpt.sync.load(tmp_path / "with")
+
+
+def test_a_benchmark_of_digests_fails_where_the_engine_does_not_use_them() -> None:
+    with (
+        pytest.raises(RuntimeError, match=r"no module of ckpt\._engine imports unused"),
+        integrity._replaced([*integrity._SAVING, unused]),
+    ):
+        pass
+    assert staging.digest is digest
+
+
+def unused() -> None:
+    """Stands for a function that the engine no longer has."""
 
 
 def test_a_line_is_found_again_from_its_points() -> None:

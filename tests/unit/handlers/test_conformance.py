@@ -22,7 +22,7 @@ from ckpt.handlers import (
     StatefulHandler,
 )
 from ckpt.testing.compare import differences
-from ckpt.testing.conformance.handlers import CHECKS, HandlerCase
+from ckpt.testing.conformance import HANDLER_CHECKS, HandlerCase
 from tests.support.stateful_objects import Averages, Config, Counter, Recording, Reservoir
 
 
@@ -220,7 +220,7 @@ def cases() -> Iterator[tuple[str, HandlerCase]]:
 CASES = dict(cases())
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", HANDLER_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", CASES)
 def test_a_handler_conforms(
     name: str, check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,8 +16,8 @@ from ckpt.handlers import (
     ItemReader,
     ItemWriter,
 )
+from ckpt.testing.conformance import HandlerCase, check_handler
 from ckpt.testing.conformance import handlers as suite
-from ckpt.testing.conformance.handlers import HandlerCase, check_handler
 
 
 class Box:

@@ -245,7 +245,7 @@ def test_the_page_is_well_formed_and_loads_nothing(timeline: Timeline, tmp_path:
     assert drawn.title in page.texts["text"]
     assert {row.label for row in drawn.rows} <= set(page.texts["text"])
     bars = [
-        attrs for tag, attrs in page.tags if tag == "rect" and "bar" in (attrs.get("class") or "")
+        attrs for tag, attrs in page.tags if tag == "rect" and attrs["class"] in ("bar", "thin")
     ]
     assert len(bars) == sum(len(row.bars) for row in drawn.rows)
 
@@ -292,7 +292,7 @@ def test_without_matplotlib_the_error_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(CheckpointError, match=r"pip install ckpt-jax\[pictures\]") as caught:
+    with pytest.raises(CheckpointError, match=r"pip install 'ckpt-jax\[pictures\]'") as caught:
         draw_png(SAVE, tmp_path / "picture.png")
     assert isinstance(caught.value.__cause__, ImportError)
     draw_html(SAVE, tmp_path / "picture.html")

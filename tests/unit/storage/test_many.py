@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from ckpt.errors import StorageError
-from ckpt.storage._object.concurrency import each
+from ckpt.storage._object.client import each
 
 
 def test_everything_is_done_by_a_bounded_number_of_tasks() -> None:

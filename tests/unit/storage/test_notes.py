@@ -22,8 +22,7 @@ from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, StorageErr
 from ckpt.storage._local import posix
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._local.sweep import sweep_root
-from ckpt.testing.faults.files import FaultyFiles
-from ckpt.testing.faults.plans import Crash, Fail, at
+from ckpt.testing.faults import Crash, Fail, FaultyFiles, at
 from tests.support.crash_states import crash_states, read_tree
 
 T = TypeVar("T")

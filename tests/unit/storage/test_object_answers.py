@@ -129,12 +129,12 @@ def test_a_profile_that_is_not_there_is_named() -> None:
     [
         (400, "ExpiredToken", errno.EACCES, "Log in again"),
         (400, "InvalidToken", errno.EACCES, "Log in again"),
-        (400, "AuthorizationHeaderMalformed", errno.EREMOTE, "the bucket's"),
-        (301, "PermanentRedirect", errno.EREMOTE, "the bucket's"),
-        (301, "Moved", errno.EREMOTE, "the bucket's"),
-        (307, "TemporaryRedirect", errno.EREMOTE, "the bucket's"),
-        (400, "InvalidRequest", errno.EINVAL, "does not take the request"),
-        (405, "MethodNotAllowed", errno.EINVAL, "does not take the request"),
+        (400, "AuthorizationHeaderMalformed", errno.EREMOTE, "another region or endpoint"),
+        (301, "PermanentRedirect", errno.EREMOTE, "another region or endpoint"),
+        (301, "Moved", errno.EREMOTE, "another region or endpoint"),
+        (307, "TemporaryRedirect", errno.EREMOTE, "another region or endpoint"),
+        (400, "InvalidRequest", errno.EINVAL, "does not accept the request"),
+        (405, "MethodNotAllowed", errno.EINVAL, "does not accept the request"),
     ],
 )
 def test_a_refusal_is_told_at_once(status: int, code: str, number: int, words: str) -> None:
@@ -178,7 +178,7 @@ def test_a_page_for_people_is_not_taken_for_a_store(headers: dict[str, str], wor
 def test_who_does_not_know_conditions_may_be_no_store() -> None:
     with (
         Loopback(Store(501, "NotImplemented").serve) as server,
-        pytest.raises(RequestFailed, match=r"If-None-Match.*look whether the endpoint") as caught,
+        pytest.raises(RequestFailed, match=r"If-None-Match.*check that the endpoint") as caught,
     ):
         anyio.run(keys_of(s3(server.port, credentials="anonymous")).swap, "x", b"data", MISSING)
     assert caught.value.errno == errno.ENOTSUP

@@ -225,9 +225,9 @@ def test_an_outcome_that_is_not_known_is_said_and_nothing_is_removed() -> None:
         _, store = place.opened()
         storage._keys._opened = (store, store)  # the same writer, from now on
         store.kind, store.at = "lost and gone", 2
-        with pytest.raises(StorageError, match="nobody knows whether") as caught:
+        with pytest.raises(StorageError, match="it is unknown whether") as caught:
             await storage.publish(attempt, overwrite=False)
-        assert "its data were left" in str(caught.value)
+        assert "its data was kept" in str(caught.value)
         await storage.discard(attempt)
         looker, _ = place.opened()
         await assert_whole(looker, "5", "new")

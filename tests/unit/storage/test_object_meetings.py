@@ -168,7 +168,7 @@ def test_data_stay_while_their_writer_does_not_know_that_it_has_committed() -> N
         attempt = await write(writer, "5", "new")
         store = FailingStore(connect(place.config).open()[0], 2, "lost and gone")
         writer._keys._opened = (store, store)
-        with pytest.raises(StorageError, match="nobody knows"):
+        with pytest.raises(StorageError, match="it is unknown whether"):
             await writer.publish(attempt, overwrite=False)
         looker, _ = place.opened()
         await assert_whole(looker, "5", "new")

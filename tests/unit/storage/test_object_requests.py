@@ -187,9 +187,9 @@ def test_paths_that_lead_elsewhere_are_refused() -> None:
     async def main() -> None:
         storage, store = counted(memory())
         for path in ("../2/ckpt.json", "a//b", "./a", "a/.."):
-            with pytest.raises(CorruptCheckpointError, match="no path of a file"):
+            with pytest.raises(CorruptCheckpointError, match="not a valid path"):
                 await storage.read("1", path, 100)
-            with pytest.raises(CorruptCheckpointError, match="no path of a file"):
+            with pytest.raises(CorruptCheckpointError, match="not a valid path"):
                 await storage.read_block("1", path, 0, memoryview(bytearray(1)))
         assert store.taken() == 0
 
@@ -256,7 +256,7 @@ def test_who_joins_an_attempt_of_another_store_is_told_which_one_it_sees() -> No
         attempt = await counted(memory())[0].begin("1")
         there = S3("s3://bucket/run", endpoint="http://127.0.0.1:1")
         store = CountingStore(connect(memory()).open()[0])
-        with pytest.raises(StorageError, match="process 0 has begun is not here") as caught:
+        with pytest.raises(StorageError, match="process 0 has begun does not exist here") as caught:
             await opened(there, store).join("1", attempt.id)
         assert "s3://bucket/run/1 at http://127.0.0.1:1: " in str(caught.value)
         assert "memory:// is for one process" in str(caught.value)

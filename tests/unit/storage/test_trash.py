@@ -16,8 +16,7 @@ from ckpt._settings import Timeouts
 from ckpt.errors import StorageError
 from ckpt.storage._local import posix
 from ckpt.storage._local.storage import LocalStorage
-from ckpt.testing.faults.files import FaultyFiles
-from ckpt.testing.faults.plans import Effect, Fail, FileOperation
+from ckpt.testing.faults import Effect, Fail, FaultyFiles, FileOperation
 
 T = TypeVar("T")
 
@@ -91,47 +90,32 @@ def test_a_file_in_the_place_of_the_folder_is_named_and_the_step_stays(tmp_path:
     assert files(tmp_path) == {"1/ckpt.json": "1", "trash": "mine"}
 
 
-# As on NFS; and where there are no links either, or none to files of other users.
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS])
-@pytest.mark.parametrize("links", [True, False])
-def test_without_a_rename_that_refuses_to_replace_no_file_is_lost(
-    tmp_path: Path, code: int, links: bool
-) -> None:
-    def plan(operation: FileOperation) -> Effect | None:
-        if operation.name == "link" and not links:
-            return Fail(errno.EPERM)
-        return Fail(code) if operation.name == "renameat2" else None
-
-    folder = tmp_path / "5.others"
-    with FaultyFiles(tmp_path, plan, sync=False) as faulty:
-        for content in ("first", "second", "third"):
-            (tmp_path / "5" / "plots").mkdir(parents=True, exist_ok=True)
-            (tmp_path / "5" / "plots" / "loss.png").write_text(content)
-            (tmp_path / "5" / "link").symlink_to(content)
-            (tmp_path / "5" / "there").mkdir(exist_ok=True)
-            (tmp_path / "5" / "there" / "file").write_text(content)
-            paths = ["plots/loss.png", "link", "there/file"]
-            run(lambda storage, paths=paths: storage.set_aside("5", paths), tmp_path)
-        # One in whose place there is a directory.
-        set_aside(tmp_path, "6", "a/b")
-        (tmp_path / "6" / "a" / "b").touch()
-        (tmp_path / "6" / "a").rename(tmp_path / "6" / "old")
-        set_aside(tmp_path, "6", "a")
-    assert faulty.met
-    assert sorted(files(folder / "plots").values()) == ["first", "second", "third"]
-    assert sorted(files(folder / "there").values()) == ["first", "second", "third"]
-    found = {os.readlink(path) for path in folder.iterdir() if path.is_symlink()}
-    assert found == {"first", "second", "third"}
-    assert files(tmp_path / "6.others") == {"a/b": "a/b", "a-1": "a"}
+def test_files_set_aside_go_to_a_folder_of_their_own_each_time(tmp_path: Path) -> None:
+    for content in ("first", "second", "third"):
+        (tmp_path / "5" / "plots").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "5" / "plots" / "loss.png").write_text(content)
+        (tmp_path / "5" / "link").symlink_to(content)
+        run(lambda storage: storage.set_aside("5", ["plots/loss.png", "link"]), tmp_path)
+    for name, content in {
+        "5.others": "first",
+        "5.others-1": "second",
+        "5.others-2": "third",
+    }.items():
+        assert files(tmp_path / name) == {"plots/loss.png": content}
+        assert os.readlink(tmp_path / name / "link") == content
     assert files(tmp_path / "5") == {}
 
 
-def test_a_file_that_cannot_be_moved_leaves_nothing_behind(tmp_path: Path) -> None:
-    failing = {"renameat2": errno.ENOSYS, "link": errno.EPERM, "rename": errno.EACCES}
+def test_a_file_that_has_gone_meanwhile_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "5").mkdir()
+    (tmp_path / "5" / "x").write_text("x")
+    folder = run(lambda storage: storage.set_aside("5", ["gone", "x"]), tmp_path)
+    assert files(Path(folder)) == {"x": "x"}
 
+
+def test_a_file_that_cannot_be_moved_leaves_nothing_behind(tmp_path: Path) -> None:
     def plan(operation: FileOperation) -> Effect | None:
-        code = failing.get(operation.name)
-        return None if code is None else Fail(code)
+        return Fail(errno.EACCES) if operation.name == "rename" else None
 
     with FaultyFiles(tmp_path, plan, sync=False), pytest.raises(StorageError, match="5"):
         set_aside(tmp_path, "5", "x")
@@ -154,25 +138,15 @@ def test_directories_are_renamed_as_before_and_never_replace_one(
     assert files(tmp_path) == {"2/ckpt.json": "2", "3/ckpt.json": "1", "file": ""}
 
 
-def test_a_file_where_a_directory_is_needed_makes_it_another_folder(tmp_path: Path) -> None:
-    assert set_aside(tmp_path, "5", "a").name == "5.others"
-    (tmp_path / "5.others" / "there").symlink_to(tmp_path)
-    assert set_aside(tmp_path, "5", "x/a/b", "y").name == "5.others"
-    # `there` is a link that leads elsewhere, and `a` is a file.
-    assert set_aside(tmp_path, "5", "there/z").name == "5.others-1"
-    assert set_aside(tmp_path, "5", "a/b", "y").name == "5.others-1"
-    (tmp_path / "5.others-2").write_text("mine")
-    assert set_aside(tmp_path, "5", "a/b/c").name == "5.others-3"
-    (tmp_path / "5.others" / "there").unlink()
+def test_what_has_the_name_of_the_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "5.others").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "5.others-1").write_text("mine")
+    assert set_aside(tmp_path, "5", "a", "b/c").name == "5.others-2"
     assert files(tmp_path) == {
-        "5.others/a": "a",
-        "5.others/x/a/b": "x/a/b",
-        "5.others/y": "y",
-        "5.others-1/a/b": "a/b",
-        "5.others-1/y": "y",
-        "5.others-1/there/z": "there/z",
-        "5.others-2": "mine",
-        "5.others-3/a/b/c": "a/b/c",
+        "5.others-1": "mine",
+        "5.others-2/a": "a",
+        "5.others-2/b/c": "b/c",
     }
 
 

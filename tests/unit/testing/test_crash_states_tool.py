@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.storage._local import posix
-from ckpt.testing.faults.files import FaultyFiles
-from ckpt.testing.faults.plans import Fail, FileOperation, at
+from ckpt.testing.faults import Fail, FaultyFiles, FileOperation, at
 from tests.support.crash_states import (
     CrashState,
     crash_states,

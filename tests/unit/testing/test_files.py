@@ -17,19 +17,19 @@ from typing import Any
 import pytest
 
 from ckpt.storage._local import posix
-from ckpt.testing.faults import interception
-from ckpt.testing.faults.files import FaultyFiles
-from ckpt.testing.faults.plans import (
+from ckpt.testing.faults import (
     SYNCS,
     Crash,
     Effect,
     Fail,
+    FaultyFiles,
     FileOperation,
     Short,
     Wait,
     at,
     every,
     first_of,
+    interception,
     named,
     refused_by,
     since,
