@@ -1,100 +1,90 @@
-"""What policies are made of and what they answer, checked; pure."""
+"""Checks of arguments: each returns the value, or raises an error that says what was expected."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from ckpt.errors import CheckpointError, InvalidArgumentError
+from ckpt._redaction import redact
+from ckpt.errors import InvalidArgumentError
 
 __all__ = [
-    "ask",
-    "check_bool",
-    "check_count",
-    "check_seconds",
-    "check_steps",
-    "name_of",
+    "as_int",
+    "check_step",
+    "instance_of",
+    "invalid",
+    "number_of_seconds",
+    "one_of",
     "plain_json",
+    "set_of_steps",
     "shown",
-    "truth_of",
+    "true_or_false",
     "whole_number",
-    "why_no_policy",
 ]
 
 T = TypeVar("T")
 
-# The greatest step there can be; no count needs to be greater.
+# Nineteen digits hold every step a 64-bit counter can; no count needs to be greater.
 _MOST = 10**19 - 1
+# Characters of a value that are searched for secrets; messages show far fewer.
+_MOST_READ = 100_000
 
 
-def check_count(policy: str, value: object, *, name: str = "", most: int = _MOST) -> int:
-    """Return `value` as an int if it is a whole number, of Python or numpy, 1 or more.
+def invalid(
+    name: str, value: object, expected: str, *, of: str = "", step: int | None = None
+) -> InvalidArgumentError:
+    """Return the error for a wrong argument.
 
-    Raises:
-        InvalidArgumentError: It is not, or is greater than `most`.
+    Args:
+        name: The parameter.
+        value: What was given.
+        expected: What was expected instead, and what to do if that is not obvious.
+        of: The class or function the parameter belongs to, where the name alone does not tell.
+        step: The step that the call was about.
     """
-    number = whole_number(value)
-    if number is None or not 1 <= number <= most:
-        is_bounded = most < _MOST or (number is not None and number > most)
-        range_ = f"from 1 to {most}" if is_bounded else "1 or more"
-        raise InvalidArgumentError(
-            f"{policy}({_named(name)}{shown(value)}): expected a whole number, {range_}"
-        )
-    return number
+    given = f"{name}={shown(value)}"
+    return InvalidArgumentError(
+        f"{of}({given}): expected {expected}" if of else f"{given}: expected {expected}", step=step
+    )
 
 
-def check_seconds(policy: str, value: object, *, name: str = "", zero: bool = False) -> None:
-    """Raise unless `value` is a finite number of seconds above 0, or 0 if that may be.
-
-    Raises:
-        InvalidArgumentError: It is not.
-    """
-    seconds = value if isinstance(value, int | float) and not isinstance(value, bool) else -1
-    # A whole number may be too large for a float.
-    if not 0 <= seconds <= sys.float_info.max or (seconds == 0 and not zero):
-        least = "0 or more" if zero else "more than 0"
-        raise InvalidArgumentError(
-            f"{policy}({_named(name)}{shown(value)}): expected a finite number of seconds, {least}"
-        )
+def shown(value: object, most: int = 120) -> str:
+    """Return how messages show a value: without secrets, in at most `most` characters."""
+    try:
+        text = repr(value)
+    except ValueError:
+        # Python refuses to write very long numbers.
+        return f"<{type(value).__name__} too long to write>"
+    # Redacted before it is cut: a part of a secret would not be recognised.
+    return redact(text[:_MOST_READ])[:most]
 
 
-def check_bool(policy: str, value: object, *, name: str) -> None:
-    """Raise unless `value` is True or False.
+def instance_of(name: str, value: T | None, wanted: type[T], *, of: str = "") -> T | None:
+    """Return `value`, which must be a `wanted` or None."""
+    given: object = value
+    if given is not None and not isinstance(given, wanted):
+        what = f"a {wanted.__name__}, not {type(given).__name__}"
+        raise invalid(name, given, what, of=of)
+    return value
 
-    Raises:
-        InvalidArgumentError: It is not.
-    """
+
+def true_or_false(name: str, value: object, *, of: str = "") -> None:
+    """Check that `value` is a bool."""
     if not isinstance(value, bool):
-        raise InvalidArgumentError(f"{policy}({name}={shown(value)}): expected True or False")
+        raise invalid(name, value, "True or False", of=of)
 
 
-def check_steps(policy: str, steps: object) -> frozenset[int]:
-    """Return `steps` as a set.
-
-    Raises:
-        InvalidArgumentError: It cannot be iterated over, or one of them is no step.
-    """
-    if not isinstance(steps, Iterable):
-        raise InvalidArgumentError(
-            f"{policy}({shown(steps)}): expected steps, such as {policy}([100, 1000])"
-        )
-    found = set()
-    for step in steps:
-        number = whole_number(step)
-        if number is None or not 0 <= number <= _MOST:
-            raise InvalidArgumentError(
-                f"{policy}(...{shown(step)}...): expected steps: whole numbers, 0 or more"
-            )
-        found.add(number)
-    return frozenset(found)
+def one_of(name: str, value: object, choices: Sequence[str], *, of: str = "") -> None:
+    """Check that `value` is one of `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        raise invalid(name, value, f"one of {', '.join(map(repr, choices))}", of=of)
 
 
-def whole_number(value: object) -> int | None:
-    """Return a Python or numpy integer as an int, None for anything else; bool is none."""
+def as_int(value: object) -> int | None:
+    """Return a Python or numpy integer as an int; None for a bool or anything else."""
     if isinstance(value, bool):
         return None
     try:
@@ -103,96 +93,75 @@ def whole_number(value: object) -> int | None:
         return None
 
 
-def why_no_policy(
-    policy: object, method: str, *, several: str, other: tuple[str, str]
-) -> str | None:
-    """Return what could be meant by something that is no policy, None for what is one.
-
-    Args:
-        policy: One is an instance with the method, or a function; neither may be async.
-        method: The method.
-        several: How several are given as one.
-        other: A method of what is given elsewhere, and a hint at where.
-    """
-    foreign, where = other
-    if hasattr(policy, foreign) and not hasattr(policy, method):
-        return where
-    if isinstance(policy, type):
-        return f"it is a class; give an instance: {policy.__name__}(...)"
-    if isinstance(policy, list | tuple | set | frozenset):
-        return f"give several as {several}(first, second)"
-    function = getattr(policy, method, policy)
-    if inspect.iscoroutinefunction(function):
-        return "it is async, and a decision is made at once"
-    return None if callable(function) else f"it is of type {type(policy).__name__}"
+def whole_number(
+    name: str, value: object, *, of: str = "", least: int = 1, most: int = _MOST, hint: str = ""
+) -> int:
+    """Return `value`, an integer of Python or numpy from `least` to `most`, as an int."""
+    number = as_int(value)
+    if number is None or not least <= number <= most:
+        is_bounded = most < _MOST or (number is not None and number > most)
+        limits = f" from {least} to {most}" if is_bounded else f", {least} or more"
+        raise invalid(name, value, f"a whole number{limits}{hint}", of=of)
+    return number
 
 
-def ask(policy: object, question: Callable[..., T], *arguments: object) -> T:
-    """Return what a policy answers.
-
-    Raises:
-        InvalidArgumentError: It raised something; what the library raised itself is passed on.
-    """
-    try:
-        return question(*arguments)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise InvalidArgumentError(
-            f"{name_of(policy)} raised {type(error).__name__}: {error}"
-        ) from error
-
-
-def truth_of(answer: object) -> bool | None:
-    """Return a bool, or a scalar of numpy or jax that is one, as a bool; None for others."""
-    if isinstance(answer, bool):
-        return answer
-    kind = getattr(getattr(answer, "dtype", None), "kind", None)
-    return bool(answer) if kind == "b" and getattr(answer, "shape", None) == () else None
+def number_of_seconds(
+    name: str,
+    value: object,
+    *,
+    of: str = "",
+    zero: bool = False,
+    most: float = sys.float_info.max,
+) -> float:
+    """Return `value`, a number of seconds above 0, or 0 with `zero`, and up to `most`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, int | float) and is_number and 0 <= value <= most and (value or zero):
+        return float(value)
+    limit = "" if most == sys.float_info.max else f" and up to {most:.0f}"
+    least = "from 0" if zero else "above 0"
+    raise invalid(name, value, f"a finite number of seconds {least}{limit}", of=of)
 
 
-def shown(value: object, most: int = 60) -> str:
-    """Return how messages show what was given, in no more than `most` letters."""
-    try:
-        return f"{value!r:.{most}}"
-    except ValueError:
-        # Python refuses to write very long numbers.
-        return f"<{type(value).__name__} too long to write>"
-
-
-def name_of(policy: object) -> str:
-    """Return how messages call a policy."""
-    return getattr(policy, "__qualname__", None) or shown(policy, 120)
-
-
-def _named(name: str) -> str:
-    return f"{name}=" if name else ""
-
-
-def plain_json(metadata: Any, step: int | None = None) -> Any:
-    """Return a copy of `metadata` made of plain JSON values; tuples become lists.
+def check_step(step: object, name: str = "step", *, of: str = "", hint: str = "") -> int:
+    """Return `step` as an int.
 
     Raises:
-        InvalidArgumentError: There are values that JSON has not, or a key that is no text.
+        InvalidArgumentError: It is not a whole number from 0 to 10**19 - 1.
+    """
+    number = as_int(step)
+    if number is None or not 0 <= number <= _MOST:
+        raise invalid(
+            name, step, hint or "a whole number, 0 or more, such as the training step", of=of
+        )
+    return number
+
+
+def set_of_steps(name: str, value: object, *, of: str) -> frozenset[int]:
+    """Return the steps of an iterable as a set."""
+    if not isinstance(value, Iterable):
+        raise invalid(name, value, f"steps, such as {of}([100, 1000])", of=of)
+    return frozenset(check_step(step, f"...{name}", of=of) for step in value)
+
+
+def plain_json(name: str, value: Any, *, step: int | None = None) -> Any:
+    """Return a copy of `value` made of plain JSON values; tuples become lists.
+
+    Raises:
+        InvalidArgumentError: JSON cannot hold a value in it, or a key is not a string.
     """
     try:
-        copied = json.loads(json.dumps(metadata, allow_nan=False))
+        copied = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidArgumentError(
-            f"metadata={shown(metadata, 120)}: expected JSON values only ({error})", step=step
-        ) from error
-    # Written as JSON they would be texts, and nobody would find them again.
-    within = [metadata]
+        raise invalid(name, value, f"JSON values only ({error})", step=step) from error
+    # json.dumps turns other keys into strings, under which they would not be found again.
+    within = [value]
     while within:
         each = within.pop()
         if isinstance(each, dict):
             for key in each:
                 if not isinstance(key, str):
-                    raise InvalidArgumentError(
-                        f"metadata={shown(metadata, 120)}: the key {shown(key)} is no text; "
-                        "expected texts as keys, as JSON has no others",
-                        step=step,
-                    )
+                    what = f"strings as keys, as in JSON, not {shown(key)}"
+                    raise invalid(name, value, what, step=step)
             within.extend(each.values())
         elif isinstance(each, list | tuple):
             within.extend(each)

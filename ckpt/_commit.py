@@ -81,9 +81,9 @@ class Commit:
     """A save under way, or ended.
 
     Await it for the `StepInfo` of the durable step, or for the error of this save: from any task of
-    any event loop, from any thread through `result()`, any number of times. An error that somebody
-    fetched here is not reported a second time when the manager closes. A `Commit` of a save that
-    was turned down by a policy is falsy and says why in `skipped`.
+    any event loop, from any thread through `result()`, any number of times. An error that was
+    fetched here is not raised again when the manager closes. The `Commit` of a save that a policy
+    turned down is falsy and says why in `skipped`.
 
     Cancelling a task that awaits a commit leaves the commit as it is; `cancel()` cancels it.
     """
@@ -258,13 +258,13 @@ class CommitHooks:
 
     @property
     def is_seen(self) -> bool:
-        """Whether somebody has fetched the outcome."""
+        """Whether the outcome has been fetched."""
         return self._commit._seen
 
     def unseen_error(self) -> BaseException | None:
-        """Return the error nobody has fetched yet and mark it as fetched; None if there is none.
+        """Return the error if it was not fetched yet, and mark it as fetched; else None.
 
-        An error that somebody waits for at the moment is theirs.
+        An error that a call is waiting for is left to that call.
         """
         commit = self._commit
         if not commit.done() or commit._seen or commit._waiting:

@@ -1,4 +1,4 @@
-"""Small frozen value objects that configure a manager."""
+"""`Staging` and `Timeouts`: settings of a manager."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from ckpt.errors import InvalidArgumentError
+from ckpt._arguments import number_of_seconds, one_of, whole_number
 
 __all__ = [
     "LONGEST_LEASE_SECONDS",
@@ -24,7 +24,7 @@ MIN_BUDGET_BYTES = 1 << 20
 # A quarter of the machine's memory leaves room for the state itself, the input pipeline and the
 # page cache that the writes go through.
 _DEFAULT_SHARE = 4
-# Cleaners take a lease for longer than this for somebody's mistake.
+# Whoever cleans up treats a longer lease as a mistake.
 LONGEST_LEASE_SECONDS = 7 * 86400.0
 _LONGEST_EXIT_SECONDS = 365 * 86400.0
 _LONGEST_COORDINATION_SECONDS = 86400.0
@@ -32,55 +32,50 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def host_memory_bytes() -> int:
-    """Return the bytes of memory that this process may have, at most."""
+    """Return how many bytes of memory this process may use at most."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):
-        # In a container the machine's memory is not ours; "max" means that it is.
+        # The limit of a container; "max" means that there is none.
         total = min(total, int(_CGROUP_LIMIT.read_text()))
     return total
 
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """How array data gets from devices to host memory the library owns.
+    """How `save` takes a snapshot of arrays, and how much host memory it may use.
 
     Attributes:
-        budget_bytes: Upper bound, in bytes, of the host memory a save may hold beyond the state
-            itself. A state larger than the budget is staged as earlier parts are written, so
-            `save()` returns later; it never takes more memory. None is a quarter of the machine's
-            memory.
-        mode: `copy` copies every array into the library's own host memory before `save()` returns,
-            so that the train step may donate its buffers at full speed. `device` copies arrays
-            within device memory instead, which is many times faster on accelerators and needs room
-            there for a second copy until it has been written; small arrays and arrays of other
-            kinds are copied to the host. `view` keeps references to the arrays of CPU devices and
-            copies nothing: right for arrays that are never donated; a later donation stays safe,
-            but the runtime then copies the buffer inside the train step. `auto` is `copy`. Numpy
-            arrays are copied to the library's memory in every mode, since they can be changed in
-            place.
+        budget_bytes: The most host memory, in bytes, that saves may hold beyond the state itself.
+            A larger state is staged piece by piece as earlier pieces are written: `save()` then
+            returns later, but never takes more memory. None is a quarter of the machine's memory.
+        mode: `copy` copies every array into host memory before `save()` returns, so that the train
+            step may donate its buffers at full speed. `device` copies arrays within device memory
+            instead: many times faster on accelerators, but it needs room there for a second copy
+            until that has been written; small arrays and arrays of other kinds are copied to the
+            host. `view` keeps references to the arrays of CPU devices and copies nothing, which
+            suits arrays that are never donated; donating one later is safe, but the runtime then
+            copies its buffer inside the train step. `auto` is `copy`. Numpy arrays are copied in
+            every mode, since they can be changed in place.
 
     Raises:
-        InvalidArgumentError: The budget is below 1 MiB or the mode is unknown.
+        InvalidArgumentError: The budget is below 1 MiB, or the mode is unknown.
     """
 
     budget_bytes: int | None = None
     mode: StagingMode = "auto"
 
     def __post_init__(self) -> None:
-        budget = self.budget_bytes
-        if budget is not None and (type(budget) is not int or budget < MIN_BUDGET_BYTES):
-            raise InvalidArgumentError(
-                f"Staging(budget_bytes={budget!r}): expected a whole number of bytes, at least "
-                f"{MIN_BUDGET_BYTES} (1 MiB), or None for a quarter of the machine's memory"
+        if self.budget_bytes is not None:
+            hint = " (1 MiB), in bytes; or None for a quarter of the machine's memory"
+            budget = whole_number(
+                "budget_bytes", self.budget_bytes, of="Staging", least=MIN_BUDGET_BYTES, hint=hint
             )
-        if self.mode not in get_args(StagingMode):
-            raise InvalidArgumentError(
-                f"Staging(mode={self.mode!r}): expected one of {', '.join(get_args(StagingMode))}"
-            )
+            object.__setattr__(self, "budget_bytes", budget)
+        one_of("mode", self.mode, get_args(StagingMode), of="Staging")
 
     @property
     def effective_budget(self) -> int:
-        """The budget in bytes, with the default worked out."""
+        """The budget in bytes, also where `budget_bytes` is None."""
         if self.budget_bytes is not None:
             return self.budget_bytes
         return max(host_memory_bytes() // _DEFAULT_SHARE, MIN_BUDGET_BYTES)
@@ -88,21 +83,21 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long is waited for what may never come, in seconds.
+    """Time limits, in seconds.
 
     Attributes:
-        lease: How long the attempts of a writer that has vanished on another machine are left
-            alone. The writer renews its lease several times in this while; one that could not for
-            longer may find its attempt removed, and its save then fails.
-        exit: How long interpreter exit waits for saves that nobody waited for. Those that have not
-            ended by then are given up, and the program ends with an error.
-        coordination: How long a process of a job waits for another that gives no sign of life: that
-            neither comes to where it is waited for nor moves any bytes. One that is slow is waited
-            for as long as it takes.
+        lease: How long the unfinished save of a process that vanished on another machine is left
+            alone. Writers renew their lease several times in this time; the save of one that could
+            not do so may be removed, and then fails.
+        exit: How long interpreter exit waits for saves that are still under way. Those that have
+            not ended by then are given up, and the program ends with an error.
+        coordination: How long a process of a job waits for another one that shows no sign of life,
+            that is, neither arrives where it is expected nor moves any bytes. A process that is
+            merely slow is waited for as long as it takes.
 
     Raises:
-        InvalidArgumentError: One of them is no number of seconds above 0, a lease is longer than a
-            week, or a wait for another process longer than a day.
+        InvalidArgumentError: A limit is not a number of seconds above 0, `lease` is longer than a
+            week, or `coordination` is longer than a day.
     """
 
     lease: float = 600.0
@@ -115,11 +110,4 @@ class Timeouts:
             ("exit", _LONGEST_EXIT_SECONDS),
             ("coordination", _LONGEST_COORDINATION_SECONDS),
         ):
-            seconds = getattr(self, name)
-            is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-            if not is_number or not 0 < seconds <= most:
-                shown = "a number" if is_number and seconds > most else repr(seconds)
-                raise InvalidArgumentError(
-                    f"Timeouts({name}={shown:.80}): expected a number of seconds above 0 and up to "
-                    f"{most:.0f}"
-                )
+            number_of_seconds(name, getattr(self, name), of="Timeouts", most=most)

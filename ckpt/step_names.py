@@ -1,4 +1,4 @@
-"""How the directories of steps are called."""
+"""Names of the directories that steps are stored in."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, cast
 
+from ckpt._arguments import invalid, shown, whole_number
 from ckpt.errors import InvalidArgumentError
 
 __all__ = ["Composite", "Standard", "StepNames", "checked"]
@@ -16,35 +17,35 @@ _PREFIX = re.compile(r"^[A-Za-z][A-Za-z0-9_.-]{0,99}\Z")
 # Nineteen digits hold every step a 64-bit counter can.
 _MOST_DIGITS = 19
 _NUMBER = re.compile(r"^[0-9]{1,19}\Z")
-# A directory of any other name could lead elsewhere, be hidden, or be taken for something else.
+# Other names could lead out of the root, be hidden, or have another meaning.
 _ENTRY = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.=+,@-]{0,149}\Z")
 _TAKEN = frozenset({"metadata"})
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class StepNames(Protocol):
-    """Names steps, and knows their names again. Pure."""
+    """Maps steps to directory names and back. Must be pure."""
 
     def name(self, step: int) -> str:
         """Return the name of the directory that `step` is written to."""
 
     def step(self, name: str) -> int | None:
-        """Return the step whose directory may be called `name`, or None if it is none."""
+        """Return the step that is stored in a directory of this name, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standard:
-    """Decimal numbers, padded with zeros if wanted, after a prefix and `_` if there is one.
+    """Decimal numbers, optionally padded with zeros, and with a prefix and `_` in front.
 
     `Standard("ckpt", 8)` names step 100 `ckpt_00000100`, as Orbax does with `step_prefix="ckpt"`
     and `step_format_fixed_length=8`.
 
     Attributes:
-        prefix: What stands before the `_`; empty for the number alone.
-        digits: How many digits there are at least; 0 pads nothing.
+        prefix: The text before the `_`; empty for the number alone.
+        digits: The least number of digits; 0 does not pad.
 
     Raises:
-        InvalidArgumentError: The prefix cannot begin the name of a directory, or `digits` is not a
+        InvalidArgumentError: `prefix` cannot begin the name of a directory, or `digits` is not a
             whole number from 0 to 19.
     """
 
@@ -55,15 +56,10 @@ class Standard:
         prefix: object = self.prefix
         fits = isinstance(prefix, str) and (not prefix or _PREFIX.match(prefix))
         if not fits or _UNFINISHED in self.prefix:
-            raise InvalidArgumentError(
-                f"Standard(prefix={self.prefix!r:.120}): expected up to 100 letters, digits, '_', "
-                "'-' or '.', of which the first is a letter"
-            )
-        if type(self.digits) is not int or not 0 <= self.digits <= _MOST_DIGITS:
-            raise InvalidArgumentError(
-                f"Standard(digits={self.digits!r:.120}): expected a whole number from 0 to "
-                f"{_MOST_DIGITS}"
-            )
+            what = "up to 100 letters, digits, '_', '-' or '.', beginning with a letter"
+            raise invalid("prefix", prefix, what, of="Standard")
+        digits = whole_number("digits", self.digits, of="Standard", least=0, most=_MOST_DIGITS)
+        object.__setattr__(self, "digits", digits)
 
     def name(self, step: int) -> str:
         """Return the name of the directory that `step` is written to."""
@@ -75,18 +71,18 @@ class Standard:
         if not _NUMBER.match(number):
             return None
         step = int(number)
-        # Two names of one step would be two steps of one name.
+        # A step has one name: '007' is not step 7 if that is written as '7'.
         return step if self.name(step) == name else None
 
 
 class Composite:
-    """Writes the names of one kind and reads those of several, for a root that changes over.
+    """Writes names of one kind and reads several kinds, for a root whose naming has changed.
 
-    Where a step is there under several names, the one that is written now counts.
+    Of a step that exists under several names, the one with the name written now counts.
 
     Args:
-        write: Gives the names of new steps, and reads them.
-        read: Read, too.
+        write: The names of new steps; they are read, too.
+        read: Further kinds of names to read.
     """
 
     def __init__(self, write: StepNames, *read: StepNames) -> None:
@@ -97,7 +93,7 @@ class Composite:
         return self._write.name(step)
 
     def step(self, name: str) -> int | None:
-        """Return the step that has this name in any of the formats, or None."""
+        """Return the step that has this name in any of the kinds, or None."""
         for each in (self._write, *self._read):
             step = each.step(name)
             if step is not None:
@@ -109,27 +105,28 @@ class Composite:
 
 
 def checked(names: object) -> StepNames:
-    """Return `names` so that each answer is one that can be used.
+    """Return `names`, with a check of every answer.
 
     Raises:
-        InvalidArgumentError: It has no methods `name` and `step`. Those of the result raise it
-            where `names` raises, names a step in a way that no directory can be called or that it
-            reads as another step, or gives something else than a step.
+        InvalidArgumentError: It lacks the methods `name` and `step`. Those of the result raise it
+            if `names` raises an error, returns a name that a directory cannot have or that it
+            reads as another step, or returns something that is not a step.
     """
     if type(names) is Standard:
         return names
     if isinstance(names, type) or not (
         callable(getattr(names, "name", None)) and callable(getattr(names, "step", None))
     ):
-        raise InvalidArgumentError(
-            f"step_names={names!r:.120}: expected an object with the methods name(step) and "
-            "step(name), such as ckpt.step_names.Standard('ckpt', 8)"
+        what = (
+            "an object with the methods name(step) and step(name), such as "
+            "ckpt.step_names.Standard('ckpt', 8)"
         )
+        raise invalid("step_names", names, what)
     return _Checked(cast(StepNames, names))
 
 
 class _Checked:
-    """Step names of somebody else, each answer checked."""
+    """Step names that a user wrote, with a check of every answer."""
 
     def __init__(self, names: StepNames) -> None:
         self._names = names
@@ -140,20 +137,20 @@ class _Checked:
         usable = isinstance(name, str) and _ENTRY.match(name) and _UNFINISHED not in name
         if not isinstance(name, str) or not usable or name in _TAKEN:
             raise InvalidArgumentError(
-                f"step_names: {self._names!r:.120} names it {name!r:.160}; expected 1 to 150 "
+                f"step_names: {shown(self._names)} names it {shown(name, 160)}; expected 1 to 150 "
                 "letters, digits or characters of '_.=+,@-', beginning with a letter, a digit or "
                 "'_', and not 'metadata'",
                 step=step,
             )
         if (read := self.step(name)) != step:
             raise InvalidArgumentError(
-                f"step_names: {self._names!r:.120} names it {name!r} and reads that as {read}",
+                f"step_names: {shown(self._names)} names it {name!r} and reads that as {read}",
                 step=step,
             )
         return name
 
     def step(self, name: str) -> int | None:
-        # Nothing else can be the directory of a step, so nobody needs to be asked.
+        # Other names cannot belong to a step.
         if not _ENTRY.match(name) or name in _TAKEN:
             return None
         with self._translated(None):
@@ -161,8 +158,8 @@ class _Checked:
         if step is None or (type(step) is int and 0 <= step < 10**_MOST_DIGITS):
             return step
         raise InvalidArgumentError(
-            f"step_names: {self._names!r:.120} reads {name!r} as {step!r:.60}; expected a whole "
-            "number, 0 or greater, or None"
+            f"step_names: {shown(self._names)} reads {name!r} as {shown(step)}; expected a whole "
+            "number, 0 or more, or None"
         )
 
     @contextlib.contextmanager
@@ -171,6 +168,6 @@ class _Checked:
             yield
         except Exception as error:
             raise InvalidArgumentError(
-                f"step_names: {self._names!r:.120} raised {type(error).__name__}: {error!s:.200}",
+                f"step_names: {shown(self._names)} raised {type(error).__name__}: {error!s:.200}",
                 step=step,
             ) from error

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ckpt._arguments import invalid
 from ckpt._plan.adapt import Transform
 from ckpt._plan.targets import stored_text
 from ckpt._plan.virtual_arrays import (
@@ -163,7 +164,7 @@ def split(
     if given is not None and not (
         isinstance(given, Sequence) and all(type(size) is int and size >= 0 for size in given)
     ):
-        raise InvalidArgumentError(f"split: sizes={sizes!r:.60}: expected a list of whole numbers")
+        raise invalid("sizes", sizes, "a list of whole numbers", of="split")
     if sizes is not None and len(sizes) != len(to):
         raise InvalidArgumentError(f"split: {len(sizes)} sizes for {len(to)} parts")
 
@@ -190,9 +191,9 @@ def split(
 
 
 def _check_list(what: str, name: str, given: object) -> None:
-    # A text is a sequence, too: of its characters.
+    # A string is a sequence of its characters.
     if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-        raise InvalidArgumentError(f"{what}: {name}={given!r:.60}: expected a list of paths")
+        raise invalid(name, given, "a list of paths", of=what)
 
 
 def _check_places(
@@ -200,10 +201,10 @@ def _check_places(
 ) -> None:
     """Check what can be checked without a checkpoint; `to` has `fewer` `*` than `paths`."""
     if type(axis) is not int:
-        raise InvalidArgumentError(f"{what}: axis={axis!r:.60}: expected a whole number")
+        raise invalid("axis", axis, "a whole number", of=what)
     for place in to:
         if not isinstance(place, str) or not place:
-            raise InvalidArgumentError(f"{what}: to={place!r:.60}: expected a path")
+            raise invalid("to", place, "a path", of=what)
         for path in paths:
             stars = path.replace("**", "").count("*") - fewer
             if place.count("*") != stars:

@@ -1,4 +1,4 @@
-"""Classes of what calls return, for annotations. None of them is made by users."""
+"""Classes of the objects that calls return, for annotations. Not to be instantiated by users."""
 
 from __future__ import annotations
 

@@ -1,25 +1,32 @@
-"""`CheckpointManager`: the steps of one root, for asyncio and trio programs."""
+"""The managers' common base, and `CheckpointManager` for asyncio and trio programs."""
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import anyio
 
 from ckpt._api.partial import PartialSave
+from ckpt._arguments import instance_of, invalid, one_of, plain_json
 from ckpt._commit import Commit
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._events import Observer
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.format_rules import Formats
+from ckpt._redaction import redact
+from ckpt._runtime.exit import run_at_exit
 from ckpt._runtime.futures import settled
+from ckpt._runtime.loop import EngineLoop
 from ckpt._settings import Staging, Timeouts
-from ckpt._steps.factory import make_service, raise_unseen
+from ckpt._steps.factory import make_engine, make_peers
 from ckpt._steps.pins import Pin
 from ckpt._steps.saves.backlog import BacklogPolicy
+from ckpt._steps.saves.preemption import Preemption
+from ckpt._steps.service import RootService
 from ckpt._steps.step_metadata import StepMetadata
 from ckpt.coordination._base import Coordinator
 from ckpt.handlers._registry import HandlersLike
@@ -28,23 +35,21 @@ from ckpt.policies import (
     Metric,
     Mode,
     PreservationPolicyLike,
+    PreserveAll,
     SavePolicyLike,
+    check_preservation,
+    check_save_policy,
 )
-from ckpt.step_names import StepNames
-from ckpt.storage._resolve import PathLike
+from ckpt.step_names import Standard, StepNames, checked
+from ckpt.storage._resolve import PathLike, check_trash, open_root
 
-__all__ = ["CheckpointManager"]
+__all__ = ["CheckpointManager", "ManagerBase"]
+
+logger = logging.getLogger("ckpt")
 
 
-class CheckpointManager:
-    """Saves and restores the steps of one directory, while training goes on.
-
-    Use it as `async with`; leaving the block waits for every commit and raises the error of a
-    failed one, unless somebody has seen it already. Its coroutines may be awaited from any task;
-    all work is done on a thread of the library's own: neither side stalls the other's loop. Saves
-    of a manager that was not closed are finished at interpreter exit, and their errors written to
-    standard error. In a job of several processes all of them make the same calls.
-    """
+class ManagerBase:
+    """What the asyncio and the synchronous manager share: their arguments, and what never waits."""
 
     def __init__(
         self,
@@ -72,62 +77,82 @@ class CheckpointManager:
 
         Args:
             root: A directory, a URL (`s3://bucket/run`), or a store of `ckpt.storage`.
-            save_policy: Which steps are saved (`ckpt.policies`), or a function of step, previous
-                steps and `SaveContext` that returns True for those to save; None saves them all.
-            preservation: Which steps are kept after a commit (`ckpt.policies`), or a function that
-                returns True for a step to keep; None keeps all. Pinned steps, the one just saved
-                and the greatest one are always kept.
-            deletion: How steps that are not kept are deleted; `Deletion(trash=...)` moves them.
-            step_names: How the directories of steps are called (`ckpt.step_names`).
-            metadata: JSON values to keep with the root; the first that it is given stay.
-            handlers: Handlers of further kinds of items, asked in order before the built-in ones;
+            save_policy: Which steps are saved: a policy of `ckpt.policies`, or a function of step,
+                previous steps and `SaveContext` that returns True for steps to save. None saves
+                every step.
+            preservation: Which steps are kept after a commit: a policy of `ckpt.policies`, or a
+                function that returns True for steps to keep. None keeps all. Pinned steps, the
+                step just saved and the greatest one are always kept.
+            deletion: How the other steps are deleted; `Deletion(trash=...)` moves them away.
+            step_names: How the directories of steps are named (`ckpt.step_names`).
+            metadata: JSON values to keep with the root. If it has metadata already, that stays.
+            handlers: Handlers for more kinds of items, tried in order before the built-in ones;
                 or a mapping of item names to the handler of each.
-            staging: How arrays get to host memory, and how much of it may be used.
+            staging: How snapshots are taken, and how much host memory they may use.
             formats: How arrays are stored: `{pattern of leaf paths: ArrayFormat}`, of which the
-                first that covers a leaf counts, or a function of leaf path and
-                `jax.ShapeDtypeStruct` that returns an `ArrayFormat` or None. A pattern that decides
-                about no array of a save is an error.
+                first that matches a leaf applies, or a function of leaf path and
+                `jax.ShapeDtypeStruct` that returns an `ArrayFormat` or None. A pattern that applies
+                to no array of a save is an error.
             backlog: What a save does while another one is under way. `wait` takes its snapshot
-                beside it and commits after it; while two are under way it waits for the first.
-                `skip` saves nothing and returns a falsy commit that says so. `supersede` gives up a
-                save that has not begun to write for the newer one; its commit becomes falsy. (With
-                `force=True` a save is never skipped.)
-            read_only: Refuse everything that writes, for evaluators.
-            create: Make the root if it is not there; otherwise opening the manager fails.
-            permission_mode: Permissions of new directories, such as 0o750; files get what of them
-                files can have. None lets both follow the umask.
+                meanwhile and commits after it; with two under way it first waits for the older.
+                `skip` saves nothing and returns a falsy commit that says so. `supersede` replaces
+                a save that has not begun to write, whose commit becomes falsy. (A save with
+                `force=True` is never skipped.)
+            read_only: Refuse everything that writes; for evaluators.
+            create: Create the root if it does not exist. With False, opening the manager fails.
+            permission_mode: Permissions of new directories, such as 0o750; files get the same
+                without the execute bits. None leaves both to the umask.
             preemption_signals: Signals that announce the end of the run, such as
                 `(signal.SIGTERM,)`. They are handled from the first use in the main thread until
                 the manager closes; see `reached_preemption`.
-            timeouts: How long is waited for what may never come.
-            coordinator: The processes of the job (`ckpt.coordination`); None is jax.distributed's.
+            timeouts: Time limits, in seconds.
+            coordinator: The processes of the job (`ckpt.coordination`). None uses those of
+                `jax.distributed`.
             observers: Called with an `Event` for every timed phase, on the library's thread.
-            clock: Tells the time in Unix seconds, for tests of policies.
+            clock: Returns the time in Unix seconds; for tests of policies.
 
         Raises:
-            InvalidArgumentError: An argument cannot be meant as given.
+            InvalidArgumentError: An argument is invalid.
         """
-        self._service = make_service(
-            root,
+        timeouts = instance_of("timeouts", timeouts, Timeouts) or Timeouts()
+        instance_of("read_only", read_only, bool)
+        instance_of("create", create, bool)
+        storage = open_root(root, timeouts, create=create, permission_mode=permission_mode)
+        if save_policy is not None:
+            check_save_policy(save_policy)
+        if preservation is not None:
+            check_preservation(preservation)
+        deletion = instance_of("deletion", deletion, Deletion) or Deletion()
+        names = checked(Standard() if step_names is None else step_names)
+        if deletion.trash is not None:
+            check_trash(root, deletion.trash, lambda name: names.step(name) is not None)
+        staging = instance_of("staging", staging, Staging) or Staging()
+        engine = make_engine(staging, handlers, observers, formats, clock)
+        peers = make_peers(coordinator, timeouts, storage.location, engine)
+        one_of("backlog", backlog, get_args(BacklogPolicy))
+        if backlog == "supersede" and not peers.is_alone:
+            what = f"'wait' or 'skip', since the {peers.count} processes of this job might differ"
+            raise invalid("backlog", backlog, f"{what} in which save they give up")
+        given: object = metadata
+        if metadata is not None and not isinstance(given, Mapping):
+            raise invalid("metadata", metadata, "a mapping of names to JSON values")
+        self._loop = EngineLoop()
+        self._service = RootService(
+            self._loop,
+            storage,
+            engine,
             save_policy=save_policy,
-            preservation=preservation,
+            preservation=PreserveAll() if preservation is None else preservation,
             deletion=deletion,
-            step_names=step_names,
-            metadata=metadata,
-            handlers=handlers,
-            staging=staging,
-            formats=formats,
+            names=names,
+            metadata=None if metadata is None else plain_json("metadata", dict(metadata)),
             backlog=backlog,
             read_only=read_only,
-            create=create,
-            permission_mode=permission_mode,
-            preemption_signals=preemption_signals,
             timeouts=timeouts,
-            coordinator=coordinator,
-            observers=observers,
-            clock=clock,
+            preemption=Preemption(preemption_signals),
+            peers=peers,
         )
-        self._loop = self._service.loop
+        run_at_exit(self._service.finish_at_exit)
         weakref.finalize(self, self._loop.stop).atexit = False
 
     @property
@@ -135,14 +160,58 @@ class CheckpointManager:
         """The directory, or the URL of the place in a store."""
         return self._service.storage.location
 
+    def reached_preemption(self, step: int) -> bool:
+        """Return whether the run should end at `step`; does not wait.
+
+        True once one of `preemption_signals` has arrived. With `jax.distributed` it is true from
+        the step on which JAX's preemption service lets all processes agree. Ask at every step,
+        after `save`: the first save for such a step is made whatever policy and backlog say. For
+        one step, the answer never changes.
+
+        Raises:
+            InvalidArgumentError: Signals cannot be handled: this is not the main thread.
+        """
+        return self._service.reached_preemption(step)
+
+    def is_saving_in_progress(self) -> bool:
+        """Return whether a save is under way."""
+        return self._service.saves.is_saving
+
+    def _give_up_entering(self) -> None:
+        # A block that was not entered is never left.
+        self._loop.stop()
+        self._service.preemption.close()
+
+    def _raise_unseen(self, error: BaseException | None = None) -> None:
+        """Raise the errors that have not been fetched, or add them as notes to `error`."""
+        unseen = self._service.saves.take_errors()
+        if error is not None:
+            for each in unseen:
+                logger.error("a save failed: %s", each)
+                error.add_note(f"a save to {redact(self.root)} failed as well: {each}")
+        elif len(unseen) == 1:
+            raise unseen[0]
+        elif unseen:
+            raise BaseExceptionGroup(f"{len(unseen)} saves failed", unseen)
+
+
+class CheckpointManager(ManagerBase):
+    """Saves and restores the steps of one directory while training continues.
+
+    Use it as `async with`: leaving the block waits for every commit, and raises the error of a
+    failed one unless you have already fetched it. Its coroutines may be awaited from any task.
+    All work is done on a thread of the library's own, so that neither side stalls the other's event
+    loop. Saves of a manager that was never closed are finished at interpreter exit, and their
+    errors are written to standard error. In a job of several processes, all of them make the same
+    calls.
+    """
+
     async def __aenter__(self) -> Self:
         try:
             self._service.preemption.open()
             await self._loop.run(self._service.open)
         except BaseException:
-            # Nobody leaves a block that was not entered.
-            self._loop.stop()
-            self._service.preemption.close()
+            self._give_up_entering()
             raise
         return self
 
@@ -152,22 +221,24 @@ class CheckpointManager:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # Also when cancelled: a snapshot that was paid for is worth the seconds its commit needs.
+        # Even when cancelled: the snapshots are taken, and committing them takes only seconds.
         with anyio.CancelScope(shield=True):
             await self._close()
-        raise_unseen(self._service, error)
+        self._raise_unseen(error)
 
     async def close(self) -> None:
-        """Wait for every commit, end the library's thread, and raise what nobody has seen.
+        """Wait for every commit, end the library's thread, and raise unfetched errors of saves.
 
-        Idempotent. Cancelling the call leaves the commits to finish.
+        May be called several times.
 
         Raises:
-            CheckpointError: A save failed and nobody has fetched its error; several arrive as an
-                `ExceptionGroup`.
+            CheckpointError: A save failed and its error was not fetched from its commit. Several
+                such errors are raised as an `ExceptionGroup`.
+
+        Cancellation: the commits still finish.
         """
         await self._close()
-        raise_unseen(self._service, None)
+        self._raise_unseen()
 
     async def _close(self) -> None:
         try:
@@ -188,31 +259,31 @@ class CheckpointManager:
     ) -> Commit:
         """Take a snapshot and return once it is safe; writing goes on in the background.
 
-        From the moment this returns, the caller may donate, delete or change everything it passed.
-        What happens while another save is under way is the manager's `backlog`.
+        Once this returns, you may donate, delete or change everything you passed. The manager's
+        `backlog` decides what happens while another save is under way.
 
         Args:
             step: The step, 0 or greater.
-            state: One PyTree of jax arrays (any sharding over the local devices), numpy arrays and
-                Python scalars; or None with `items`.
-            items: Several objects by name instead.
-            metrics: Numbers to keep with the step; jax scalars may still be being computed.
+            state: One PyTree of jax arrays (with any sharding over the local devices), numpy arrays
+                and Python scalars; None with `items`.
+            items: Several objects by name, instead of `state`.
+            metrics: Numbers to keep with the step. Scalars that jax is still computing are fine.
             metadata: JSON values to keep with the step; tuples come back as lists.
             force: Save even if the save policy says no.
-            overwrite: Replace the step if it exists; the old one stays until the new is published.
+            overwrite: Replace the step if it exists. The old one stays until the new is published.
 
         Returns:
-            The commit: await it for durability, or let the manager's exit tell. It is falsy, with
+            The commit. Await it for durability, or rely on the manager's exit. It is falsy, with
             the reason in `skipped`, if the save policy said no.
 
         Raises:
-            InvalidArgumentError: An argument cannot be meant as given.
+            InvalidArgumentError: An argument is invalid. Nothing was changed.
             UnsupportedLeafError: A leaf cannot be stored, or was deleted; names its path.
             StepExistsError: The step exists and `overwrite` is False.
-            StorageError: The store refused before the snapshot was complete.
-            HandlerError: An object with a state, or a handler of yours, raised.
+            StorageError: The store failed before the snapshot was complete.
+            HandlerError: A handler, or an object that it saves, raised an error.
 
-        Cancellation: the save is stopped, and everything of it is removed, before it goes on.
+        Cancellation: the save is stopped and removed before the cancellation continues.
         """
         commit, job, staged = self._service.start_save(
             step, state, items, metrics, metadata, force=force, overwrite=overwrite
@@ -235,9 +306,9 @@ class CheckpointManager:
         metadata: Any = None,
         overwrite: bool = False,
     ) -> PartialSave:
-        """Save a step in several calls: `async with mgr.partial(step) as part`, `part.save(...)`.
+        """Save a step in several calls of `part.save`: `async with mgr.partial(step) as part`.
 
-        Arguments and errors are those of `save`; the save policy is not asked.
+        Arguments and errors are those of `save`. The save policy is not asked.
         """
         begun = self._service.start_partial(step, metrics, metadata, overwrite=overwrite)
         return PartialSave(begun, self)
@@ -254,52 +325,40 @@ class CheckpointManager:
         """Load a committed step.
 
         Args:
-            step: The step; None is the latest.
-            like: The target: a tree of the structure wanted back, whose leaves say what they come
-                back as: `jax.ShapeDtypeStruct` (with its sharding and dtype), jax or numpy arrays,
-                Python scalars or their types, functions, or `...` to skip a leaf or all below a
-                key. None restores all as it was saved. For several items, a dict of targets.
+            step: The step; None for the latest.
+            like: The target: a tree of the structure to return. Its leaves say what to return:
+                `jax.ShapeDtypeStruct` (with sharding and dtype), jax or numpy arrays, Python
+                scalars or their types, functions, or `...` to skip a leaf or a whole subtree. None
+                restores everything as it was saved. For several items, a dict of targets.
             items: Load these items only: their names, or a mapping of names to targets.
-            adapt: What may differ between the checkpoint and the target: leaves to select, rename,
-                cast, resize, stack or leave out. For several items a dict of item names may give
-                each its own. By default nothing may.
-            broadcast_bytes: In a job of several processes, read what several of them need only
-                once and exchange it over their devices, in as much host memory. All give the same.
+            adapt: How the checkpoint may differ from the target: leaves to select, rename, cast,
+                resize, stack or leave out. For several items, a dict may hold one for each. By
+                default they must agree.
+            broadcast_bytes: In a job of several processes, read shared data only once and exchange
+                it over the devices, using this much host memory. All processes pass the same value.
 
         Returns:
             The tree of a step that was saved without item names, else a dict by item name.
 
         Raises:
+            InvalidArgumentError: An argument is invalid.
             StepNotFoundError: There is no such step, or none at all.
             TargetMismatchError: `like` does not fit; lists every leaf. No array was read.
-            CorruptCheckpointError: What is stored is damaged; names the leaf.
-            HandlerError: An object with a state, or a handler of yours, raised; names the item.
+            CorruptCheckpointError: Stored data is damaged; names the leaf.
+            HandlerError: A handler, or an object that it loads, raised an error; names the item.
 
-        Cancellation: reading stops, and memory is given back before the cancellation goes on.
+        Cancellation: reading stops and memory is freed before the cancellation continues.
         """
         restore = self._service.reader.restore
         return await self._loop.run_served(restore, step, like, items, adapt, broadcast_bytes)
 
     async def should_save(self, step: int) -> bool:
-        """Tell whether `save` would save `step`; ask about the step in hand only."""
+        """Return whether `save` would save `step`; only ask about the current step."""
         self._service.reached_preemption(step)
         return await self._loop.run(self._service.should_save, step)
 
-    def reached_preemption(self, step: int) -> bool:
-        """Tell whether the run is to end at `step`; does not wait.
-
-        True once one of `preemption_signals` has come; where `jax.distributed` is initialised, at
-        the step that JAX's preemption service makes all processes agree on. Ask at every step,
-        after `save`: the first save that is called for such a step is made whatever policy and
-        backlog say. Asked again about the same step, it gives the same answer.
-
-        Raises:
-            InvalidArgumentError: Signals cannot be handled: this is not the main thread.
-        """
-        return self._service.reached_preemption(step)
-
     async def all_steps(self) -> list[int]:
-        """Return every committed step, ascending; steps under way or failed are not among them."""
+        """Return every committed step, ascending, without those under way or failed."""
         return await self._loop.run(self._service.reader.all_steps)
 
     async def latest_step(self) -> int | None:
@@ -310,18 +369,21 @@ class CheckpointManager:
         """Return the committed step with the best metric, or None if no step has it.
 
         Args:
-            metric: Name of a metric, or a function of all metrics of a step; None is what the
-                `BestN` in the manager's `preservation` ranks by.
+            metric: Name of a metric, or a function of all metrics of a step. None is the metric of
+                the `BestN` in the manager's `preservation`.
             mode: Whether the smallest (`"min"`) or the greatest (`"max"`) value is best.
+
+        Raises:
+            InvalidArgumentError: An argument is invalid, or missing without a `BestN`.
         """
         return await self._loop.run(self._service.reader.best_step, metric, mode)
 
     async def reload(self) -> None:
-        """Read every manifest anew; what was changed is noticed without it, too."""
+        """Read every manifest again. Seldom needed: changes are noticed without it, too."""
         await self._loop.run(self._service.reload)
 
     async def root_metadata(self) -> dict[str, Any]:
-        """Return the metadata that the root was given first; empty if it was given none."""
+        """Return the metadata of the root; empty if it has none."""
         return await self._loop.run(self._service.root_metadata)
 
     async def metadata(self, step: int | None = None) -> StepMetadata:
@@ -339,67 +401,68 @@ class CheckpointManager:
         return (await self.metadata(step)).info.metrics
 
     async def verify(self, step: int | None = None, *, deep: bool = True) -> VerifyReport:
-        """Compare a step with its manifest, and name all damage by file, item and leaf path.
+        """Compare a step with its manifest and report all damage by file, item and leaf path.
 
-        Every byte is read once, in a fixed amount of memory; neither devices nor the classes of
-        items are needed.
+        Every byte is read once, in a fixed amount of memory. It needs neither devices nor the
+        classes of items.
 
         Args:
-            step: The step; None is the latest.
-            deep: Read everything; otherwise compare names, kinds and sizes of files only.
+            step: The step; None for the latest.
+            deep: Read everything. With False, only compare names, kinds and sizes of files.
 
         Returns:
-            The report; true if nothing is wrong. Damage is never raised.
+            The report, true if nothing is wrong. Damage is reported, never raised.
 
         Raises:
             StepNotFoundError: There is no such step; it may have been deleted meanwhile.
-            UnsupportedFormatError: It is of a later format.
+            UnsupportedFormatError: The step was written in a later format.
 
-        Cancellation: reading stops, and memory is given back before the cancellation goes on.
+        Cancellation: reading stops and memory is freed before the cancellation continues.
         """
         return await self._loop.run(self._service.reader.verify, step, deep)
 
     async def delete(self, step: int, *, item: str | None = None) -> None:
-        """Delete a committed step; it vanishes at once and whole, then its bytes are removed.
+        """Delete a committed step. It disappears atomically, then its bytes are removed.
 
         Files in it that this library did not write are moved beside it, to `<step>.others`.
 
         Args:
             step: The step.
-            item: Delete this one of several items only; the rest takes the step's place atomically.
+            item: Delete only this one of several items; the rest replaces the step atomically.
 
         Raises:
-            InvalidArgumentError: There is no such item, or no other one.
+            InvalidArgumentError: There is no such item, or it is the only one.
             StepNotFoundError: There is no such step.
-            StepPinnedError: It is pinned.
+            StepPinnedError: The step is pinned.
             ReadOnlyError: The manager is read-only.
         """
         await self._loop.run(self._service.delete, step, item)
 
     async def pin(self, step: int, name: str) -> None:
-        """Keep a step until it is unpinned, also after this run; `name` says why.
+        """Protect a step from deletion until it is unpinned, even after this run.
+
+        Args:
+            step: The step.
+            name: A name for the pin, such as the reason; a step may have several pins.
 
         Raises:
+            InvalidArgumentError: An argument is invalid.
             StepNotFoundError: There is no such step.
         """
         await self._loop.run(self._service.pin, step, name)
 
     async def unpin(self, step: int, name: str) -> bool:
-        """Take back the pin of that name; return whether there was one."""
+        """Remove the pin of that name; return whether there was one."""
         return await self._loop.run(self._service.unpin, step, name)
 
     async def pins(self) -> dict[int, tuple[Pin, ...]]:
-        """Return the pinned steps; those that evaluators hold (`ckpt.watch`) are among them."""
+        """Return the pinned steps and their pins, including those of `ckpt.watch`."""
         return await self._loop.run(self._service.pins)
 
-    def is_saving_in_progress(self) -> bool:
-        """Tell whether a save is under way."""
-        return self._service.saves.is_saving
-
     async def wait_until_finished(self) -> None:
-        """Wait for every save that was started, and raise what nobody has seen, as `close` does.
+        """Wait for every save that was started, and raise unfetched errors as `close` does.
 
-        Steps that are no longer kept are deleted by then, too.
+        By then, the steps that are no longer kept have been deleted, too.
         """
         await self._loop.run(self._service.saves.idle)
-        raise_unseen(self._service, None)
+        self._raise_unseen()

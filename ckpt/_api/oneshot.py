@@ -1,29 +1,31 @@
-"""`save`, `load`, `metadata` and `verify`: one checkpoint at one path, no manager."""
+"""`save`, `load`, `metadata` and `verify`: one checkpoint at one path, without a manager."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import anyio
 
+from ckpt._arguments import instance_of
 from ckpt._commit import Commit, CommitHooks, StepInfo, step_info
 from ckpt._engine.restore.pipeline import restore_items
 from ckpt._engine.save.multihost import MultihostSave
+from ckpt._engine.save.request import SaveRequest
 from ckpt._engine.verify.pipeline import verify_entry
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.format_rules import Formats
 from ckpt._runtime.loop import EngineLoop
 from ckpt._settings import Staging, Timeouts
-from ckpt._steps.factory import checked_type, job_of, make_peers
+from ckpt._steps.factory import job_of, make_engine, make_peers
 from ckpt._steps.late_statistics import statistics_of
 from ckpt._steps.restore_requests import result_of, wanted_items
 from ckpt._steps.saves.overwrite import make_way, save_entry
 from ckpt._steps.saves.requests import make_request
-from ckpt._steps.service import make_engine
 from ckpt._steps.step_metadata import StepMetadata, describe_step
 from ckpt.coordination._base import Coordinator
 from ckpt.errors import InvalidArgumentError
@@ -46,7 +48,7 @@ __all__ = [
 logger = logging.getLogger("ckpt")
 
 T = TypeVar("T")
-# A call ready to run on an engine's loop; the asyncio and the plain functions share it.
+# A call whose arguments are checked, to be run on an engine's loop by either face.
 Call = Callable[[], Awaitable[T]]
 
 
@@ -66,41 +68,32 @@ async def save(
 ) -> StepInfo:
     """Save one checkpoint at `path`; durable on return.
 
-    In a job of several processes all of them call it.
+    In a job of several processes, all of them make the call.
 
     Args:
         path: A directory that does not exist yet; or a URL, or a store of `ckpt.storage`.
         state: As in `CheckpointManager.save`.
         items: As in `CheckpointManager.save`.
-        metrics: Numbers to keep with it.
-        metadata: JSON values to keep with it.
-        overwrite: Replace an existing checkpoint; the old one stays until the new is published.
+        metrics: Numbers to keep with the checkpoint.
+        metadata: JSON values to keep with the checkpoint.
+        overwrite: Replace an existing checkpoint. The old one stays until the new is published.
         handlers: As for `CheckpointManager`.
-        staging: Memory budget and mode; the default copies numpy arrays only, since nothing can be
-            donated before the call returns.
+        staging: As for `CheckpointManager`. By default only numpy arrays are copied, since jax
+            arrays cannot be donated before the call returns.
         formats: As for `CheckpointManager`.
         timeouts: As for `CheckpointManager`.
         coordinator: As for `CheckpointManager`.
 
-    Raises:
-        CheckpointError: As `CheckpointManager.save` and its commit.
+    Returns:
+        What was saved.
 
-    Cancellation: everything of the attempt is removed before the cancellation goes on.
+    Raises:
+        CheckpointError: As by `CheckpointManager.save` and its commit.
+
+    Cancellation: the save is stopped and removed before the cancellation continues.
     """
-    call = save_call(
-        path,
-        state,
-        items,
-        metrics,
-        metadata,
-        overwrite,
-        handlers,
-        staging,
-        formats,
-        timeouts,
-        coordinator,
-    )
-    return await _run(call)
+    request = make_request("", None, state, items, metrics, metadata, overwrite=overwrite)
+    return await _run(save_call(path, request, handlers, staging, formats, timeouts, coordinator))
 
 
 async def load(
@@ -112,21 +105,32 @@ async def load(
     handlers: HandlersLike = (),
     coordinator: Coordinator | None = None,
 ) -> Any:
-    """Load a one-shot checkpoint, or one step of a manager's root (`runs/a/100`).
+    """Load a one-shot checkpoint, or a step from a manager's root (`runs/a/100`).
 
-    In a job of several processes (`coordinator`, as for `CheckpointManager`) each one loads what is
-    for its own devices, and waits for none of the others.
+    In a job of several processes, each loads what its own devices need, without waiting for others.
 
-    Arguments, result and errors are those of `CheckpointManager.restore`.
+    Args:
+        path: The directory, URL or store of the checkpoint.
+        like: As in `CheckpointManager.restore`.
+        items: As in `CheckpointManager.restore`.
+        adapt: As in `CheckpointManager.restore`.
+        handlers: As for `CheckpointManager`.
+        coordinator: As for `CheckpointManager`.
+
+    Returns:
+        The tree of a checkpoint that was saved without item names, else a dict by item name.
 
     Raises:
         NotACheckpointError: There is no committed checkpoint at `path`.
+        CheckpointError: As by `CheckpointManager.restore`.
+
+    Cancellation: reading stops and memory is freed before the cancellation continues.
     """
     return await _run(load_call(path, like, items, adapt, handlers, coordinator))
 
 
 async def metadata(path: PathLike) -> StepMetadata:
-    """Return structure, shapes, dtypes and shardings of a checkpoint; reads no array bytes.
+    """Return the structure, shapes, dtypes and shardings of a checkpoint. Reads no array bytes.
 
     Raises:
         NotACheckpointError: There is no committed checkpoint at `path`.
@@ -135,14 +139,21 @@ async def metadata(path: PathLike) -> StepMetadata:
 
 
 async def verify(path: PathLike, *, deep: bool = True) -> VerifyReport:
-    """Compare a one-shot checkpoint, or one step of a manager's root, with its manifest.
+    """Compare a one-shot checkpoint, or a step from a manager's root, with its manifest.
 
-    Arguments and report are those of `CheckpointManager.verify`.
+    Args:
+        path: The directory, URL or store of the checkpoint.
+        deep: Read everything. With False, only compare names, kinds and sizes of files.
+
+    Returns:
+        The report, true if nothing is wrong. Damage is reported, never raised.
 
     Raises:
         NotACheckpointError: There is no committed checkpoint at `path`.
         StepDeletedError: It was deleted or replaced meanwhile.
-        UnsupportedFormatError: It is of a later format.
+        UnsupportedFormatError: It was written in a later format.
+
+    Cancellation: reading stops and memory is freed before the cancellation continues.
     """
     return await _run(verify_call(path, deep))
 
@@ -158,22 +169,18 @@ async def _run(call: Call[T]) -> T:
 
 def save_call(
     path: PathLike,
-    state: Any,
-    items: Mapping[str, Any] | None,
-    metrics: Mapping[str, Any] | None,
-    metadata: Any,
-    overwrite: bool,
+    request: SaveRequest,
     handlers: HandlersLike,
     staging: Staging | None,
     formats: Formats | None,
     timeouts: Timeouts | None,
     coordinator: Coordinator | None,
 ) -> Call[StepInfo]:
-    """Return the call behind `save`, arguments checked."""
+    """Return the call behind `save`; its `request` gets the name of the entry from `path`."""
     storage, entry = open_entry(path)
-    request = make_request(entry, None, state, items, metrics, metadata, overwrite=overwrite)
-    staging = checked_type("staging", staging, Staging) or Staging(mode="view")
-    timeouts = checked_type("timeouts", timeouts, Timeouts) or Timeouts()
+    request = replace(request, entry=entry)
+    staging = instance_of("staging", staging, Staging) or Staging(mode="view")
+    timeouts = instance_of("timeouts", timeouts, Timeouts) or Timeouts()
     engine = make_engine(staging, handlers, (), formats)
     peers = make_peers(coordinator, timeouts, f"{storage.location}/{entry}", engine)
 
@@ -181,14 +188,14 @@ def save_call(
         began = time.perf_counter()
         if peers.own_disks:
             raise InvalidArgumentError(
-                "a checkpoint of processes with disks of their own needs a manager, which knows "
-                "what all of them have: use CheckpointManager(coordinator=...)"
+                "processes with disks of their own (OwnDisks) can only save with a manager, which "
+                "keeps track of all disks: use CheckpointManager(coordinator=...)"
             )
         kind = f"save-{entry}"
         turn = peers.turn(kind)
         operation = await peers.operation(kind, turn, f"the save of {entry}")
         joint = MultihostSave(operation, peers.team, peers.budget_bytes)
-        # Nobody holds this commit: the call itself returns or raises its outcome.
+        # No one else sees this commit: the call itself returns or raises its outcome.
         hooks = CommitHooks(Commit(None, lambda: None))
         try:
             async with joint.watched():
@@ -220,7 +227,7 @@ def load_call(
     handlers: HandlersLike,
     coordinator: Coordinator | None,
 ) -> Call[Any]:
-    """Return the call behind `load`, arguments checked."""
+    """Return the call behind `load`."""
     storage, entry = open_entry(path, follow=True)
     job = job_of(coordinator)
     engine = make_engine(Staging(), handlers, ())
@@ -248,7 +255,7 @@ def load_call(
 
 
 def metadata_call(path: PathLike) -> Call[StepMetadata]:
-    """Return the call behind `metadata`, arguments checked."""
+    """Return the call behind `metadata`."""
     storage, entry = open_entry(path, follow=True)
 
     async def call() -> StepMetadata:
@@ -261,7 +268,7 @@ def metadata_call(path: PathLike) -> Call[StepMetadata]:
 
 
 def verify_call(path: PathLike, deep: bool) -> Call[VerifyReport]:
-    """Return the call behind `verify`, arguments checked."""
+    """Return the call behind `verify`."""
     storage, entry = open_entry(path, follow=True)
 
     async def call() -> VerifyReport:

@@ -1,4 +1,4 @@
-"""Saves in parts as users see them: one class for asyncio and trio, one for plain code."""
+"""`PartialSave` and `SyncPartialSave`: one step that is saved in several calls."""
 
 from __future__ import annotations
 
@@ -17,23 +17,15 @@ from ckpt.errors import CheckpointError
 
 __all__ = ["PartialSave", "SyncPartialSave"]
 
-# Why a save ended whose owner forgot it.
+# Why a save was discarded that its owner dropped.
 _DROPPED = "it was dropped without finalize() or discard()"
 
 
-class PartialSave:
-    """One step that is saved in several calls; made by `CheckpointManager.partial`.
-
-    Use it as `async with`: leaving the block publishes the step, which is durable then, and an
-    exception in the block discards all of it. Without the block, call `finalize` or `discard`.
-
-    It is all or nothing: until it is finalized nobody sees anything of it, and when a part cannot
-    be saved, or the call that saves it is cancelled, everything is discarded. Only a part that is
-    refused with an `InvalidArgumentError` for its arguments alone changes nothing.
-    """
+class _PartialSaveBase:
+    """What both classes share: what never waits."""
 
     def __init__(self, save: OpenSave, owner: object = None) -> None:
-        """Made by a manager, which is kept alive as the `owner`."""
+        """Called by a manager only; it is kept alive as the `owner`."""
         self._save = save
         self._owner = owner
         self._info: StepInfo | None = None
@@ -52,6 +44,24 @@ class PartialSave:
     def __repr__(self) -> str:
         return repr(self._save)
 
+    def _note_failure(self, error: BaseException) -> None:
+        """Add an earlier failure of the save, which may not have been seen, to `error`."""
+        failure = self._save.failure()
+        if failure is not None and failure is not error:
+            error.add_note(f"the partial save of step {self.step} had failed: {failure}")
+
+
+class PartialSave(_PartialSaveBase):
+    """One step that is saved in several calls; made by `CheckpointManager.partial`.
+
+    Use it as `async with`: leaving the block publishes the step, which is then durable; an
+    exception in the block discards all of it. Without the block, call `finalize` or `discard`.
+
+    It is all or nothing. No part is visible before the step is published, and when a part cannot be
+    saved, or a call is cancelled, everything is discarded. Only a part that is refused with an
+    `InvalidArgumentError` because of its arguments alone changes nothing.
+    """
+
     async def __aenter__(self) -> Self:
         await self._settled(self._save.open())
         return self
@@ -67,47 +77,47 @@ class PartialSave:
         if error is None:
             await self.finalize()
             return
-        _add_failure(error, self._save)
+        self._note_failure(error)
         await self.discard()
 
     async def save(self, state: Any = None, *, items: Mapping[str, Any] | None = None) -> None:
         """Save one part: return once its snapshot is safe, and write it in the background.
 
-        From the moment this returns, the caller may donate, delete or change everything it passed.
-        Staging memory is shared with all other saves of the manager and stays within its budget:
-        where there is no room, this waits until earlier parts are written.
+        Once this returns, you may donate, delete or change everything you passed. All saves of the
+        manager share its budget of staging memory: if there is no room, this waits until earlier
+        parts are written.
 
         Args:
-            state: A part of the one tree that the step is: dicts are merged, at any depth, with
-                those of earlier parts, and keys may only be added.
-            items: Or named items, or parts of them, if those are trees of dicts. A step has either
-                unnamed parts or named items, not both.
+            state: A part of the step's one tree. Dicts are merged with those of earlier parts, at
+                any depth; a part may only add keys.
+            items: Named items instead, or parts of them if they are trees of dicts. A step has
+                either unnamed parts or named items, not both.
 
         Raises:
-            InvalidArgumentError: An argument cannot be meant as given; or there is something
-                already at a path of this part, which names it, and all is discarded.
-            UnsupportedLeafError: A leaf cannot be stored; names its path. All is discarded.
-            StepExistsError: The step exists; raised by the first call outside a block.
-            ClosedError: It was finalized or discarded before.
-            CheckpointError: An earlier part could not be written. All is discarded.
+            InvalidArgumentError: An argument is invalid, and nothing was changed; or an earlier
+                part has something at a path of this one, and everything is discarded.
+            UnsupportedLeafError: A leaf cannot be stored; names its path. Everything is discarded.
+            StepExistsError: The step exists; raised by the first call if there is no block.
+            ClosedError: The save was finalized or discarded before.
+            CheckpointError: An earlier part could not be written. Everything is discarded.
 
-        Cancellation: all is discarded before the cancellation goes on.
+        Cancellation: everything is discarded before the cancellation continues.
         """
         part = self._save.check_part(state, items)
         await self._settled(self._save.open())
         await self._settled(self._save.add(part))
 
     async def finalize(self) -> StepInfo:
-        """Wait until all parts are durable, publish the step, and return what it is.
+        """Wait until all parts are durable, publish the step, and return its `StepInfo`.
 
         Raises:
-            InvalidArgumentError: There was no part.
-            ClosedError: It was finalized or discarded before.
-            CheckpointError: A part could not be written, or the step not be published. All is
-                discarded.
+            InvalidArgumentError: No part was saved.
+            ClosedError: The save was finalized or discarded before.
+            CheckpointError: A part could not be written, or the step could not be published.
+                Everything is discarded.
 
-        Cancellation: all is discarded before the cancellation goes on, unless publishing had begun:
-        then the step is whole.
+        Cancellation: everything is discarded before the cancellation continues; unless publishing
+        had begun, then the step is complete.
         """
         problem = self._save.finish()
         if problem is not None:
@@ -122,10 +132,10 @@ class PartialSave:
         return self._info
 
     async def discard(self) -> None:
-        """Give it up; nothing of it is left on return. Does nothing if it is discarded already.
+        """Remove everything that was saved. Does nothing if it was discarded before.
 
         Raises:
-            ClosedError: It was finalized.
+            ClosedError: The save was finalized.
         """
         self._save.discard()
         with anyio.CancelScope(shield=True):
@@ -145,31 +155,12 @@ class PartialSave:
             await settled(self._save.ended)
 
 
-class SyncPartialSave:
-    """One step that is saved in several calls, for plain code; see `ckpt.PartialSave`.
+class SyncPartialSave(_PartialSaveBase):
+    """One step that is saved in several calls; made by `ckpt.sync.CheckpointManager.partial`.
 
-    Use it as `with`. An interrupt of a call that waits discards everything.
+    Use it as `with`. Its methods are those of `ckpt.types.PartialSave` without `await`. An
+    interrupt (Ctrl-C) during a call discards everything.
     """
-
-    def __init__(self, save: OpenSave, owner: object = None) -> None:
-        """Made by a manager, which is kept alive as the `owner`."""
-        self._save = save
-        self._owner = owner
-        self._info: StepInfo | None = None
-        weakref.finalize(self, save.give_up, _DROPPED).atexit = False
-
-    @property
-    def step(self) -> int | None:
-        """The step."""
-        return self._save.request.step
-
-    @property
-    def info(self) -> StepInfo | None:
-        """The `StepInfo` of the step once it is published; None until then."""
-        return self._info
-
-    def __repr__(self) -> str:
-        return repr(self._save)
 
     def __enter__(self) -> Self:
         self._save.loop.check_caller()
@@ -187,18 +178,18 @@ class SyncPartialSave:
         if error is None:
             self.finalize()
             return
-        _add_failure(error, self._save)
+        self._note_failure(error)
         self.discard()
 
     def save(self, state: Any = None, *, items: Mapping[str, Any] | None = None) -> None:
-        """Save one part and return once its snapshot is safe; see `ckpt.PartialSave.save`."""
+        """Save one part and return once its snapshot is safe; see `ckpt.types.PartialSave.save`."""
         self._save.loop.check_caller()
         part = self._save.check_part(state, items)
         self._settled(self._save.open())
         self._settled(self._save.add(part))
 
     def finalize(self) -> StepInfo:
-        """Publish the step and return what it is; see `ckpt.PartialSave.finalize`."""
+        """Publish the step and return its `StepInfo`; see `ckpt.types.PartialSave.finalize`."""
         self._save.loop.check_caller()
         problem = self._save.finish()
         if problem is not None:
@@ -215,7 +206,7 @@ class SyncPartialSave:
         return self._info
 
     def discard(self) -> None:
-        """Give it up; nothing of it is left on return. See `ckpt.PartialSave.discard`."""
+        """Remove everything that was saved; see `ckpt.types.PartialSave.discard`."""
         self._save.loop.check_caller()
         self._save.discard()
         settled_here(self._save.ended)
@@ -231,10 +222,3 @@ class SyncPartialSave:
     def _cancelled(self) -> None:
         self._save.cancel()
         settled_here(self._save.ended)
-
-
-def _add_failure(error: BaseException, save: OpenSave) -> None:
-    """Tell of a failure that nobody may have heard of, beside the error that is on its way."""
-    failure = save.failure()
-    if failure is not None and failure is not error:
-        error.add_note(f"the partial save of step {save.request.step} had failed: {failure}")

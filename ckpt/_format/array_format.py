@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from ckpt._arguments import invalid, one_of, whole_number
 from ckpt._format.dtypes import UNROUNDED, storable_dtype
-from ckpt.errors import InvalidArgumentError
 
 __all__ = [
     "CODECS",
@@ -44,7 +44,8 @@ class Zstd:
 
     def __post_init__(self) -> None:
         """Check the level."""
-        _check_range("Zstd", "level", self.level, 1, 22)
+        level = whole_number("level", self.level, of="Zstd", most=22)
+        object.__setattr__(self, "level", level)
 
     @property
     def name(self) -> str:
@@ -71,10 +72,11 @@ class Blosc:
     shuffle: BloscShuffle = "shuffle"
 
     def __post_init__(self) -> None:
-        """Check the attributes."""
-        _check_choice("Blosc", "cname", self.cname, get_args(BloscName))
-        _check_choice("Blosc", "shuffle", self.shuffle, get_args(BloscShuffle))
-        _check_range("Blosc", "clevel", self.clevel, 0, 9)
+        """Check what was given."""
+        one_of("cname", self.cname, get_args(BloscName), of="Blosc")
+        one_of("shuffle", self.shuffle, get_args(BloscShuffle), of="Blosc")
+        clevel = whole_number("clevel", self.clevel, of="Blosc", least=0, most=9)
+        object.__setattr__(self, "clevel", clevel)
 
     @property
     def name(self) -> str:
@@ -116,7 +118,7 @@ class ArrayFormat:
             Arrays of up to 256 KiB stay uncompressed.
 
     Raises:
-        InvalidArgumentError: An attribute is invalid.
+        InvalidArgumentError: An argument is invalid.
     """
 
     dtype: Any = None
@@ -128,12 +130,11 @@ class ArrayFormat:
         """Check the attributes, and normalise them."""
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _dtype_name(self.dtype))
-        size = self.chunk_bytes
-        if size is not None and (type(size) is not int or size < MIN_CHUNK_BYTES):
-            raise InvalidArgumentError(
-                f"ArrayFormat(chunk_bytes={size!r:.60}): expected a whole number of bytes, at "
-                f"least {MIN_CHUNK_BYTES}, or None"
+        if self.chunk_bytes is not None:
+            size = whole_number(
+                "chunk_bytes", self.chunk_bytes, of="ArrayFormat", least=MIN_CHUNK_BYTES
             )
+            object.__setattr__(self, "chunk_bytes", size)
         if self.split_axes is not None:
             object.__setattr__(self, "split_axes", _axes(self.split_axes))
         if self.compression is not None:
@@ -182,10 +183,8 @@ def _holds_all(source: str, target: str) -> bool:
 def _dtype_name(dtype: Any) -> str:
     found = storable_dtype(dtype)
     if found is None:
-        raise InvalidArgumentError(
-            f"ArrayFormat(dtype={dtype!r:.60}): expected a dtype that can be stored, such as "
-            "'bfloat16'"
-        )
+        what = "a dtype that can be stored, such as 'bfloat16'"
+        raise invalid("dtype", dtype, what, of="ArrayFormat")
     return found.name
 
 
@@ -196,9 +195,7 @@ def _axes(axes: Any) -> tuple[int, ...]:
         and all(type(axis) is int for axis in axes)
         and len(set(axes)) == len(axes)
     ):
-        raise InvalidArgumentError(
-            f"ArrayFormat(split_axes={axes!r:.60}): expected different axes, such as (0, 1)"
-        )
+        raise invalid("split_axes", axes, "different axes, such as (0, 1)", of="ArrayFormat")
     return tuple(axes)
 
 
@@ -207,20 +204,5 @@ def _compression(value: Any) -> Compression:
         return _BY_NAME[value]()
     if isinstance(value, Zstd | Blosc):
         return value
-    raise InvalidArgumentError(
-        f"ArrayFormat(compression={value!r:.60}): expected 'zstd', 'blosc', Zstd(...) or Blosc(...)"
-    )
-
-
-def _check_range(owner: str, name: str, value: Any, low: int, high: int) -> None:
-    if type(value) is not int or not low <= value <= high:
-        raise InvalidArgumentError(
-            f"{owner}({name}={value!r:.60}): expected a whole number from {low} to {high}"
-        )
-
-
-def _check_choice(owner: str, name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise InvalidArgumentError(
-            f"{owner}({name}={value!r:.60}): expected one of {', '.join(choices)}"
-        )
+    what = "'zstd', 'blosc', Zstd(...) or Blosc(...)"
+    raise invalid("compression", value, what, of="ArrayFormat")

@@ -1,10 +1,37 @@
-"""Names of item files: what a handler may call the files of its item. Pure."""
+"""Names of items, and of the files that handlers keep in an item's directory. Pure."""
 
 from __future__ import annotations
 
-__all__ = ["check_file_path"]
+import re
+from typing import TypeGuard
 
-# Names that this library and its Orbax view use in an item's directory.
+from ckpt._arguments import shown
+from ckpt._format.manifest import FILE_NAME
+from ckpt.errors import InvalidArgumentError
+
+__all__ = ["check_file_path", "check_item_name", "is_item_name"]
+
+_ITEM = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\Z")
+# What Orbax or this library keep in the directory of a step or a root.
+RESERVED_ITEMS = frozenset(
+    {
+        "AUTO",
+        "_CHECKPOINT_DELETION",
+        "_CHECKPOINT_METADATA",
+        "_METADATA",
+        "_sharding",
+        "_strings.json",
+        "array_metadatas",
+        "commit_success.txt",
+        "lanes",
+        "manifest.ocdbt",
+        "metadata",
+        "metrics",
+        "orbax.checkpoint",
+        FILE_NAME,
+    }
+)
+# What this library and its Orbax view keep in an item's directory.
 _RESERVED = frozenset(
     {
         "_METADATA",
@@ -21,6 +48,32 @@ _MOST_NAME_BYTES = 255
 _MOST_BYTES = 1000
 
 
+def check_item_name(name: object) -> str:
+    """Return `name` if an item may have it.
+
+    Raises:
+        InvalidArgumentError: It could lead out of the step's directory, or is reserved.
+    """
+    if not is_item_name(name):
+        raise InvalidArgumentError(
+            f"item name {shown(name)}: expected 1 to 100 letters, digits, '_', '-' or '.', not "
+            f"beginning with '.' or '-', and none of {', '.join(sorted(RESERVED_ITEMS))}"
+        )
+    return name
+
+
+def is_item_name(name: object) -> TypeGuard[str]:
+    """Return whether an item may have this name."""
+    return (
+        isinstance(name, str)
+        and _ITEM.match(name) is not None
+        and name not in RESERVED_ITEMS
+        # To Orbax, this marks something unfinished.
+        and ".orbax-checkpoint-tmp" not in name
+        and not name.startswith("ocdbt.process_")
+    )
+
+
 def check_file_path(path: object) -> str:
     """Return `path` if it may name a file of an item, relative to the item's directory.
 
@@ -28,7 +81,7 @@ def check_file_path(path: object) -> str:
         ValueError: It could lead out of the directory, is not portable, or is reserved.
     """
     if not isinstance(path, str):
-        raise ValueError(f"{path!r:.120} is not a text")
+        raise ValueError(f"{path!r:.120} is not a string")
     names = path.split("/")
     if not all(map(_is_name, names)) or len(path.encode()) > _MOST_BYTES:
         raise ValueError(
@@ -44,7 +97,6 @@ def _is_name(name: str) -> bool:
         name not in ("", ".", "..")
         and name.isprintable()
         and "\\" not in name
-        # Orbax takes a file with this in its name for unfinished.
         and ".orbax-checkpoint-tmp" not in name
         and len(name.encode()) <= _MOST_NAME_BYTES
     )

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from ckpt._arguments import invalid, one_of
 from ckpt._format.dtypes import storable_dtype
 from ckpt._format.manifest import ItemEntry
 from ckpt._plan.virtual_arrays import VirtualArray
@@ -101,8 +102,8 @@ class Adapt:
 
     def __post_init__(self) -> None:
         """Check what can be checked without a checkpoint."""
-        _check_choice("missing", self.missing, get_args(Missing))
-        _check_choice("extra", self.extra, get_args(Extra))
+        one_of("missing", self.missing, get_args(Missing), of="Adapt")
+        one_of("extra", self.extra, get_args(Extra), of="Adapt")
         if self.select is not None:
             _check_select(self.select)
         for name in ("rename", "cast", "resize"):
@@ -111,17 +112,15 @@ class Adapt:
                 _check_pattern(name, pattern)
         _check_rename(self.rename)
         for choice in _values(self.resize):
-            _check_choice("resize", choice, get_args(Resize))
+            one_of("resize", choice, get_args(Resize), of="Adapt")
         for dtype in _values(self.cast):
             dtype_of(dtype)
         given: object = self.transforms
         if not isinstance(given, Sequence) or not all(map(callable, given)):
-            raise InvalidArgumentError(
-                f"transforms={given!r:.60}: expected a list, such as "
-                "[ckpt.surgery.stack('layers.*', to='layers')]"
-            )
+            what = "a list, such as [ckpt.surgery.stack('layers.*', to='layers')]"
+            raise invalid("transforms", given, what, of="Adapt")
         if self.report is not None and not callable(self.report):
-            raise InvalidArgumentError(f"report={self.report!r:.60}: expected a function")
+            raise invalid("report", self.report, "a function", of="Adapt")
 
     def dtype_for(self, path: str) -> np.dtype[Any] | None:
         """Return the dtype that the array at `path` is cast to, or None."""
@@ -289,9 +288,7 @@ def dtype_of(dtype: Any) -> np.dtype[Any]:
     """
     found = storable_dtype(dtype)
     if found is None:
-        raise InvalidArgumentError(
-            f"cast to {dtype!r:.60}: expected a dtype that can be stored, such as 'bfloat16'"
-        )
+        raise invalid("cast", dtype, "a dtype that can be stored, such as 'bfloat16'", of="Adapt")
     return found
 
 
@@ -331,19 +328,11 @@ def _check_rename(rename: object) -> None:
     known = rename is None or callable(rename) or isinstance(rename, Mapping)
     wrong = next((path for path in paths if not isinstance(path, str)), None if known else rename)
     if wrong is not None or None in paths:
-        raise InvalidArgumentError(
-            f"rename: {wrong!r:.60}: expected {{'params.*': 'model.*'}}, or a function from one "
-            "leaf path to another"
-        )
+        what = "{'params.*': 'model.*'}, or a function from one leaf path to another"
+        raise invalid("rename", wrong, what, of="Adapt")
     for pattern, path in rename.items() if isinstance(rename, Mapping) else ():
         stars = pattern.replace("**", "").count("*")
         if path.count("*") != stars:
             raise InvalidArgumentError(
                 f"rename: {path!r:.80} has {path.count('*')} '*', where {pattern!r:.80} has {stars}"
             )
-
-
-def _check_choice(name: str, given: object, choices: Sequence[str]) -> None:
-    if given not in choices:
-        listed = ", ".join(repr(choice) for choice in choices)
-        raise InvalidArgumentError(f"{name}={given!r:.60}: expected one of {listed}")

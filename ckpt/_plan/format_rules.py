@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
+from ckpt._arguments import invalid, shown
 from ckpt._format.array_format import ArrayFormat, cast_refusal
 from ckpt._format.dtypes import DTYPES
 from ckpt._tree.leaf_specs import LeafSpec
@@ -112,16 +113,12 @@ def compile_formats(formats: Formats | None) -> FormatRules | None:
     if isinstance(given, Mapping):
         for pattern, array_format in given.items():
             if not isinstance(array_format, ArrayFormat):
-                raise InvalidArgumentError(
-                    f"formats[{pattern!r:.60}]={array_format!r:.60}: expected an ArrayFormat"
-                )
+                raise invalid(f"formats[{shown(pattern)}]", array_format, "an ArrayFormat")
         rules = tuple((compile_pattern(text), each) for text, each in given.items())
         return FormatRules(rules) if rules else None
     if callable(given):
         return FormatRules((), given)
-    raise InvalidArgumentError(
-        f"formats={given!r:.60}: expected {{pattern of leaf paths: ArrayFormat}} or a function"
-    )
+    raise invalid("formats", given, "{pattern of leaf paths: ArrayFormat} or a function")
 
 
 def format_leaves(rules: FormatRules, paths: Sequence[str], specs: Sequence[LeafSpec]) -> Formatted:

@@ -15,6 +15,7 @@ from typing import Literal
 
 import jax
 
+from ckpt._arguments import invalid
 from ckpt._format.digests import digest
 from ckpt.errors import InvalidArgumentError, UnsupportedLeafError
 
@@ -59,9 +60,7 @@ class ProcessGroup:
                 "least 1, and an index from 0 to count - 1"
             )
         if self.mode not in ("shared", "local"):
-            raise InvalidArgumentError(
-                f"ProcessGroup(mode={self.mode!r}): expected 'shared' or 'local'"
-            )
+            raise invalid("mode", self.mode, "'shared' or 'local'", of="ProcessGroup")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

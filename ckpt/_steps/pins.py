@@ -27,6 +27,7 @@ from typing import TypeVar
 
 import anyio
 
+from ckpt._arguments import shown
 from ckpt._settings import LONGEST_LEASE_SECONDS
 from ckpt.errors import (
     CorruptCheckpointError,
@@ -122,15 +123,15 @@ class _PinNote:
 
 
 def check_pin_name(name: object) -> str:
-    """Return `name` if a pin may be called so.
+    """Return `name` if a pin may have it.
 
     Raises:
-        InvalidArgumentError: It is not.
+        InvalidArgumentError: It may not.
     """
     usable = isinstance(name, str) and _PIN_NAME.match(name)
     if not isinstance(name, str) or not usable or name.startswith(("lease-", "deleting-")):
         raise InvalidArgumentError(
-            f"pin name {name!r:.120}: expected 1 to 100 letters, digits, '_', '-' or '.', not "
+            f"pin name {shown(name)}: expected 1 to 100 letters, digits, '_', '-' or '.', not "
             "beginning with '.', '-', 'lease-' or 'deleting-'"
         )
     return name

@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 
+from ckpt._arguments import check_step, shown
 from ckpt._engine.engine import Engine
 from ckpt._engine.restore.pipeline import restore_items
 from ckpt._engine.restore.shared_reads import Broadcast
@@ -42,7 +43,7 @@ from ckpt.policies import (
     best_of,
 )
 from ckpt.storage._base import Storage
-from ckpt.storage._manifests import check_step, read_manifest, while_read
+from ckpt.storage._manifests import read_manifest, while_read
 
 __all__ = ["StepReader"]
 
@@ -89,13 +90,13 @@ class StepReader:
         if metric is None:
             if self._ranking is None:
                 raise InvalidArgumentError(
-                    "best_step(): there is no single BestN in the manager's preservation that "
-                    "would say what is best. Name it: best_step('loss', 'min')"
+                    "best_step(): the manager's preservation has no single BestN that defines the "
+                    "best step. Name a metric: best_step('loss', 'min')"
                 )
             metric, mode = self._ranking.metric, mode or self._ranking.mode
         elif mode is None:
             raise InvalidArgumentError(
-                f"best_step({metric!r:.80}): say which values are better, mode='min' or mode='max'"
+                f"best_step({shown(metric)}): say which values are better: mode='min' or 'max'"
             )
         steps = [saved_step(each) for each in (await self._steps()).values()]
         return await anyio.to_thread.run_sync(best_of, steps, metric, mode)

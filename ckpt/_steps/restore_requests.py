@@ -1,11 +1,11 @@
-"""The arguments of a restore, checked: which items, with which targets. Pure."""
+"""From the arguments of a restore to the items to load and their targets. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckpt._arguments import shown
+from ckpt._arguments import invalid, shown, whole_number
 from ckpt._engine.restore.pipeline import ItemTarget
 from ckpt._format.manifest import Manifest
 from ckpt._plan.adapt import Adapt
@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 
-# Less would be exchanged in more rounds than anybody wants to wait for.
+# Smaller budgets would need too many rounds of exchange.
 _LEAST_BROADCAST_BYTES = 1 << 20
 
 
@@ -32,10 +32,10 @@ def wanted_items(
     """Return the items to load, each with its target and what may differ from it.
 
     Raises:
-        InvalidArgumentError: `like` and `items` are both given, or `like` does not say which of
-            several items it is for, or `adapt` is for an item that is not loaded.
+        InvalidArgumentError: `like` and `items` are both given, `like` does not say which of
+            several items it is for, or `adapt` names an item that is not loaded.
     """
-    # What metadata() says of an item that is no tree is no target, so that all of it can be one.
+    # An ItemInfo of metadata() means no target, so that a step's metadata can be passed as `like`.
     likes = {
         name: None if isinstance(each, ItemInfo) else each
         for name, each in _likes(manifest, like, items).items()
@@ -44,14 +44,13 @@ def wanted_items(
     if given is None or isinstance(given, Adapt):
         return {name: ItemTarget(each, given or Adapt()) for name, each in likes.items()}
     if not isinstance(given, Mapping) or not all(isinstance(a, Adapt) for a in given.values()):
-        raise InvalidArgumentError(
-            f"adapt={shown(given, 120)}: expected a ckpt.Adapt, or a dict of item names to them",
-            step=manifest.step,
-        )
+        what = "a ckpt.Adapt, or a dict of one for each item name"
+        raise invalid("adapt", given, what, step=manifest.step)
     unknown = sorted(set(given) - set(likes))
     if unknown:
         raise InvalidArgumentError(
-            f"adapt={{{shown(unknown[0])}: ...}}: the items loaded are {', '.join(likes)}",
+            f"adapt={{{shown(unknown[0])}: ...}}: expected names of the items to load: "
+            f"{', '.join(likes)}",
             step=manifest.step,
         )
     return {name: ItemTarget(each, given.get(name) or Adapt()) for name, each in likes.items()}
@@ -63,20 +62,16 @@ def _likes(
     if items is not None:
         if like is not None:
             raise InvalidArgumentError(
-                "give like= for a whole checkpoint, or items={name: like}, and not both",
+                "pass like= for a whole checkpoint, or items={name: like}, and not both",
                 step=manifest.step,
             )
         if isinstance(items, str):
-            raise InvalidArgumentError(
-                f"items={shown(items)}: expected a list of item names, such as [{shown(items)}]",
-                step=manifest.step,
-            )
+            what = f"a list of item names, such as [{shown(items)}]"
+            raise invalid("items", items, what, step=manifest.step)
         given: object = items
         if not isinstance(given, Iterable):
-            raise InvalidArgumentError(
-                f"items={shown(items)}: expected item names, or a dict of item names to targets",
-                step=manifest.step,
-            )
+            what = "item names, or a dict of item names to targets"
+            raise invalid("items", items, what, step=manifest.step)
         return dict(items) if isinstance(items, Mapping) else dict.fromkeys(items)
     if like is None:
         return dict.fromkeys(manifest.items)
@@ -92,27 +87,24 @@ def _likes(
 
 
 def result_of(manifest: Manifest, loaded: Mapping[str, Any], *, named: bool) -> Any:
-    """Return what a load gives back: the tree of one unnamed item, else a dict by item name."""
+    """Return the result of a restore: the tree of one unnamed item, else a dict by item name."""
     if manifest.unnamed and not named:
         return loaded[next(iter(manifest.items))]
     return dict(loaded)
 
 
 def check_broadcast(nbytes: object, *, own_disks: bool) -> None:
-    """Check how much memory a restore may use to share what is read.
+    """Check the memory budget with which processes may exchange what they read.
 
     Raises:
-        InvalidArgumentError: It is no number of bytes, or there is nothing in common to read.
+        InvalidArgumentError: It is not a number of bytes, or the processes have no disk in common.
     """
     if nbytes is None:
         return
-    if type(nbytes) is not int or nbytes < _LEAST_BROADCAST_BYTES:
-        raise InvalidArgumentError(
-            f"broadcast_bytes={nbytes!r:.80}: expected a whole number of bytes, at least "
-            f"{_LEAST_BROADCAST_BYTES} (1 MiB), or None where every process reads what it needs"
-        )
+    hint = " (1 MiB), in bytes; or None for every process to read what it needs"
+    whole_number("broadcast_bytes", nbytes, least=_LEAST_BROADCAST_BYTES, hint=hint)
     if own_disks:
         raise InvalidArgumentError(
-            "broadcast_bytes=: every process has a disk of its own here (OwnDisks), on which no "
-            "other one has anything; leave it out"
+            "broadcast_bytes: with OwnDisks every process reads from its own disk, so that there "
+            "is nothing to share; leave it out"
         )

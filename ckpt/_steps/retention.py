@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 import anyio
 
+from ckpt._arguments import check_step
 from ckpt._engine.save.item_removal import delete_item
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.manifest import Manifest
@@ -32,7 +33,7 @@ from ckpt.policies import (
     steps_kept,
 )
 from ckpt.storage._base import Storage
-from ckpt.storage._manifests import check_step, while_read
+from ckpt.storage._manifests import while_read
 
 __all__ = ["Retention"]
 

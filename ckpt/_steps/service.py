@@ -8,24 +8,21 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import anyio
 
+from ckpt._arguments import check_step
 from ckpt._commit import Commit
 from ckpt._engine.engine import Engine
-from ckpt._engine.memory.arena import Arena
-from ckpt._engine.memory.buffers import Buffers
-from ckpt._engine.plan_cache import PlanCache
-from ckpt._events import EventRecorder, Observer
-from ckpt._plan.format_rules import Formats, compile_formats
+from ckpt._events import EventRecorder
 from ckpt._redaction import redact
 from ckpt._runtime.exit import fail_exit
 from ckpt._runtime.loop import EngineLoop, Job
-from ckpt._settings import Staging, Timeouts
+from ckpt._settings import Timeouts
 from ckpt._steps.index import StepIndex
 from ckpt._steps.late_statistics import drop_orphans
 from ckpt._steps.own_disks import act_if_common, delete_anywhere, superfluous_everywhere
@@ -52,7 +49,6 @@ from ckpt.errors import (
     ReadOnlyError,
     StorageError,
 )
-from ckpt.handlers._registry import HandlersLike, find_handlers
 from ckpt.policies import (
     Deletion,
     PreservationPolicyLike,
@@ -63,29 +59,13 @@ from ckpt.policies import (
 )
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage
-from ckpt.storage._manifests import check_step
 
-__all__ = ["RootService", "make_engine"]
+__all__ = ["RootService"]
 
 logger = logging.getLogger("ckpt")
 
 # For input and output under way to end, and what was written to be removed.
 _GIVING_UP_SECONDS = 0.5
-
-
-def make_engine(
-    staging: Staging,
-    handlers: HandlersLike,
-    observers: Iterable[Observer],
-    formats: Formats | None = None,
-    now_ns: Callable[[], int] = time.time_ns,
-) -> Engine:
-    """Return an engine with a cold arena; the given handlers come before the built-in ones."""
-    arena = Arena(staging.effective_budget)
-    plans = PlanCache(compile_formats(formats))
-    return Engine(
-        staging, find_handlers(handlers), tuple(observers), arena, Buffers(arena), plans, now_ns
-    )
 
 
 class RootService:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ckpt._arguments import invalid
 from ckpt._commit import StepInfo, step_info
 from ckpt._format.dtypes import DTYPES
 from ckpt._format.manifest import (
@@ -33,7 +34,6 @@ from ckpt._tree.table import (
     text_table,
 )
 from ckpt._tree.unflatten import unflatten
-from ckpt.errors import InvalidArgumentError
 
 __all__ = [
     "ItemInfo",
@@ -150,9 +150,7 @@ class StepMetadata:
         """
         given: object = choose
         if not (given is None or isinstance(given, Sharding) or callable(given)):
-            raise InvalidArgumentError(
-                f"choose={given!r:.80}: expected a sharding, or a function of a LeafInfo"
-            )
+            raise invalid("choose", given, "a sharding, or a function of a LeafInfo")
 
         def with_sharding(leaf: Any) -> Any:
             if not isinstance(leaf, LeafInfo) or leaf.kind not in ("jax", "key"):

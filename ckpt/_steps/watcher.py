@@ -1,7 +1,7 @@
-"""The steps of a root as they are committed, one after the other, pinned while in use.
+"""`Watcher`: finds the committed steps of a root one by one, and pins the current one.
 
-The coroutines of a `Watcher` run on an engine's loop of its own, so that leases are renewed while
-the caller evaluates, whatever it blocks.
+Its coroutines run on an engine's loop of its own, so that leases are renewed even while the caller
+blocks its own loop.
 """
 
 from __future__ import annotations
@@ -15,6 +15,12 @@ from dataclasses import dataclass
 
 import anyio
 
+from ckpt._arguments import (
+    check_step,
+    invalid,
+    number_of_seconds,
+    true_or_false,
+)
 from ckpt._commit import StepInfo, step_info
 from ckpt._format.manifest import Manifest
 from ckpt._steps.index import IndexedStep, StepIndex
@@ -24,50 +30,74 @@ from ckpt.step_names import StepNames
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import read_manifest
 
-__all__ = ["WatchOptions", "Watcher"]
+__all__ = ["Until", "WatchOptions", "Watcher"]
 
 logger = logging.getLogger("ckpt")
 
 _RENEWALS = 6
 _MOST_FAILURES = 5
+_LONGEST_SECONDS = 365 * 86400.0
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+Until = int | Callable[[], object] | None
 
 
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
-    """What a watch is to give out; times are in seconds.
+    """Which steps a watch gives, and when; see `ckpt.watch`.
 
-    Attributes:
-        timeout: How long is waited for a new step. Where the root could not be looked at when it
-            is over, that is raised.
-        min_interval: From one step to the next at least.
-        until: Asked while there is nothing new: whether nothing more is to come.
-        last: The step at which it ends, or any greater one.
-        after: Only steps greater than this one.
-        only_latest: Leave out all new steps but the greatest.
-        poll_interval: From one look to the next.
-        pin: Whether the step in hand is pinned.
+    Raises:
+        InvalidArgumentError: An option is invalid.
     """
 
-    timeout: float
+    timeout: float | None
     min_interval: float
-    until: Callable[[], object] | None
-    last: float
-    after: float
+    until: Until
+    after: int | None
     only_latest: bool
     poll_interval: float
     pin: bool
 
+    def __post_init__(self) -> None:
+        if callable(self.until):
+            _check_until(self.until)
+        elif self.until is not None:
+            hint = "a step, 0 or more, or a function without arguments"
+            until = check_step(self.until, "until", of="watch", hint=hint)
+            object.__setattr__(self, "until", until)
+        if self.after is not None:
+            after = check_step(self.after, "after", of="watch", hint="a step, 0 or more")
+            object.__setattr__(self, "after", after)
+        true_or_false("only_latest", self.only_latest, of="watch")
+        true_or_false("pin", self.pin, of="watch")
+        for name in ("timeout", "min_interval", "poll_interval"):
+            value = getattr(self, name)
+            if value is not None or name != "timeout":
+                zero = name != "poll_interval"
+                number_of_seconds(name, value, of="watch", zero=zero, most=_LONGEST_SECONDS)
+
+
+def _check_until(until: Callable[[], object]) -> None:
+    """Refuse functions whose result is always true, whatever they mean."""
+    what = None
+    if isinstance(until, type):
+        what = "a class"
+    elif any(map(inspect.iscoroutinefunction, (until, type(until).__call__))):
+        what = "async"
+    if what is not None:
+        expected = f"a step, or a plain function without arguments; this one is {what}"
+        raise invalid("until", until, expected, of="watch")
+
 
 class Watcher:
-    """What goes on behind a watch. Its coroutines run on one engine's loop, one at a time."""
+    """Finds and pins the steps for one iterator. Its coroutines run on one loop, one at a time."""
 
-    def __init__(self, storage: Storage, names: StepNames, wishes: WatchOptions) -> None:
-        """Watch the steps of `storage` that are called as `names` says."""
+    def __init__(self, storage: Storage, names: StepNames, options: WatchOptions) -> None:
+        """Watch the steps of `storage` whose directories have one of `names`."""
         self._storage = storage
         self._index = StepIndex(storage, names)
-        self._wishes = wishes
-        # Steps that were given out, with the attempts that wrote them.
+        self._options = options
+        # The steps given so far, with the attempts that wrote them.
         self._seen: dict[int, str] = {}
         self._lease: PinLease | None = None
         self._given: tuple[int, str | None] | None = None
@@ -77,7 +107,7 @@ class Watcher:
         self._scope: anyio.CancelScope | None = None
 
     async def keep(self) -> None:
-        """Renew the lease of the step in hand until cancelled; then let go of everything."""
+        """Renew the lease of the current step until cancelled; then release everything."""
         try:
             while True:
                 await anyio.sleep(self._storage.lease_seconds / _RENEWALS)
@@ -107,7 +137,7 @@ class Watcher:
             await lease.drop()
 
     async def take_back(self) -> None:
-        """Undo the last `advance`: the caller was cancelled before it got the step."""
+        """Undo the last `advance`, whose caller was cancelled before it got the step."""
         if self._given is not None:
             step, attempt = self._given
             self._given = None
@@ -118,82 +148,84 @@ class Watcher:
         await self._release()
 
     async def advance(self) -> StepInfo | None:
-        """Let go of the step in hand; return the next one, or None where the watch has ended."""
+        """Release the current step; return the next one, or None when the watch has ended."""
         self._given = None
         await self._release()
         with anyio.CancelScope() as self._scope:
             info = None if self._is_over or self._stopped else await self._advance()
             if not self._stopped:
                 return info
-        # It may have come with a step that nobody lets go of any more.
+        # A step that was found before the watch was stopped would stay pinned.
         await self._release()
         return None
 
     async def _advance(self) -> StepInfo | None:
         await anyio.sleep(max(0.0, self._next_time - anyio.current_time()))
-        deadline = anyio.current_time() + self._wishes.timeout
+        timeout = self._options.timeout
+        deadline = math.inf if timeout is None else anyio.current_time() + timeout
         failures = 0
         while True:
             try:
                 info = await self._next()
                 if info is None and await self._is_enough():
-                    # It may have been saved before that was so.
+                    # A step may have been saved just before that.
                     info = await self._next()
                     if info is None:
                         return None
             except StorageError as error:
                 failures += 1
                 is_late = anyio.current_time() >= deadline
-                # That nothing new is there is not known.
+                # It is not known whether there is a new step, so the end is an error.
                 if is_late or failures > _MOST_FAILURES or error.errno in _FORBIDDEN:
                     raise
-                logger.debug("%s could not be looked at: %s", self._storage.location, error)
+                logger.debug("%s could not be read: %s", self._storage.location, error)
             else:
                 failures = 0
                 if info is not None or anyio.current_time() >= deadline:
                     return info
             left = max(0.0, deadline - anyio.current_time())
-            await anyio.sleep(min(left, self._wishes.poll_interval))
+            await anyio.sleep(min(left, self._options.poll_interval))
 
     async def _is_enough(self) -> bool:
-        until = self._wishes.until
-        if until is None:
+        until = self._options.until
+        if not callable(until):
             return False
-        # In a thread, and not waited for when cancelled: it is not ours and may block.
+        # In a thread, which is not waited for when cancelled: a user's function may block.
         answer = await anyio.to_thread.run_sync(until, abandon_on_cancel=True)
         if inspect.isawaitable(answer):
             if inspect.iscoroutine(answer):
-                # Nobody will await it; Python would warn of that.
+                # Otherwise Python warns that it was never awaited.
                 answer.close()
             raise InvalidArgumentError(
-                f"watch(until=...): the function returned {type(answer).__name__!r}, which is to "
-                "be awaited; expected an answer, such as True or False"
+                f"watch(until=...): the function returned an awaitable, {type(answer).__name__!r}; "
+                "expected True or False"
             )
         return bool(answer)
 
     async def _next(self) -> StepInfo | None:
         """Return the next new step, pinned; None if there is none."""
+        after, until = self._options.after, self._options.until
         found = [
             each
             for each in (await self._index.refresh()).values()
-            if each.step > self._wishes.after and self._seen.get(each.step) != each.attempt
+            if (after is None or each.step > after) and self._seen.get(each.step) != each.attempt
         ]
-        for each in reversed(found) if self._wishes.only_latest else found:
+        for each in reversed(found) if self._options.only_latest else found:
             manifest = await self._take(each)
             if manifest is None:
                 continue
-            if self._wishes.only_latest:
+            if self._options.only_latest:
                 older = {other.step: other.attempt for other in found if other.step < each.step}
                 self._seen |= older
             self._given = each.step, self._seen.get(each.step)
             self._seen[each.step] = manifest.attempt
-            self._next_time = anyio.current_time() + self._wishes.min_interval
-            self._is_over = each.step >= self._wishes.last
+            self._next_time = anyio.current_time() + self._options.min_interval
+            self._is_over = isinstance(until, int) and each.step >= until
             return step_info(manifest, f"{self._storage.location}/{each.entry}")
         return None
 
     async def _take(self, each: IndexedStep) -> Manifest | None:
-        """Pin a step; None if it has gone, is going, or was given out before."""
+        """Pin a step; return None if it is deleted, being deleted, or was given before."""
 
         async def look() -> Manifest | None:
             try:
@@ -203,20 +235,20 @@ class Watcher:
             return None if self._seen.get(each.step) == manifest.attempt else manifest
 
         try:
-            if not self._wishes.pin:
+            if not self._options.pin:
                 return await look()
             held = await hold(self._storage, each.step, look)
         except StorageError as error:
-            if error.errno in _FORBIDDEN and self._wishes.pin:
+            if error.errno in _FORBIDDEN and self._options.pin:
                 raise StorageError(
-                    f"the step cannot be pinned: {error.message}. A root that may not be written "
-                    "to is watched with pin=False; its steps may be deleted while they are read",
+                    f"the step cannot be pinned: {error.message}. Use pin=False for a root that is "
+                    "not writable; its steps may then be deleted while they are read",
                     errno=error.errno,
                     step=each.step,
                 ) from error
             raise
         except Exception:
-            # It is told once. Who goes on then gets the next one.
+            # Raised once; the next call goes on to the next step.
             self._seen[each.step] = each.attempt
             raise
         if held is None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
+from ckpt._arguments import invalid
 from ckpt._format.manifest import JsonValue
-from ckpt.errors import InvalidArgumentError
 
 __all__ = ["Classes", "UnknownNode", "class_name", "find_class", "known_classes"]
 
@@ -94,14 +94,12 @@ def known_classes(classes: Mapping[str, type] | Iterable[type]) -> Classes:
         listed: list[Any] = list(classes)
         found = {class_name(kind): kind for kind in listed if isinstance(kind, type)}
         if len(found) != len(listed):
-            raise InvalidArgumentError(f"classes={listed!r:.120}: expected different classes")
+            raise invalid("classes", listed, "different classes")
     for name, kind in found.items():
         given: object = kind
         if not isinstance(given, type) or name.count(":") != 1:
-            raise InvalidArgumentError(
-                f"classes={{{name!r:.80}: {kind!r:.80}}}: expected 'module:name' of the saved "
-                "class and the class that it is now"
-            )
+            what = "the 'module:name' of each saved class and the class that it is now"
+            raise invalid("classes", {name: kind}, what)
     return MappingProxyType(found)
 
 

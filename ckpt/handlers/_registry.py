@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from ckpt._arguments import invalid, shown
 from ckpt.errors import InvalidArgumentError, UnsupportedFormatError
 from ckpt.handlers._base import Handler, errors_of
 from ckpt.handlers._json import JsonHandler
@@ -100,15 +101,13 @@ def find_handlers(given: HandlersLike) -> Handlers:
     if not isinstance(mapped, Mapping) and (
         isinstance(mapped, str | type) or not isinstance(mapped, Iterable)
     ):
-        raise InvalidArgumentError(
-            f"handlers={given!r:.120}: expected a list of handlers, or a mapping of item names to "
-            "handlers"
-        )
+        what = "a list of handlers, or a mapping of item names to handlers"
+        raise invalid("handlers", given, what)
     first = () if isinstance(given, Mapping) else tuple(given)
     for handler in (*by_item.values(), *first):
         problem = _problem(handler)
         if problem is not None:
-            raise InvalidArgumentError(f"handlers={given!r:.120}: {problem}")
+            raise InvalidArgumentError(f"handlers={shown(given)}: {problem}")
     return Handlers(by_item, (*first, *installed_handlers(), *_built_in()))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ckpt._arguments import invalid
 from ckpt._events import Event
-from ckpt.errors import InvalidArgumentError
 from ckpt.observers._names import BYTES, JAX
 from ckpt.observers._operations import Operations
 
@@ -25,15 +25,13 @@ class JaxMonitoring:
         prefix: The beginning of every name.
 
     Raises:
-        InvalidArgumentError: The prefix is not a string, or is empty.
+        InvalidArgumentError: `prefix` is not a string, or is empty.
     """
 
     def __init__(self, prefix: str = "/ckpt") -> None:
         if type(prefix) is not str or not prefix.rstrip("/"):
-            raise InvalidArgumentError(
-                f"JaxMonitoring(prefix={prefix!r:.80}): expected a string that names begin with, "
-                "such as '/ckpt'"
-            )
+            what = "the beginning of the names, such as '/ckpt'"
+            raise invalid("prefix", prefix, what, of="JaxMonitoring")
         # Here, so that tools can import the observers without jax.
         from jax import monitoring
 

@@ -9,8 +9,9 @@ import threading
 from types import TracebackType
 from typing import Protocol
 
+from ckpt._arguments import invalid
 from ckpt._events import Event, unix_offset_ns
-from ckpt.errors import InvalidArgumentError, StorageError
+from ckpt.errors import StorageError
 from ckpt.observers._tracing.files import PathLike
 from ckpt.observers._tracing.timeline import END
 from ckpt.observers._tracing.tracks import Value, plain
@@ -69,9 +70,7 @@ class JsonLines:
         elif _takes_text(file):
             self._file = file
         else:
-            raise InvalidArgumentError(
-                f"JsonLines({file!r:.80}): expected a path, or a file that is open for writing text"
-            )
+            raise invalid("file", file, "a path, or a file open for writing text", of="JsonLines")
 
     def __call__(self, event: Event) -> None:
         """Write one event; called by the library.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckpt._arguments import invalid
 from ckpt._events import Event, unix_offset_ns
-from ckpt.errors import InvalidArgumentError
 from ckpt.observers._names import BUCKETS, OPENTELEMETRY
 from ckpt.observers._operations import ObservedOperation, Operations, Phase
 from ckpt.observers._optional import missing
@@ -55,10 +55,8 @@ class OpenTelemetry:
             ("meter_provider", meter_provider, "get_meter"),
         ):
             if provider is not None and not callable(getattr(provider, method, None)):
-                raise InvalidArgumentError(
-                    f"OpenTelemetry({name}={provider!r:.80}): expected an object with the method "
-                    f"{method}, or None for the global one"
-                )
+                what = f"an object with the method {method}, or None for the global one"
+                raise invalid(name, provider, what, of="OpenTelemetry")
         self._trace = trace
         # Empty: the current context of the library's thread is that of whoever started the thread.
         self._nowhere = Context()

@@ -10,8 +10,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ckpt._arguments import invalid
 from ckpt._events import Event
-from ckpt.errors import InvalidArgumentError
 from ckpt.observers._tracing.timeline import END
 
 if TYPE_CHECKING:
@@ -95,15 +95,14 @@ class ProgressBar:
             notebook.
 
     Raises:
-        InvalidArgumentError: `console` is not a rich console.
+        InvalidArgumentError: `console` is not a console.
     """
 
     def __init__(self, console: Console | None = None) -> None:
         # By its attribute, since rich may not be installed.
         if console is not None and not hasattr(console, "is_interactive"):
-            raise InvalidArgumentError(
-                f"ProgressBar(console={console!r:.80}): expected a rich.console.Console, or None"
-            )
+            what = "a rich.console.Console, or None"
+            raise invalid("console", console, what, of="ProgressBar")
         self._console = console
         self._lock = threading.Lock()
         self._bars: dict[tuple[str, int | None], _Bar] = {}

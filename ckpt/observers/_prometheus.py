@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ckpt._arguments import invalid
 from ckpt._events import Event, unix_offset_ns
 from ckpt.errors import InvalidArgumentError
 from ckpt.observers._names import BUCKETS, PROMETHEUS
@@ -48,16 +49,16 @@ class Prometheus:
         except ImportError as error:
             raise missing("Prometheus()", "prometheus-client", "prometheus") from error
         if type(prefix) is not str or not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", prefix):
-            raise InvalidArgumentError(
-                f"Prometheus(prefix={prefix!r:.80}): expected letters, digits and underscores, "
-                "such as 'ckpt'"
-            )
+            what = "letters, digits and underscores, such as 'ckpt'"
+            raise invalid("prefix", prefix, what, of="Prometheus")
         if registry is None:
             registry = client.REGISTRY
         elif not isinstance(registry, client.CollectorRegistry):
-            raise InvalidArgumentError(
-                f"Prometheus(registry={registry!r:.80}): expected a "
-                "prometheus_client.CollectorRegistry, or None for the global one"
+            raise invalid(
+                "registry",
+                registry,
+                "a CollectorRegistry, or None for the global one",
+                of="Prometheus",
             )
         self._counters = {
             name: client.Counter(f"{prefix}_{name}", known.meaning, known.labels, registry=None)

@@ -1,4 +1,4 @@
-"""When to save, what to keep and how it is deleted: pure functions of steps, no I/O.
+"""Policies: when to save, which steps to keep, and how the others are deleted. No I/O.
 
 When to save: `FixedInterval`, `SpecificSteps`, `Continuous`, `EverySeconds`, `Initial`,
 `OnPreemption`, `BoundedOverhead`, `AnySave`, or a function of step, committed steps and context
@@ -8,7 +8,7 @@ What to keep: `PreserveAll`, `LatestN`, `EveryNSteps`, `EveryNStepsClosest`, `Ev
 `LatestDuration`, `BestN`, `CustomSteps`, `AnyPreservation`, or a function of a step that returns
 True for steps to keep.
 
-`refusal_of` and `steps_kept` ask any of them, as the managers do; they are for tests of policies.
+`refusal_of` and `steps_kept` ask any of them as the manager does; use them to test policies.
 """
 
 from __future__ import annotations

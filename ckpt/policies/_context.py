@@ -1,4 +1,4 @@
-"""What policies are told: committed steps, and the moment in which a decision is made."""
+"""The input of policies: committed steps, and the circumstances of a decision."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ class SavedStep:
 
 @dataclass(frozen=True, slots=True)
 class SaveContext:
-    """The moment in which a save is decided about.
+    """The circumstances in which a save policy decides.
 
-    What is measured is None until there is something to measure; the figures are medians of the
-    last few.
+    Measured times are medians of the last few values, and None until there is one.
 
     Attributes:
-        now: Unix seconds.
-        preempted: Whether the run is to end at this step; see `reached_preemption`.
-        saving: Saves under way, in the order in which they were begun.
-        last_time: When the newest save of this manager that is committed or under way began, in
-            Unix seconds; None if there is none.
-        step_seconds: Time from one training step to the next while nothing is saved, as far as the
-            manager is asked about every step.
-        lost_seconds: Training time that one save takes: the call of `save`, and what it slows down
-            the steps beside it.
+        now: The time, in Unix seconds.
+        preempted: Whether the run ends at this step; see `reached_preemption`.
+        saving: Saves under way, in the order in which they began.
+        last_time: When the newest save of this manager, committed or under way, began, in Unix
+            seconds; None if there is none.
+        step_seconds: Time from one training step to the next while nothing is being saved; known
+            if `save` or `should_save` is called at every step.
+        lost_seconds: Training time that one save costs: the call of `save`, and how much it slows
+            down the steps beside it.
         save_seconds: Time from the call of `save` to the commit.
     """
 

@@ -1,4 +1,4 @@
-"""How what is not kept is deleted."""
+"""`Deletion`: how steps that are no longer kept are deleted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from ckpt._arguments import check_bool, check_count, shown
+from ckpt._arguments import invalid, true_or_false, whole_number
 from ckpt.errors import InvalidArgumentError
 
 __all__ = ["Deletion"]
@@ -15,7 +15,7 @@ __all__ = ["Deletion"]
 _MOST_AT_ONCE = 64
 _LONGEST_NAME_BYTES = 255
 _NUMBER = re.compile(r"^[0-9]+\Z")
-# Names that mean something in a root: see the format.
+# Names that the format uses in a root.
 _RESERVED = frozenset({"metadata"})
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _OURS = ".ckpt-"
@@ -27,14 +27,14 @@ class Deletion:
 
     Attributes:
         concurrency: How many steps are deleted at the same time, from 1 to 64.
-        trash: Where steps go instead of being removed, for something else to empty: the name of a
-            folder below the root, or an absolute path. None removes them.
-        keep_latest: Keep the greatest step whatever the preservation policy says. With False the
-            step one would resume from can be deleted.
+        trash: Where steps are moved instead of being removed; emptying it is up to you. The name
+            of a folder below the root, or an absolute path. None removes them.
+        keep_latest: Keep the greatest step whatever the preservation policy says. With False, the
+            step to resume from can be deleted.
 
     Raises:
-        InvalidArgumentError: One of them cannot be meant: such as a trash that could be a step,
-            has `..` in it, or lies in another folder than the root's without being absolute.
+        InvalidArgumentError: `concurrency` is out of its range, or `trash` could be the name of a
+            step, contains `..`, or is a relative path of several folders.
     """
 
     concurrency: int = 2
@@ -42,9 +42,9 @@ class Deletion:
     keep_latest: bool = True
 
     def __post_init__(self) -> None:
-        count = check_count("Deletion", self.concurrency, name="concurrency", most=_MOST_AT_ONCE)
+        count = whole_number("concurrency", self.concurrency, of="Deletion", most=_MOST_AT_ONCE)
         object.__setattr__(self, "concurrency", count)
-        check_bool("Deletion", self.keep_latest, name="keep_latest")
+        true_or_false("keep_latest", self.keep_latest, of="Deletion")
         if self.trash is not None:
             # As text, so that equal ones are equal.
             object.__setattr__(self, "trash", _checked_trash(self.trash))
@@ -53,26 +53,25 @@ class Deletion:
 def _checked_trash(trash: object) -> str:
     path = os.fspath(trash) if isinstance(trash, str | os.PathLike) else None
     if not isinstance(path, str) or not path or "\0" in path:
-        raise _no_trash(trash, "expected the name of a folder, or an absolute path")
+        raise _wrong_trash(trash, "the name of a folder, or an absolute path")
     if ".." in PurePath(path).parts:
-        raise _no_trash(trash, "expected a path without '..'")
+        raise _wrong_trash(trash, "a path without '..'")
     if os.path.isabs(path):
         if path.strip("/") == "":
-            raise _no_trash(trash, "expected a folder, not the root of the file system")
+            raise _wrong_trash(trash, "a folder, not the root of the file system")
         return path
     if "/" in path or path == "." or len(os.fsencode(path)) > _LONGEST_NAME_BYTES:
-        raise _no_trash(
-            trash,
-            "expected the name of one folder below the root, such as 'trash', or an absolute path",
+        raise _wrong_trash(
+            trash, "the name of one folder below the root, such as 'trash', or an absolute path"
         )
     if _NUMBER.match(path) or path in _RESERVED or _UNFINISHED in path or path.startswith(_OURS):
-        raise _no_trash(
+        raise _wrong_trash(
             trash,
-            f"expected a name that is not a step's, not 'metadata', without '{_UNFINISHED}' in it, "
-            f"and not beginning with '{_OURS}'",
+            f"a name that is not a step's, not 'metadata', without '{_UNFINISHED}' in it, and not "
+            f"beginning with '{_OURS}'",
         )
     return path
 
 
-def _no_trash(trash: object, expected: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"Deletion(trash={shown(trash, 120)}): {expected}")
+def _wrong_trash(trash: object, expected: str) -> InvalidArgumentError:
+    return invalid("trash", trash, expected, of="Deletion")

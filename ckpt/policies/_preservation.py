@@ -1,4 +1,4 @@
-"""What to keep after a commit."""
+"""Preservation policies: which committed steps are kept."""
 
 from __future__ import annotations
 
@@ -6,17 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ckpt._arguments import (
-    ask,
-    check_count,
-    check_steps,
-    name_of,
-    shown,
-    truth_of,
-    whole_number,
-    why_no_policy,
-)
+from ckpt._arguments import as_int, set_of_steps, shown, whole_number
 from ckpt.errors import InvalidArgumentError
+from ckpt.policies._answers import ask, name_of, truth_of, why_not_a_policy
 from ckpt.policies._context import SavedStep
 
 __all__ = [
@@ -32,13 +24,13 @@ __all__ = [
 
 
 class PreservationPolicy(Protocol):
-    """Chooses which committed steps stay. Pure: it looks at what it is told, and nothing else."""
+    """Chooses which committed steps are kept. Must be pure: a function of its arguments alone."""
 
     def keep(self, steps: Sequence[SavedStep], now: float) -> Collection[int]:
-        """Return the steps to keep, of those there are.
+        """Return the steps to keep.
 
-        What is not kept is deleted, and the policy is asked again after the next commit, without
-        it. It should then still keep what it has kept before, unless newer steps take the place.
+        The others are deleted, and the policy is asked again after the next commit. It should then
+        keep the same steps as before, unless newer ones take their place.
 
         Args:
             steps: The committed steps, ascending.
@@ -50,21 +42,21 @@ PreservationPolicyLike = PreservationPolicy | Callable[[int], bool]
 
 
 def check_preservation(policy: object) -> None:
-    """Raise unless `policy` can decide what is kept.
+    """Check that `policy` can decide what is kept.
 
     Raises:
         InvalidArgumentError: It is neither an object with the method `keep` nor a function; or it
-            is a class, is async, or decides about something else.
+            is a class, is async, or is a save policy.
     """
-    hint = why_no_policy(
+    hint = why_not_a_policy(
         policy,
         "keep",
         several="AnyPreservation",
-        other=("refusal", "this one decides when to save: save_policy=..."),
+        other=("refusal", "this is a save policy: pass it as save_policy="),
     )
     if hint is not None:
         raise InvalidArgumentError(
-            f"preservation policy {shown(policy, 120)}: expected one of ckpt.policies, such as "
+            f"preservation policy {shown(policy)}: expected one of ckpt.policies, such as "
             "LatestN(3), an object with keep(steps, now), or a function of a step that returns "
             f"True for steps to keep; {hint}"
         )
@@ -81,24 +73,24 @@ def steps_kept(
         now: Unix seconds.
 
     Raises:
-        InvalidArgumentError: The policy raised something, or answered what is no answer, such as a
-            step that there is not. Nothing must be deleted then: who returns positions instead of
-            steps, or a list of bools, wants other steps kept than those that happen to match.
+        InvalidArgumentError: The policy raised an error, or returned something else than some of
+            the steps. Nothing may be deleted then: a policy that returns positions or a list of
+            bools means other steps than those that happen to match.
     """
-    # What a policy does to a list must not change which steps there are.
+    # A policy may change a list that it is given.
     steps = tuple(steps)
     keep = getattr(policy, "keep", None)
     if keep is None:
         return frozenset(saved.step for saved in steps if _is_kept(policy, saved.step))
     answer: object = ask(policy, keep, steps, now)
     if not isinstance(answer, Iterable) or isinstance(answer, str | bytes):
-        raise _no_answer(policy, answer)
+        raise _wrong_answer(policy, answer)
     known = {saved.step for saved in steps}
     kept = set()
     for each in answer:
-        number = whole_number(each)
+        number = as_int(each)
         if number not in known:
-            raise _no_answer(policy, each)
+            raise _wrong_answer(policy, each)
         kept.add(number)
     return frozenset(kept)
 
@@ -109,16 +101,16 @@ def _is_kept(policy: object, step: int) -> bool:
     kept = truth_of(answer)
     if kept is None:
         raise InvalidArgumentError(
-            f"preservation policy {name_of(policy)}: returned {shown(answer, 120)} for step "
-            f"{step}; expected True or False. Nothing is deleted"
+            f"preservation policy {name_of(policy)}: returned {shown(answer)} for step "
+            f"{step}; expected True or False. Nothing was deleted"
         )
     return kept
 
 
-def _no_answer(policy: object, answer: object) -> InvalidArgumentError:
+def _wrong_answer(policy: object, answer: object) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"preservation policy {name_of(policy)}: returned {shown(answer, 120)}; expected those of "
-        "the given steps that are to be kept, as whole numbers. Nothing is deleted"
+        f"preservation policy {name_of(policy)}: returned {shown(answer)}; expected those of "
+        "the given steps that are to be kept, as whole numbers. Nothing was deleted"
     )
 
 
@@ -142,7 +134,7 @@ class LatestN:
     n: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", check_count("LatestN", self.n))
+        object.__setattr__(self, "n", whole_number("n", self.n, of="LatestN"))
 
     def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
         """Return the last `n` of `steps`."""
@@ -151,7 +143,7 @@ class LatestN:
 
 @dataclass(frozen=True, slots=True, init=False)
 class CustomSteps:
-    """Keeps these steps.
+    """Keeps the given steps.
 
     Raises:
         InvalidArgumentError: One of them is not a whole number, 0 or greater.
@@ -160,7 +152,7 @@ class CustomSteps:
     steps: frozenset[int]
 
     def __init__(self, steps: Iterable[int]) -> None:
-        object.__setattr__(self, "steps", check_steps("CustomSteps", steps))
+        object.__setattr__(self, "steps", set_of_steps("steps", steps, of="CustomSteps"))
 
     def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
         """Return the chosen ones of `steps`."""
@@ -172,7 +164,7 @@ class AnyPreservation:
     """Keeps what any of several policies keeps.
 
     Raises:
-        InvalidArgumentError: There is none, or one of them is neither a policy nor a function.
+        InvalidArgumentError: No policy was given, or one is neither a policy nor a function.
     """
 
     policies: tuple[PreservationPolicyLike, ...]

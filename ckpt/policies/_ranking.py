@@ -1,4 +1,4 @@
-"""Which steps are the best by their metrics."""
+"""`BestN`, and the ranking of steps by a metric."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ckpt._arguments import (
-    ask,
-    check_bool,
-    check_count,
-    name_of,
-    shown,
-)
+from ckpt._arguments import invalid, shown, true_or_false, whole_number
 from ckpt.errors import InvalidArgumentError
+from ckpt.policies._answers import ask, name_of
 from ckpt.policies._context import SavedStep
 from ckpt.policies._preservation import AnyPreservation
 
@@ -28,20 +23,20 @@ Mode = Literal["min", "max"]
 class BestN:
     """Keeps the `n` best steps by a metric.
 
-    NaN is worse than every number, and never best. Of steps that are as good the greater is better.
+    NaN is worse than every number, and never best. Of equally good steps the greater one is better.
 
     Attributes:
         n: How many.
-        metric: The name of a metric; or a function that is given the metrics of a step and returns
-            a number. A step has no such metric if it was saved without metrics or without that
-            one, or if the function raises KeyError or returns None.
-        mode: Whether the smallest or the greatest number is best. There is no default: the wrong
-            one would delete the best.
-        keep_without_metrics: Keep every step that has no such metric besides. Otherwise they come
-            after all others, the greater first, and take a place among the `n` if one is left.
+        metric: The name of a metric; or a function that takes the metrics of a step and returns a
+            number. A step lacks the metric if it was saved without it, or if the function raises
+            KeyError or returns None.
+        mode: Whether the smallest (`"min"`) or the greatest (`"max"`) number is best. There is no
+            default: the wrong one would delete the best steps.
+        keep_without_metrics: Also keep every step that lacks the metric. Otherwise such steps rank
+            last, the greater first, and are kept only if there is room among the `n`.
 
     Raises:
-        InvalidArgumentError: One of them is not such a thing.
+        InvalidArgumentError: An argument is invalid.
     """
 
     n: int
@@ -50,9 +45,9 @@ class BestN:
     keep_without_metrics: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", check_count("BestN", self.n, name="n"))
+        object.__setattr__(self, "n", whole_number("n", self.n, of="BestN"))
         check_metric("BestN", self.metric, self.mode)
-        check_bool("BestN", self.keep_without_metrics, name="keep_without_metrics")
+        true_or_false("keep_without_metrics", self.keep_without_metrics, of="BestN")
 
     def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
         """Return the chosen ones of `steps`."""
@@ -65,21 +60,13 @@ class BestN:
 
 
 def check_metric(policy: str, metric: object, mode: object) -> None:
-    """Raise unless steps can be ranked by `metric` and `mode`.
-
-    Raises:
-        InvalidArgumentError: They cannot.
-    """
+    """Check that steps can be ranked by `metric` and `mode`."""
     if isinstance(metric, type) or not (callable(metric) or (isinstance(metric, str) and metric)):
-        raise InvalidArgumentError(
-            f"{policy}(metric={shown(metric)}): expected the name of a metric, such as 'loss', or "
-            "a function of a step's metrics that returns a number"
-        )
+        what = "the name of a metric, such as 'loss', or a function from metrics to a number"
+        raise invalid("metric", metric, what, of=policy)
     if not isinstance(mode, str) or mode not in get_args(Mode):
-        raise InvalidArgumentError(
-            f"{policy}(mode={shown(mode)}): expected 'min' or 'max': whether the smallest or the "
-            "greatest number is best"
-        )
+        what = "'min' or 'max': whether the smallest or the greatest number is best"
+        raise invalid("mode", mode, what, of=policy)
 
 
 def best_of(steps: Sequence[SavedStep], metric: Metric, mode: Mode) -> int | None:
@@ -91,10 +78,10 @@ def best_of(steps: Sequence[SavedStep], metric: Metric, mode: Mode) -> int | Non
         mode: As in `BestN`.
 
     Raises:
-        InvalidArgumentError: `metric` or `mode` is none, or the function raised something or
-            returned no number.
+        InvalidArgumentError: `metric` or `mode` is invalid, or the function raised an error or did
+            not return a number.
     """
-    # The managers' call of it is what people know.
+    # Users know it as the method of the manager.
     check_metric("best_step", metric, mode)
     ranked = [(_rank(saved, metric, mode), saved.step) for saved in steps]
     best = max((each for each in ranked if each[0] > _NAN), default=None)
@@ -148,12 +135,12 @@ def _value(saved: SavedStep, metric: Metric) -> float | None:
         return None
     try:
         if isinstance(value, str | bytes):
-            raise TypeError("a text is no number")
+            raise TypeError("strings are not converted")
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError) as error:
         called = repr(metric) if isinstance(metric, str) else name_of(metric)
         raise InvalidArgumentError(
-            f"metric {called}: {shown(value)} is no number", step=saved.step
+            f"metric {called}: {shown(value)} is not a number", step=saved.step
         ) from error
 
 

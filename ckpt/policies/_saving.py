@@ -1,4 +1,4 @@
-"""When to save."""
+"""Save policies: which steps are saved."""
 
 from __future__ import annotations
 
@@ -7,17 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ckpt._arguments import (
-    ask,
-    check_count,
-    check_seconds,
-    check_steps,
-    name_of,
-    shown,
-    truth_of,
-    why_no_policy,
-)
+from ckpt._arguments import number_of_seconds, set_of_steps, shown, whole_number
 from ckpt.errors import InvalidArgumentError
+from ckpt.policies._answers import ask, name_of, truth_of, why_not_a_policy
 from ckpt.policies._context import SaveContext, SavedStep
 
 __all__ = [
@@ -37,17 +29,17 @@ __all__ = [
 
 
 class SavePolicy(Protocol):
-    """Decides whether a step is saved. Pure: it looks at what it is told, and at nothing else."""
+    """Decides whether a step is saved. Must be pure: a function of its arguments alone."""
 
     def refusal(self, step: int, previous: Sequence[SavedStep], context: SaveContext) -> str | None:
-        """Return why `step` is not to be saved, or None if it is.
+        """Return why `step` should not be saved, or None if it should.
 
         Args:
             step: The step in question.
-            previous: The committed steps, ascending. Their times and metrics are read from storage
-                when they are looked at: a policy that is asked about every training step should
-                look at `previous[-1]` only, or at nothing.
-            context: The moment.
+            previous: The committed steps, ascending. Each is read from storage when it is first
+                accessed: a policy that is asked at every training step should use `previous[-1]`
+                at most.
+            context: The circumstances: the time, saves under way, what saves cost.
         """
 
 
@@ -55,21 +47,21 @@ SavePolicyLike = SavePolicy | Callable[[int, Sequence[SavedStep], SaveContext], 
 
 
 def check_save_policy(policy: object) -> None:
-    """Raise unless `policy` can decide about saves.
+    """Check that `policy` can decide about saves.
 
     Raises:
         InvalidArgumentError: It is neither an object with the method `refusal` nor a function; or
-            it is a class, is async, or decides about something else.
+            it is a class, is async, or is a preservation policy.
     """
-    hint = why_no_policy(
+    hint = why_not_a_policy(
         policy,
         "refusal",
         several="AnySave",
-        other=("keep", "this one decides what is kept: preservation=..."),
+        other=("keep", "this is a preservation policy: pass it as preservation="),
     )
     if hint is not None:
         raise InvalidArgumentError(
-            f"save policy {shown(policy, 120)}: expected one of ckpt.policies, such as "
+            f"save policy {shown(policy)}: expected one of ckpt.policies, such as "
             "FixedInterval(100), an object with refusal(step, previous, context), or a function of "
             f"these three that returns True for steps to save; {hint}"
         )
@@ -78,16 +70,16 @@ def check_save_policy(policy: object) -> None:
 def refusal_of(
     policy: SavePolicyLike, step: int, previous: Sequence[SavedStep], context: SaveContext
 ) -> str | None:
-    """Return why a policy does not want `step` saved, or None if it does.
+    """Return why a policy turns `step` down, or None if it wants it saved.
 
     Args:
         policy: A policy, or a function that returns True for steps to save.
         step: The step in question.
         previous: The committed steps, ascending.
-        context: The moment.
+        context: The circumstances.
 
     Raises:
-        InvalidArgumentError: The policy raised something, or answered what is no answer.
+        InvalidArgumentError: The policy raised an error, or returned something of another type.
     """
     refusal = getattr(policy, "refusal", None)
     answer: object = ask(policy, refusal or policy, step, previous, context)  # type: ignore[arg-type]
@@ -100,20 +92,20 @@ def refusal_of(
     elif isinstance(answer, str):
         return answer or f"{name_of(policy)} does not want step {step}"
     if inspect.iscoroutine(answer):
-        # Python would warn about it later, and somewhere else.
+        # Otherwise Python warns later that it was never awaited.
         answer.close()
-    expected = "True or False" if refusal is None else "a sentence that says why not, or None"
+    expected = "True or False" if refusal is None else "a string that says why not, or None"
     raise InvalidArgumentError(
-        f"save policy {name_of(policy)}: returned {shown(answer, 120)} for step {step}; expected "
+        f"save policy {name_of(policy)}: returned {shown(answer)} for step {step}; expected "
         f"{expected}"
     )
 
 
 def seconds_since_last(previous: Sequence[SavedStep], context: SaveContext) -> float | None:
-    """Return how long ago the last save began; None if there was none, or time went backwards.
+    """Return how long ago the last save began; None if there was none, or the clock was set back.
 
-    Who waits for some time to pass saves where this is None: with a clock that was set back, that
-    time would not pass for long.
+    Policies save where this is None: after the clock was set back by a day, an interval of seconds
+    would take a day to pass.
     """
     last = context.last_time
     if last is None:
@@ -123,7 +115,7 @@ def seconds_since_last(previous: Sequence[SavedStep], context: SaveContext) -> f
 
 @dataclass(frozen=True, slots=True)
 class FixedInterval:
-    """Saves every step that `n` divides, so also step 0.
+    """Saves every `n`th step: the multiples of `n`, step 0 included.
 
     Raises:
         InvalidArgumentError: `n` is not a whole number, 1 or greater.
@@ -132,10 +124,10 @@ class FixedInterval:
     n: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", check_count("FixedInterval", self.n))
+        object.__setattr__(self, "n", whole_number("n", self.n, of="FixedInterval"))
 
     def refusal(self, step: int, previous: Sequence[SavedStep], context: SaveContext) -> str | None:
-        """Return None for multiples of `n`, else a sentence."""
+        """Return None for multiples of `n`, else why not."""
         if step % self.n == 0:
             return None
         return f"step {step} is not a multiple of {self.n} (FixedInterval)"
@@ -152,13 +144,13 @@ class SpecificSteps:
     steps: frozenset[int]
 
     def __init__(self, steps: Iterable[int]) -> None:
-        object.__setattr__(self, "steps", check_steps("SpecificSteps", steps))
+        object.__setattr__(self, "steps", set_of_steps("steps", steps, of="SpecificSteps"))
 
     def refusal(self, step: int, previous: Sequence[SavedStep], context: SaveContext) -> str | None:
-        """Return None for the chosen steps, else a sentence."""
+        """Return None for the chosen steps, else why not."""
         if step in self.steps:
             return None
-        return f"step {step} is none of the {len(self.steps)} chosen ones (SpecificSteps)"
+        return f"step {step} is not one of the {len(self.steps)} steps (SpecificSteps)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,21 +158,17 @@ class Continuous:
     """Saves whenever no save is under way.
 
     Attributes:
-        minimum_interval_seconds: How long after the last save began the next one may begin.
+        minimum_interval_seconds: The shortest time between the beginnings of two saves.
 
     Raises:
-        InvalidArgumentError: That is not a finite number, 0 or greater.
+        InvalidArgumentError: `minimum_interval_seconds` is not a finite number, 0 or more.
     """
 
     minimum_interval_seconds: float = 0
 
     def __post_init__(self) -> None:
-        check_seconds(
-            "Continuous",
-            self.minimum_interval_seconds,
-            name="minimum_interval_seconds",
-            zero=True,
-        )
+        interval = self.minimum_interval_seconds
+        number_of_seconds("minimum_interval_seconds", interval, of="Continuous", zero=True)
 
     def refusal(self, step: int, previous: Sequence[SavedStep], context: SaveContext) -> str | None:
         """Return None if no save is under way and the last one began long enough ago."""
@@ -193,7 +181,7 @@ class Continuous:
 
 @dataclass(frozen=True, slots=True)
 class EverySeconds:
-    """Saves when the last save began `seconds` ago or longer, whether or not it has ended.
+    """Saves when at least `seconds` have passed since the last save began, ended or not.
 
     Raises:
         InvalidArgumentError: `seconds` is not a finite number above 0.
@@ -202,10 +190,10 @@ class EverySeconds:
     seconds: float
 
     def __post_init__(self) -> None:
-        check_seconds("EverySeconds", self.seconds)
+        number_of_seconds("seconds", self.seconds, of="EverySeconds")
 
     def refusal(self, step: int, previous: Sequence[SavedStep], context: SaveContext) -> str | None:
-        """Return None if the last save began long enough ago, else a sentence."""
+        """Return None if the last save began long enough ago, else why not."""
         return _too_soon(self.seconds, "EverySeconds", previous, context)
 
 
@@ -220,10 +208,10 @@ def _too_soon(
 
 @dataclass(frozen=True, slots=True)
 class Initial:
-    """Saves as soon as possible on a fresh run: if no step is committed, and none being saved."""
+    """Saves the first step of a fresh run: when no step is committed or being saved."""
 
     def refusal(self, step: int, previous: Sequence[SavedStep], context: SaveContext) -> str | None:
-        """Return None if there is no step yet, else a sentence."""
+        """Return None if there is no step yet, else why not."""
         if context.saving:
             return f"step {context.saving[0].step} is being saved already (Initial)"
         return "there is a committed step already (Initial)" if previous else None
@@ -231,21 +219,21 @@ class Initial:
 
 @dataclass(frozen=True, slots=True)
 class OnPreemption:
-    """Saves the step at which the run is to end; see `reached_preemption` of the manager."""
+    """Saves the step at which a preempted run ends; see the manager's `reached_preemption`."""
 
     def refusal(self, step: int, previous: Sequence[SavedStep], context: SaveContext) -> str | None:
-        """Return None if the run is preempted, else a sentence."""
+        """Return None if the run is preempted, else why not."""
         return None if context.preempted else "the run is not preempted (OnPreemption)"
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class AnySave:
-    """Saves what any of several policies wants; they are asked in order, until one does.
+    """Saves a step if any of several policies wants it. They are asked in order, until one does.
 
-    Put those that look at the committed steps last.
+    Put policies that look at committed steps last.
 
     Raises:
-        InvalidArgumentError: There is none, or one of them is neither a policy nor a function.
+        InvalidArgumentError: No policy was given, or one is neither a policy nor a function.
     """
 
     policies: tuple[SavePolicyLike, ...]

@@ -1,8 +1,8 @@
-"""Keep one step of every so many, or of every so much time.
+"""Preservation policies that keep one step of every so many, or of every so many seconds.
 
-Each policy here cuts all numbers, or all time, into spans that do not depend on what there is. So
-what it keeps of one span depends on no other span, nor on what was deleted there: asked again, it
-keeps the same.
+Each divides all step numbers, or all time, into spans that do not depend on which steps exist. So
+what it keeps of one span depends neither on other spans nor on what was deleted: asked again, it
+keeps the same steps.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ckpt._arguments import check_bool, check_count, check_seconds
+from ckpt._arguments import number_of_seconds, true_or_false, whole_number
 from ckpt.policies._context import SavedStep
 
 __all__ = ["EveryNSeconds", "EveryNSteps", "EveryNStepsClosest", "LatestDuration"]
@@ -21,10 +21,10 @@ class EveryNSteps:
     """Keeps one of every `n` steps.
 
     Attributes:
-        n: How far apart, in steps.
-        exact: Keep the multiples of `n`. Otherwise keep the first step of every span from a
-            multiple of `n` to the next, for programs whose saves do not meet the multiples.
-        max_to_keep: Keep only so many of them, the greatest; None for all.
+        n: The distance between kept steps.
+        exact: Keep the multiples of `n` only. With False, keep the first step from each multiple
+            of `n` on, for programs that do not save exactly at the multiples.
+        max_to_keep: Keep at most this many of them, the greatest; None for all.
 
     Raises:
         InvalidArgumentError: `n` or `max_to_keep` is not a whole number, 1 or greater, or `exact`
@@ -36,10 +36,10 @@ class EveryNSteps:
     max_to_keep: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", check_count("EveryNSteps", self.n, name="n"))
-        check_bool("EveryNSteps", self.exact, name="exact")
+        object.__setattr__(self, "n", whole_number("n", self.n, of="EveryNSteps"))
+        true_or_false("exact", self.exact, of="EveryNSteps")
         if self.max_to_keep is not None:
-            most = check_count("EveryNSteps", self.max_to_keep, name="max_to_keep")
+            most = whole_number("max_to_keep", self.max_to_keep, of="EveryNSteps")
             object.__setattr__(self, "max_to_keep", most)
 
     def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
@@ -56,24 +56,24 @@ class EveryNSteps:
 class EveryNStepsClosest:
     """Keeps, for every multiple of `n`, the step that is closest to it.
 
-    Of two that are as close the greater one is kept. Every step counts for one multiple only, the
-    one in the middle between two for the greater.
+    Of two equally close steps the greater one is kept. Every step counts for one multiple only; one
+    halfway between two multiples counts for the greater.
 
     Attributes:
-        n: How far apart, in steps.
-        max_to_keep: Keep only so many of them, the greatest; None for all.
+        n: The distance between the multiples.
+        max_to_keep: Keep at most this many of them, the greatest; None for all.
 
     Raises:
-        InvalidArgumentError: One of them is not a whole number, 1 or greater.
+        InvalidArgumentError: `n` or `max_to_keep` is not a whole number, 1 or greater.
     """
 
     n: int
     max_to_keep: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", check_count("EveryNStepsClosest", self.n, name="n"))
+        object.__setattr__(self, "n", whole_number("n", self.n, of="EveryNStepsClosest"))
         if self.max_to_keep is not None:
-            most = check_count("EveryNStepsClosest", self.max_to_keep, name="max_to_keep")
+            most = whole_number("max_to_keep", self.max_to_keep, of="EveryNStepsClosest")
             object.__setattr__(self, "max_to_keep", most)
 
     def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
@@ -91,8 +91,8 @@ class EveryNStepsClosest:
 class EveryNSeconds:
     """Keeps one step of every `seconds`: the first of each such span of Unix time.
 
-    So `EveryNSeconds(3600)` keeps the first step of every full hour. The time of a step is that at
-    which its save began; of several of the same time the greatest is kept.
+    `EveryNSeconds(3600)` keeps the first step of every hour of the clock. The time of a step is
+    when its save began; of several with the same time the greatest is kept.
 
     Raises:
         InvalidArgumentError: `seconds` is not a finite number above 0.
@@ -101,7 +101,7 @@ class EveryNSeconds:
     seconds: float
 
     def __post_init__(self) -> None:
-        check_seconds("EveryNSeconds", self.seconds)
+        number_of_seconds("seconds", self.seconds, of="EveryNSeconds")
 
     def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
         """Return the chosen ones of `steps`."""
@@ -118,8 +118,8 @@ class EveryNSeconds:
 class LatestDuration:
     """Keeps the steps whose save began within the last `seconds`.
 
-    After a pause that is longer, all older steps go at once, but for the greatest one. Put it into
-    `AnyPreservation` with `LatestN` where more are to stay.
+    After a longer pause, all older steps but the greatest are deleted at once. Combine it with
+    `LatestN` in `AnyPreservation` to keep more.
 
     Raises:
         InvalidArgumentError: `seconds` is not a finite number above 0.
@@ -128,10 +128,10 @@ class LatestDuration:
     seconds: float
 
     def __post_init__(self) -> None:
-        check_seconds("LatestDuration", self.seconds)
+        number_of_seconds("seconds", self.seconds, of="LatestDuration")
 
     def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
-        """Return those of `steps` that are young enough; what is from the future is."""
+        """Return those of `steps` that are recent enough; steps from the future are."""
         return frozenset(saved.step for saved in steps if not now - saved.time > self.seconds)
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import AsyncIterator
-from typing import TypeGuard
 
 import anyio
 
-from ckpt._arguments import shown
+from ckpt._format.item_file_names import is_item_name
 from ckpt._format.manifest import (
     FILE_NAME,
     MAX_BYTES,
@@ -19,7 +17,6 @@ from ckpt._format.manifest import (
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
-    InvalidArgumentError,
     NotACheckpointError,
     StepDeletedError,
     StepNotFoundError,
@@ -29,78 +26,14 @@ from ckpt.errors import (
 from ckpt.storage._base import Storage
 
 __all__ = [
-    "check_item_name",
-    "check_step",
     "lies_in",
     "read_manifest",
     "refuse_deleted",
     "while_read",
 ]
 
-# Nineteen digits hold every step a 64-bit counter can.
-_GREATEST_STEP = 10**19 - 1
 # Smaller manifests, of about 40 leaves, are decoded in less time than a thread takes to begin.
 _SMALL_BYTES = 8 << 10
-_ITEM = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\Z")
-# Names that Orbax or this library use for something else in a step or a root.
-RESERVED_ITEMS = frozenset(
-    {
-        "AUTO",
-        "_CHECKPOINT_DELETION",
-        "_CHECKPOINT_METADATA",
-        "_METADATA",
-        "_sharding",
-        "_strings.json",
-        "array_metadatas",
-        "commit_success.txt",
-        "lanes",
-        "manifest.ocdbt",
-        "metadata",
-        "metrics",
-        "orbax.checkpoint",
-        FILE_NAME,
-    }
-)
-
-
-def check_step(step: object) -> int:
-    """Return `step` as an int if it is a valid step.
-
-    Raises:
-        InvalidArgumentError: It is not a whole number from 0 to 10**19 - 1.
-    """
-    # numpy integers are valid, too. A bool is an int only by accident.
-    number = None if isinstance(step, bool) or not hasattr(step, "__index__") else step.__index__()
-    if number is None or not 0 <= number <= _GREATEST_STEP:
-        raise InvalidArgumentError(
-            f"step={shown(step)}: expected a whole number, 0 or greater, such as the training step"
-        )
-    return int(number)
-
-
-def check_item_name(name: object) -> str:
-    """Return `name` if it is a valid name of an item.
-
-    Raises:
-        InvalidArgumentError: It could lead out of the directory of the step, or is reserved.
-    """
-    if not _may_name_an_item(name):
-        raise InvalidArgumentError(
-            f"item name {name!r:.120}: expected 1 to 100 letters, digits, '_', '-' or '.', not "
-            f"beginning with '.' or '-', and none of {', '.join(sorted(RESERVED_ITEMS))}"
-        )
-    return name
-
-
-def _may_name_an_item(name: object) -> TypeGuard[str]:
-    return (
-        isinstance(name, str)
-        and _ITEM.match(name) is not None
-        and name not in RESERVED_ITEMS
-        # Orbax takes everything with this in its name for unfinished.
-        and ".orbax-checkpoint-tmp" not in name
-        and not name.startswith("ocdbt.process_")
-    )
 
 
 def lies_in(entry: str, manifest: Manifest) -> str:
@@ -145,8 +78,8 @@ async def read_manifest(storage: Storage, entry: str, *, step: int | None = None
             f"{len(manifest.items)} items",
             step=step,
         )
-    # Items are directories, so a name in a manifest must not lead out of the step.
-    wrong = next((name for name in manifest.items if not _may_name_an_item(name)), None)
+    # Items are directories: a name from a file must not lead out of the step.
+    wrong = next((name for name in manifest.items if not is_item_name(name)), None)
     if wrong is not None:
         raise CorruptCheckpointError(f"{where}: {wrong!r:.120} cannot be the name of an item")
     return manifest

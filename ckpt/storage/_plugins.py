@@ -6,6 +6,7 @@ import importlib.metadata
 import traceback
 from typing import Any
 
+from ckpt._arguments import shown
 from ckpt._redaction import redact
 from ckpt._settings import Timeouts
 from ckpt.errors import CheckpointError, InvalidArgumentError
@@ -41,14 +42,14 @@ def open_installed(scheme: str, url: str, timeouts: Timeouts, *, create: bool) -
         raise
     except Exception as error:
         raise InvalidArgumentError(
-            f"path={_shown(url)}: {point.value!r:.120}, which is installed for {scheme}://, raised "
+            f"path={shown(url)}: {point.value!r:.120}, which is installed for {scheme}://, raised "
             f"{type(error).__name__}: {error}"
         ) from _if_harmless(error)
     missing = [name for name in dir(Storage) if name[0] != "_" and not hasattr(opened, name)]
     if missing:
         raise InvalidArgumentError(
-            f"path={_shown(url)}: {point.value!r:.120}, which is installed for {scheme}://, gave "
-            f"{type(opened).__name__}, which is not a storage: it has no {', '.join(missing[:5])}"
+            f"path={shown(url)}: {point.value!r:.120}, which is installed for {scheme}://, gave "
+            f"{type(opened).__name__}, which is not a storage: it lacks {', '.join(missing[:5])}"
         )
     storage: Storage = opened
     return storage
@@ -59,11 +60,6 @@ def _points() -> list[importlib.metadata.EntryPoint]:
 
 
 def _if_harmless(error: Exception) -> Exception | None:
-    """Return an error, or None if a traceback of it would show secrets."""
-    shown = "".join(traceback.format_exception(error))
-    return error if redact(shown) == shown else None
-
-
-def _shown(value: object) -> str:
-    # Redacted before it is cut: a part of a secret is not recognized.
-    return redact(repr(value))[:120]
+    """Return an error unless a traceback would show secrets with it."""
+    text = "".join(traceback.format_exception(error))
+    return error if redact(text) == text else None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from ckpt._redaction import redact
+from ckpt._arguments import invalid, shown
 from ckpt._settings import Timeouts
 from ckpt.errors import InvalidArgumentError
 from ckpt.storage._base import Storage
@@ -64,10 +64,8 @@ def open_root(
         or not 0 <= permission_mode <= _MOST_PERMISSIONS
         or permission_mode & _OWNER != _OWNER
     ):
-        raise InvalidArgumentError(
-            f"permission_mode={permission_mode!r:.60}: expected the permissions of a directory in "
-            "which its owner may do everything, such as 0o750"
-        )
+        what = "permissions that allow the owner of a directory everything, such as 0o750"
+        raise invalid("permission_mode", permission_mode, what)
     local = _place(path)
     if isinstance(local, Path):
         return LocalStorage(local, timeouts, create=create, mode=permission_mode)
@@ -105,8 +103,8 @@ def check_trash(
     parts = folder.relative_to(top).parts
     if len(parts) != 1 or is_step(parts[0]) or parts[0] == "metadata" or parts[0].startswith("."):
         raise InvalidArgumentError(
-            f"Deletion(trash={os.fspath(trash)!r:.120}): expected a folder directly below "
-            f"{_shown(root)} that is not a step and not 'metadata', or one elsewhere"
+            f"Deletion(trash={os.fspath(trash)!r:.120}): expected a folder of its own directly "
+            f"below {shown(root)}, that is no step and not 'metadata', or one elsewhere"
         )
 
 
@@ -128,15 +126,11 @@ def open_entry(path: PathLike, *, follow: bool = False) -> tuple[Storage, str]:
     if isinstance(given, _Url):
         parent_url, _, name = given.text.rstrip("/").rpartition("/")
         if not name or parent_url.endswith(":/"):
-            raise InvalidArgumentError(
-                f"path={_shown(path)}: expected the URL of a checkpoint, not of a root"
-            )
+            raise invalid("path", path, "the URL of a checkpoint, not of a root")
         return _open_remote(_Url(given.scheme, parent_url), _DEFAULT_TIMEOUTS, create=True), name
     local = Path(os.path.realpath(given) if follow else os.path.abspath(given))
     if not local.name:
-        raise InvalidArgumentError(
-            f"path={_shown(path)}: expected the path of a directory, not a root"
-        )
+        raise invalid("path", path, "the path of a directory, not a root")
     return LocalStorage(local.parent, _DEFAULT_TIMEOUTS), local.name
 
 
@@ -158,8 +152,8 @@ def _open_remote(place: StoreConfig | _Url, timeouts: Timeouts, *, create: bool)
             "Install the package that provides it, or give a path of a local or mounted file system"
         )
         raise InvalidArgumentError(
-            f"path={_shown(place.text)}: no storage is known for {place.scheme!r:.40}, only "
-            f"for {', '.join(schemes())}. {f'Use {usual}://' if usual else advice}"
+            f"path={shown(place.text)}: no storage is known for {place.scheme!r:.40}, only "
+            f"{', '.join(schemes())}. {f'Use {usual}://' if usual else advice}"
         )
     return storage
 
@@ -170,11 +164,10 @@ def _place(path: PathLike) -> Path | StoreConfig | _Url:
     try:
         text: object = os.fspath(path)
     except TypeError as error:
-        raise InvalidArgumentError(
-            f"path={_shown(path)}: expected a string or a path object, not {type(path).__name__}"
-        ) from error
+        what = f"a string or a path object, not {type(path).__name__}"
+        raise invalid("path", path, what) from error
     if not isinstance(text, str) or not text or "\0" in text:
-        raise InvalidArgumentError(f"path={_shown(text)}: expected the path of a directory")
+        raise invalid("path", text, "the path of a directory")
     scheme = _SCHEME.match(text)
     if scheme is None:
         return Path(text)
@@ -185,7 +178,7 @@ def _place(path: PathLike) -> Path | StoreConfig | _Url:
         return _STORES[kind](text)
     if not scheme[2]:
         raise InvalidArgumentError(
-            f"path={_shown(text)}: expected a URL such as '{_OTHER_NAMES.get(kind, kind)}://...'. "
+            f"path={shown(text)}: expected a URL such as '{_OTHER_NAMES.get(kind, kind)}://...'. "
             f"Write ./{kind}:... for a path of that name"
         )
     if kind != "file":
@@ -193,13 +186,8 @@ def _place(path: PathLike) -> Path | StoreConfig | _Url:
     parts = urlsplit(text)
     if parts.query or parts.fragment or "\0" in unquote(parts.path):
         raise InvalidArgumentError(
-            f"path={_shown(text)}: a file URL has no query and no fragment; write %3F and %23"
+            f"path={shown(text)}: a file URL has no query and no fragment; write %3F and %23"
         )
     if parts.netloc not in ("", "localhost"):
-        raise InvalidArgumentError(f"path={_shown(text)}: a file URL of another host")
+        raise InvalidArgumentError(f"path={shown(text)}: a file URL of another host")
     return Path(unquote(parts.path))
-
-
-def _shown(path: object) -> str:
-    # Redacted before it is cut: a part of a secret is not recognized.
-    return redact(repr(path))[:120]

@@ -202,5 +202,5 @@ def test_without_other_processes_there_is_nothing_to_share(tmp_path: Path) -> No
         mgr.wait_until_finished()
         found = mgr.restore(1, tree, broadcast_bytes=1 << 20)
         assert (found["a"] == tree["a"]).all()
-        with pytest.raises(ckpt.errors.InvalidArgumentError, match="at least 1048576"):
+        with pytest.raises(ckpt.errors.InvalidArgumentError, match="1048576 or more"):
             mgr.restore(1, tree, broadcast_bytes=(1 << 20) - 1)

@@ -33,8 +33,8 @@ from ckpt._plan.multihost.per_process import (
     renamed,
 )
 from ckpt._settings import Staging
+from ckpt._steps.factory import make_engine
 from ckpt._steps.restore_requests import wanted_items
-from ckpt._steps.service import make_engine
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,

@@ -21,7 +21,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {"_events", "_redaction", "_statistics"},
     {"errors"},
-    {"_arguments", "_format", "_runtime", "_settings", "step_names"},
+    {"_arguments"},
+    {"_format", "_runtime", "_settings", "step_names"},
     {
         "_commit",
         "_tree",

@@ -28,9 +28,12 @@ FUNCTIONS = ["save", "load", "metadata", "verify", "watch"]
 
 
 def surface(cls: type) -> dict[str, Any]:
-    """The calls of a class by name, each by its plain name."""
-    own = {name: value for name, value in vars(cls).items() if callable(value)}
-    own |= {name: value.fget for name, value in vars(cls).items() if isinstance(value, property)}
+    """The calls of a class by name, each by its plain name; those of its base included."""
+    members = {
+        name: value for base in reversed(cls.__mro__[:-1]) for name, value in vars(base).items()
+    }
+    own = {name: value for name, value in members.items() if callable(value)}
+    own |= {name: value.fget for name, value in members.items() if isinstance(value, property)}
     return {
         OTHERWISE_CALLED.get(name, name): value
         for name, value in own.items()

@@ -9,33 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import anyio
 
-from ckpt.errors import InvalidArgumentError
-
-__all__ = ["Backlog", "BacklogPolicy", "BacklogSlot", "check_backlog"]
+__all__ = ["Backlog", "BacklogPolicy", "BacklogSlot"]
 
 BacklogPolicy = Literal["wait", "skip", "supersede"]
 
 # One that writes and one that waits: with more, a program that saves faster than its disk writes
 # would only run later into the same wall, with more memory in use.
 _PLACES = 2
-
-
-def check_backlog(policy: object) -> BacklogPolicy:
-    """Return `policy` if it is one.
-
-    Raises:
-        InvalidArgumentError: It is not.
-    """
-    for known in get_args(BacklogPolicy):
-        if policy == known:
-            return known  # type: ignore[no-any-return]
-    raise InvalidArgumentError(
-        f"backlog={policy!r:.60}: expected one of {', '.join(get_args(BacklogPolicy))}"
-    )
 
 
 @dataclass(slots=True, eq=False)

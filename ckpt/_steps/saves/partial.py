@@ -11,6 +11,7 @@ from typing import Any
 
 import anyio
 
+from ckpt._arguments import check_step
 from ckpt._commit import Commit, CommitHooks
 from ckpt._engine.engine import Engine
 from ckpt._engine.save.multihost import MultihostSave
@@ -28,7 +29,6 @@ from ckpt.errors import (
     InvalidArgumentError,
 )
 from ckpt.storage._base import Storage
-from ckpt.storage._manifests import check_step
 
 __all__ = ["OpenSave", "PartialSaves", "partial_request"]
 
@@ -141,7 +141,7 @@ class OpenSave:
         """Return what a part asks for.
 
         Raises:
-            InvalidArgumentError: It cannot be meant as given; nothing has changed.
+            InvalidArgumentError: An argument is invalid. Nothing was changed.
             ClosedError: The save has ended.
         """
         step = self.request.step

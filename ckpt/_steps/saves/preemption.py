@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 
+from ckpt._arguments import invalid
 from ckpt.errors import InvalidArgumentError
 
 __all__ = ["Preemption"]
@@ -233,18 +234,19 @@ def _service_is_off() -> InvalidArgumentError:
 
 
 def _check_signals(signals: Iterable[int]) -> tuple[int, ...]:
-    expected = "expected signals, such as (signal.SIGTERM,)"
+    expected = "signals, such as (signal.SIGTERM,)"
     if isinstance(signals, str | bytes) or not isinstance(signals, Iterable):
-        raise InvalidArgumentError(f"preemption_signals={signals!r:.80}: {expected}")
+        raise invalid("preemption_signals", signals, expected)
     found = tuple(signals)
     for number in found:
         if type(number) not in (int, signal.Signals) or number not in signal.valid_signals():
-            raise InvalidArgumentError(f"preemption_signals: {number!r:.80} is none; {expected}")
+            raise invalid("preemption_signals", number, expected)
         if number in _NO_NOTICES:
             raise InvalidArgumentError(
-                f"preemption_signals: {_name(number)} cannot be handled as a notice; {expected}"
+                f"preemption_signals: {_name(number)} cannot announce the end of a run; expected "
+                f"{expected}"
             )
-    # The same one twice is one handler.
+    # Each signal has one handler.
     return tuple(dict.fromkeys(found))
 
 

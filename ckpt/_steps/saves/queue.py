@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import anyio
 
+from ckpt._arguments import check_step
 from ckpt._commit import Commit, CommitHooks, step_info
 from ckpt._engine.engine import Engine
 from ckpt._engine.save.multihost import MultihostSave
@@ -38,7 +39,6 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.storage._base import Storage
-from ckpt.storage._manifests import check_step
 
 __all__ = ["SaveQueue"]
 

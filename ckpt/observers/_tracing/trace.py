@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ckpt._arguments import whole_number
 from ckpt._events import Event
 from ckpt.errors import InvalidArgumentError
 from ckpt.observers._tracing.files import PathLike, write_file
@@ -55,11 +56,7 @@ class Trace:
     """
 
     def __init__(self, limit: int = 100_000) -> None:
-        if type(limit) is not int or limit < 1:
-            raise InvalidArgumentError(
-                f"Trace(limit={limit!r}): expected a whole number of events, 1 or more"
-            )
-        self._limit = limit
+        limit = self._limit = whole_number("limit", limit, of="Trace")
         self._lock = threading.Lock()
         self._events: deque[Event] = deque(maxlen=limit)
         self._spans: deque[Span] = deque(maxlen=limit)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
-from ckpt._redaction import redact
+from ckpt._arguments import invalid, number_of_seconds, shown, true_or_false, whole_number
 from ckpt.errors import InvalidArgumentError
 
 __all__ = [
@@ -56,7 +56,7 @@ class S3:
             that ignore the conditions of writes are accepted, too.
 
     Raises:
-        InvalidArgumentError: An attribute is invalid.
+        InvalidArgumentError: An argument is invalid.
     """
 
     url: str
@@ -70,14 +70,15 @@ class S3:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", _checked_url("S3", self.url, "s3"))
-        _check_common(self)
+        _check_requests(self)
+        _check_writes(self)
         if self.endpoint is not None:
             object.__setattr__(self, "endpoint", check_endpoint("S3(endpoint=...)", self.endpoint))
         if self.region is not None:
-            check_region(f"S3(region={_shown(self.region)})", self.region)
+            check_region(f"S3(region={shown(self.region)})", self.region)
         given: object = self.credentials
         if not isinstance(given, str) or (given not in _CREDENTIALS and not _PROFILE.match(given)):
-            # Not shown: the user may have given the keys themselves.
+            # Not shown: users may pass the keys themselves.
             raise InvalidArgumentError(
                 "S3(credentials=...): expected where the keys come from, one of "
                 f"{', '.join(_CREDENTIALS)} or 'profile:NAME'; the keys themselves are never given "
@@ -100,7 +101,7 @@ class GCS:
         single_writer: As for `S3`.
 
     Raises:
-        InvalidArgumentError: An attribute is invalid.
+        InvalidArgumentError: An argument is invalid.
     """
 
     url: str
@@ -112,12 +113,11 @@ class GCS:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", _checked_url("GCS", self.url, "gs"))
-        _check_common(self)
+        _check_requests(self)
+        _check_writes(self)
         project: object = self.user_project
         if project is not None and not (isinstance(project, str) and project):
-            raise InvalidArgumentError(
-                f"GCS(user_project={_shown(project)}): expected the name of a project"
-            )
+            raise invalid("user_project", project, "the name of a project", of="GCS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Memory:
         concurrency: As for `S3`.
 
     Raises:
-        InvalidArgumentError: An attribute is invalid.
+        InvalidArgumentError: An argument is invalid.
     """
 
     url: str
@@ -139,7 +139,7 @@ class Memory:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", _checked_url("Memory", self.url, "memory"))
-        _check_common(self)
+        _check_requests(self)
 
 
 StoreConfig: TypeAlias = S3 | GCS | Memory
@@ -210,18 +210,16 @@ def _checked_url(kind: str, url: object, scheme: str) -> str:
     """Return a valid URL without slashes at its end."""
     example = f"'{scheme}://{'name' if scheme == 'memory' else 'bucket'}/runs/a'"
     if not isinstance(url, str):
-        raise InvalidArgumentError(f"{kind}(url={_shown(url)}): expected a URL such as {example}")
+        raise invalid("url", url, f"a URL such as {example}", of=kind)
     start, mark, rest = url.partition("://")
     if not mark or start.lower() != scheme:
         reason = ""
         if re.match(r"^[A-Za-z0-9+.-]+:/[^/]", url):
-            reason = "; a Path drops one of its two slashes: give the string"
-        raise InvalidArgumentError(
-            f"{kind}(url={_shown(url)}): expected a URL such as {example}{reason}"
-        )
+            reason = "; a Path drops one of its two slashes: pass the string"
+        raise invalid("url", url, f"a URL such as {example}{reason}", of=kind)
     bucket, _, prefix = rest.partition("/")
     if "@" in bucket or "?" in rest or "#" in rest:
-        # Not shown: it may hold secrets.
+        # Not shown: it may contain a secret.
         raise InvalidArgumentError(
             f"{kind}(url=...): expected a URL such as {example}, without user, query or fragment. "
             "Give what does not fit in a URL as ckpt.storage.S3(...) or GCS(...)"
@@ -229,56 +227,33 @@ def _checked_url(kind: str, url: object, scheme: str) -> str:
     least = 1 if scheme == "memory" else _SHORTEST_BUCKET
     if not _BUCKET.match(bucket) or ".." in bucket or len(bucket) < least:
         raise InvalidArgumentError(
-            f"{kind}(url={_shown(url)}): {bucket!r:.80} cannot be the name of a bucket; expected "
+            f"{kind}(url={shown(url)}): {bucket!r:.80} cannot be the name of a bucket; expected "
             f"a URL such as {example}"
         )
     prefix = prefix.rstrip("/")
     names = prefix.split("/") if prefix else []
     if any(name in ("", ".", "..") for name in names) or _CONTROL.search(prefix):
-        raise InvalidArgumentError(
-            f"{kind}(url={_shown(url)}): expected names between single slashes, none of them '.' "
-            "or '..', without backslashes and control characters"
-        )
+        what = "names between single slashes, without '.', '..', backslashes, control characters"
+        raise invalid("url", url, what, of=kind)
     try:
         length = len(prefix.encode())
     except UnicodeEncodeError:
         length = _LONGEST_KEY_BYTES + 1
     if length > _LONGEST_KEY_BYTES:
-        raise InvalidArgumentError(
-            f"{kind}(url={_shown(url)}): expected a prefix of at most {_LONGEST_KEY_BYTES} bytes "
-            "of UTF-8; keys have 1024 at most"
-        )
+        what = f"a prefix of at most {_LONGEST_KEY_BYTES} bytes of UTF-8, since keys have 1024"
+        raise invalid("url", url, what, of=kind)
     return f"{scheme}://{bucket}/{prefix}" if prefix else f"{scheme}://{bucket}"
 
 
-def _check_common(config: StoreConfig) -> None:
+def _check_requests(config: StoreConfig) -> None:
     kind = type(config).__name__
-    _check_number(kind, "request_timeout", config.request_timeout, _LONGEST_SECONDS)
-    _check_count(kind, "concurrency", config.concurrency, 1, _MOST_AT_ONCE)
-    if isinstance(config, Memory):
-        return
-    _check_count(kind, "retries", config.retries, 0, _MOST_RETRIES)
-    if type(config.single_writer) is not bool:
-        raise InvalidArgumentError(
-            f"{kind}(single_writer={_shown(config.single_writer)}): expected True or False"
-        )
+    number_of_seconds("request_timeout", config.request_timeout, of=kind, most=_LONGEST_SECONDS)
+    concurrency = whole_number("concurrency", config.concurrency, of=kind, most=_MOST_AT_ONCE)
+    object.__setattr__(config, "concurrency", concurrency)
 
 
-def _check_number(kind: str, name: str, value: object, most: float) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most:
-        raise InvalidArgumentError(
-            f"{kind}({name}={_shown(value)}): expected a number of seconds above 0 and up to "
-            f"{most:.0f}"
-        )
-
-
-def _check_count(kind: str, name: str, value: object, least: int, most: int) -> None:
-    if type(value) is not int or not least <= value <= most:
-        raise InvalidArgumentError(
-            f"{kind}({name}={_shown(value)}): expected a whole number from {least} to {most}"
-        )
-
-
-def _shown(value: object) -> str:
-    # Redacted before it is cut: a part of a secret is not recognized.
-    return redact(repr(value))[:120]
+def _check_writes(config: S3 | GCS) -> None:
+    kind = type(config).__name__
+    retries = whole_number("retries", config.retries, of=kind, least=0, most=_MOST_RETRIES)
+    object.__setattr__(config, "retries", retries)
+    true_or_false("single_writer", config.single_writer, of=kind)

@@ -216,7 +216,7 @@ def test_an_asyncio_caller_is_blocked_for_the_copy_only(tmp_path: Path) -> None:
 
 
 def test_an_unknown_choice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(errors.InvalidArgumentError, match="wait, skip, supersede"):
+    with pytest.raises(errors.InvalidArgumentError, match="'wait', 'skip', 'supersede'"):
         plain(tmp_path, backlog="queue")
 
 

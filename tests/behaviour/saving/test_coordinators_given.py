@@ -20,15 +20,15 @@ def job(index: Any = 0, count: Any = 2, shared: Any = None) -> Any:
 
 WRONG = {
     "a number": (3, "coordinator=3: expected a Coordinator such as"),
-    "a class": (SingleProcess, "make one of that class"),
-    "no process": (job(count=0), "process_count is 0: expected a whole number, 1 or more"),
-    "true": (job(count=True), "process_count is True: expected"),
-    "half a process": (job(count=1.5), "process_count is 1.5: expected"),
-    "an index too high": (job(2), "process_index is 2: expected a whole number from 0 to 1"),
-    "an index below 0": (job(-1), "process_index is -1: expected"),
-    "no index": (job(None), "process_index is None: expected"),
-    "a dict": (job(shared={"a": b"b"}), r"key_values\(\) gives \{'a': b'b'\}: expected an object"),
-    "a class of values": (job(shared=MemoryKeyValues), r"key_values\(\) gives <class"),
+    "a class": (SingleProcess, r"pass an instance, SingleProcess\(\.\.\.\)"),
+    "no process": (job(count=0), "process_count=0: expected a whole number, 1 or more"),
+    "true": (job(count=True), "process_count=True: expected"),
+    "half a process": (job(count=1.5), "process_count=1.5: expected"),
+    "an index too high": (job(2), "process_index=2: expected a whole number from 0 to 1"),
+    "an index below 0": (job(-1), "process_index=-1: expected"),
+    "no index": (job(None), "process_index=None: expected"),
+    "a dict": (job(shared={"a": b"b"}), r"key_values\(\)=\{'a': b'b'\}: expected an object"),
+    "a class of values": (job(shared=MemoryKeyValues), r"key_values\(\)=<class"),
 }
 
 

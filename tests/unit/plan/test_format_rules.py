@@ -58,7 +58,7 @@ def test_a_format_is_the_same_however_it_is_written() -> None:
         ({"dtype": "float31"}, "float31"),
         ({"dtype": object}, "object"),
         ({"dtype": ">f4"}, "f4"),
-        ({"chunk_bytes": 4095}, "at least 4096"),
+        ({"chunk_bytes": 4095}, "whole number, 4096 or more"),
         ({"chunk_bytes": 1e6}, "whole number"),
         ({"chunk_bytes": True}, "whole number"),
         ({"split_axes": ()}, "axes"),

@@ -163,7 +163,7 @@ class TestBest:
 
     @pytest.mark.parametrize("value", ["0.5", "loss", b"1", [1.0], {}, 10**400])
     def test_what_is_no_number_is_an_error(self, value: Any) -> None:
-        with pytest.raises(InvalidArgumentError, match="no number") as caught:
+        with pytest.raises(InvalidArgumentError, match="is not a number") as caught:
             steps_kept(p.BestN(1, lambda m: value, "min"), losses(0.5), NOW)
         assert "test_what_is_no_number" in str(caught.value)
         assert caught.value.step == 0
@@ -274,7 +274,7 @@ class TestPoliciesOfOthers:
     def test_an_answer_that_is_none_is_an_error(self, answer: Any) -> None:
         steps = steps_of(1, 100, 200, 300)
         for policy in (Answer(answer), p.AnyPreservation(p.LatestN(1), Answer(answer))):
-            with pytest.raises(InvalidArgumentError, match=r"Answer\(\).*Nothing is deleted"):
+            with pytest.raises(InvalidArgumentError, match=r"Answer\(\).*Nothing was deleted"):
                 steps_kept(policy, steps, NOW)
 
     @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ class TestPoliciesOfOthers:
     @pytest.mark.parametrize(
         ("policy", "hint"),
         [
-            (p.LatestN, "give an instance"),
+            (p.LatestN, "pass an instance"),
             (3, "type int"),
             (None, "type NoneType"),
             ("LatestN", "type str"),
