@@ -12,6 +12,7 @@ import anyio
 
 from ckpt._arguments import instance_of
 from ckpt._commit import Commit, CommitHooks, StepInfo, step_info
+from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import restore_items
 from ckpt._engine.save.multihost import MultihostSave
 from ckpt._engine.save.request import SaveRequest
@@ -236,18 +237,16 @@ def load_call(
         began = time.perf_counter()
         manifest = await read_manifest(storage, entry)
         async with while_read(storage, entry, manifest):
-            loaded = await restore_items(
-                manifest,
+            restore = RestoreContext(
                 storage,
                 entry,
-                wanted_items(manifest, like, items, adapt),
-                engine.handlers,
-                engine.arena,
-                engine.buffers,
+                manifest,
+                engine,
                 engine.observers,
                 job.process_index,
                 job.process_count,
             )
+            loaded = await restore_items(restore, wanted_items(manifest, like, items, adapt))
         logger.info("loaded %s in %.2f s", entry, time.perf_counter() - began)
         return result_of(manifest, loaded, named=items is not None)
 

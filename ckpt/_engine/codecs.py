@@ -1,10 +1,11 @@
-"""Chunks through zarr codecs, by way of TensorStore, in memory.
+"""The zarr codecs: chunks are encoded and decoded in memory, by TensorStore.
 
 TensorStore has no function that encodes bytes. An array of one chunk over a key-value store in
-memory comes to the same: what is written to it lies in the store encoded, and what lies there comes
-out decoded. To a codec a chunk is bytes, so the array is one of bytes, whatever the leaf's dtype.
+memory does the same: what is written to the array is encoded in the store, and what is put into the
+store is decoded by a read of the array. To a codec a chunk is bytes, so the array has the dtype
+uint8, whatever the leaf's dtype is.
 
-Everything here runs in worker threads and holds a chunk three times for the moment.
+Everything here runs in worker threads and holds a chunk three times meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from ckpt._engine.tensorstore import translated
+from ckpt._engine.tensorstore import new_context, translated
 from ckpt._format.array_format import Blosc, Compression, Zstd
 from ckpt._format.manifest import LeafEntry
 from ckpt._plan.write_batches import encoded_bound
@@ -26,16 +27,16 @@ __all__ = ["decode_chunk", "encode_chunk"]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _KEY = "c/0"
-# What is encoded says itself how; only the kind of codec has to be known.
+# Encoded bytes carry their parameters; only the kind of codec has to be known.
 _DECODERS: dict[str, Compression] = {"zstd": Zstd(), "blosc": Blosc()}
-# Of the 16 bytes that a blosc buffer begins with: decoded and encoded size.
+# The decoded and the encoded size, in the header of 16 bytes of a blosc buffer.
 _BLOSC_SIZES = struct.Struct("<4xI4xI")
 
 
 def encode_chunk(chunk: Bytes, compression: Compression, itemsize: int) -> bytes:
-    """Return `chunk`, whose elements have `itemsize` bytes, encoded."""
+    """Return `chunk` encoded; its elements have `itemsize` bytes."""
     store, array = _one_chunk(chunk.nbytes, compression, itemsize)
-    # Not copied: the write has ended before the caller goes on.
+    # Without a copy: the write has ended before the caller goes on.
     array.write(chunk, can_reference_source_data_indefinitely=True).result()
     encoded: bytes = store.read(_KEY).result().value
     if len(encoded) > encoded_bound(chunk.nbytes):
@@ -47,10 +48,10 @@ def decode_chunk(leaf: LeafEntry, encoded: bytes, target: Bytes) -> None:
     """Fill `target` with the bytes of a chunk of `leaf`; never decodes more than that.
 
     Raises:
-        CorruptCheckpointError: What is encoded is damaged, or of another size.
+        CorruptCheckpointError: The encoded bytes are damaged, or decode to another size.
     """
     if leaf.codec == "blosc":
-        # Its decoder takes as much memory as the header says.
+        # The decoder allocates as much memory as the header says.
         sizes = _BLOSC_SIZES.unpack_from(encoded) if len(encoded) >= _BLOSC_SIZES.size else None
         if sizes != (target.nbytes, len(encoded)):
             raise CorruptCheckpointError(
@@ -67,9 +68,8 @@ def decode_chunk(leaf: LeafEntry, encoded: bytes, target: Bytes) -> None:
 def _one_chunk(
     nbytes: int, compression: Compression, itemsize: int
 ) -> tuple[ts.KvStore, ts.TensorStore]:
-    """Return a store of its own for one chunk, and the array that is to lie there."""
-    # Stores in memory are shared within a context.
-    context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+    """Return a store in memory for one chunk, and the array over it."""
+    context = new_context()
     store = ts.KvStore.open({"driver": "memory"}, context=context).result()
     spec = {
         "driver": "zarr3",

@@ -1,4 +1,4 @@
-"""Where the chunks of an item lie: checked, found by file, and cut into pieces that fit. Pure."""
+"""Chunk locations: found by file, checked, and cut into pieces of limited size. Pure."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ChunkLocation:
-    """Where one chunk lies.
+    """Where one chunk is.
 
     Attributes:
         file: Number of its data file.
         start: Its first byte there.
         end: The byte after its last one.
-        leaf: Number of its leaf; of several that share it the first.
+        leaf: Number of its leaf; if several share the chunk, of the first.
         number: Number of the chunk in C order of the leaf's chunk grid.
     """
 
@@ -46,12 +46,12 @@ class ChunkLocation:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSlice:
-    """Bytes of a chunk, as a small array of which a corner is wanted.
+    """Bytes of a chunk, as a small array with a corner that belongs to the stored array.
 
     Attributes:
-        offset: The first byte, from the beginning of the chunk.
-        shape: Shape of what lies there.
-        inside: Shape of the corner of it that belongs to the array; the rest is padding.
+        offset: The first byte, counted from the beginning of the chunk.
+        shape: Shape of the small array.
+        inside: Shape of the corner; the rest is padding.
     """
 
     offset: int
@@ -61,13 +61,13 @@ class ChunkSlice:
 
 @dataclass(frozen=True, slots=True)
 class FileSegment:
-    """Bytes of a data file: a part of a chunk, or what lies between.
+    """Bytes of a data file: a part of a chunk, or a gap between chunks.
 
     Attributes:
         start: The first byte.
         nbytes: How many.
-        place: The chunk, or None.
-        part: The part of it, or None.
+        place: The chunk; None in a gap.
+        part: The part of it; None in a gap.
     """
 
     start: int
@@ -77,9 +77,9 @@ class FileSegment:
 
 
 def places_in(item: ItemEntry, files: Collection[int]) -> list[ChunkLocation]:
-    """Return the places of all chunks in data files with these numbers, in their order there.
+    """Return the locations of all chunks in the data files with these numbers, in file order.
 
-    Every chunk is named once, with the first of the leaves that share it. The leaves must have
+    Every chunk is returned once, with the first of the leaves that share it. The leaves must have
     passed `check_leaves`.
     """
     found = [
@@ -105,10 +105,10 @@ def _places_of(number: int, leaf: LeafEntry) -> Iterator[ChunkLocation]:
 
 
 def misplaced_leaves(name: str, item: ItemEntry, files: Mapping[str, FileEntry]) -> dict[int, str]:
-    """Return what is wrong with the places of leaves, by number of the leaf.
+    """Return what is wrong with the chunk locations of leaves, by number of the leaf.
 
-    Chunks lie within files that the manifest lists, and do not overlap. So whoever reads the chunks
-    of all leaves but these reads no byte twice, whatever the manifest says.
+    Chunks must be within files that the manifest lists, and must not overlap. A reader of the
+    chunks of all other leaves thus reads no byte twice, whatever the manifest says.
 
     Args:
         name: Name of the item.
@@ -146,7 +146,7 @@ def _contradiction(
 
 
 def region_of(leaf: LeafEntry, number: int) -> Region:
-    """Return the part of the array that chunk `number` of a leaf holds."""
+    """Return the region of the array that chunk `number` of a leaf holds."""
     place = []
     for length, chunk in zip(reversed(leaf.shape), reversed(leaf.chunks), strict=True):
         number, index = divmod(number, -(-length // chunk))
@@ -160,7 +160,7 @@ def segments(
     """Yield all bytes of a data file, each once and in order, as segments of at most `limit` bytes.
 
     Args:
-        places: Chunks there, in order and without overlaps; none of them encoded.
+        places: Chunks in the file, in order and without overlaps; none of them encoded.
         leaves: The leaves of the item.
         nbytes: Size of the file.
         limit: Most bytes of one segment.
@@ -187,7 +187,7 @@ def parts_of(leaf: LeafEntry, number: int, limit: int) -> Iterator[ChunkSlice]:
     inside = region_of(leaf, number).shape
     shape = tuple(leaf.chunks)
     if Region((0,) * len(inside), inside).is_contiguous_in(shape):
-        # One run of memory, whose parts need not end where rows do.
+        # Contiguous memory, whose parts need not end with a row.
         shape = inside = (math.prod(inside),)
     return parts_inside(shape, inside, parse_dtype(leaf.dtype).itemsize, limit)
 

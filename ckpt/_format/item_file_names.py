@@ -23,7 +23,6 @@ RESERVED_ITEMS = frozenset(
         "_strings.json",
         "array_metadatas",
         "commit_success.txt",
-        "lanes",
         "manifest.ocdbt",
         "metadata",
         "metrics",

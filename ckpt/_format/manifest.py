@@ -141,8 +141,7 @@ class LeafEntry(_Model):
         digests: xxh3_128 of the logical bytes (C order, little endian) of every chunk, in C order
             of the chunk grid. Of a chunk at the upper edge only the part inside the array counts.
             Empty for a chunk that another process keeps on a disk of its own.
-        offsets: First byte of every chunk within its data file, in the order of `digests`; empty
-            where only the database tells where the chunks lie.
+        offsets: First byte of every chunk within its data file, in the order of `digests`.
         files: Index into the item's `data_files` of every chunk's file; empty where all are in
             the first.
         codec: What every chunk is encoded with, `zstd` or `blosc`; None for nothing.

@@ -66,6 +66,12 @@ def check_leaves(item: ItemEntry) -> None:
             if not _is_possible(entry, parse_dtype(entry.dtype).itemsize):
                 raise _contradiction(entry)
             possible.add(form)
+        if not entry.offsets and any(entry.digests):
+            raise CorruptCheckpointError(
+                "the manifest does not say where its chunks are: it has no `offsets`. It was "
+                "damaged, or written by a version of this library that was never released",
+                leaf=entry.name,
+            )
         if not _is_placed(entry, len(item.shardings), len(item.data_files)):
             raise _contradiction(entry)
         if (entry.codec is not None or entry.lengths) and not _is_encoded(entry):
@@ -102,7 +108,7 @@ def _is_possible(entry: LeafEntry, itemsize: int) -> bool:
 
 
 def _is_placed(entry: LeafEntry, shardings: int, files: int) -> bool:
-    """Tell whether what an entry refers to is there, and every chunk has one place or none."""
+    """Tell whether what an entry refers to is there, and every chunk that is here has a place."""
     offsets, numbers = entry.offsets, entry.files
     count = len(entry.digests)
     if entry.sharding is not None and not 0 <= entry.sharding < shardings:

@@ -14,6 +14,7 @@ import anyio
 
 from ckpt._arguments import check_step, shown
 from ckpt._engine.engine import Engine
+from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import restore_items
 from ckpt._engine.restore.shared_reads import Broadcast
 from ckpt._engine.verify.pipeline import verify_entry
@@ -313,19 +314,17 @@ class StepReader:
         broadcast: Broadcast | None,
     ) -> dict[str, Any]:
         async with while_read(self._storage, entry, manifest):
-            return await restore_items(
-                manifest,
+            restore = RestoreContext(
                 self._storage,
                 entry,
-                wanted_items(manifest, like, items, adapt),
-                self._engine.handlers,
-                self._engine.arena,
-                self._engine.buffers,
+                manifest,
+                self._engine,
                 observers,
                 self._peers.index,
                 self._peers.count,
                 broadcast,
             )
+            return await restore_items(restore, wanted_items(manifest, like, items, adapt))
 
     def _recorder(self, operation: str, step: int | None) -> EventRecorder:
         return EventRecorder(operation, step, self._engine.observers)

@@ -1,8 +1,8 @@
-"""A tree of arrays as one file: the state that a process of a job has for itself.
+"""Tree files: a tree of arrays as one file, for state that each process of a job has of its own.
 
-The file is the length of a header (8 bytes, little endian), the header (an `ItemEntry` as JSON:
-nodes, leaves and shardings), and the bytes of every array that stands there first, in the order of
-the leaves, C order, little endian.
+The file holds the length of the header (8 bytes, little endian), the header (an `ItemEntry` as
+JSON: nodes, leaves and shardings), and the bytes of every distinct array, in the order of the
+leaves, C order, little endian.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _LENGTH_BYTES = 8
 
 
 def encode_tree(tree: Any) -> bytes:
-    """Return the file that holds a tree; nothing of it refers to the tree.
+    """Return a tree as the bytes of a file, which share no memory with it.
 
     Raises:
-        UnsupportedLeafError: A leaf cannot be stored, or lies on devices of other processes.
+        UnsupportedLeafError: A leaf cannot be stored, or is on devices of other processes.
         InvalidArgumentError: A leaf is a function.
     """
     structure = describe(tree)
@@ -54,7 +54,7 @@ def encode_tree(tree: Any) -> bytes:
     shardings: dict[jax.sharding.Sharding, int] = {}
     first: dict[int, int] = {}
     for name, leaf in zip(structure.names, structure.leaves, strict=True):
-        _refuse_others(leaf, name)
+        _refuse_remote(leaf, name)
         spec = classify(leaf, name)
         if spec.kind in SCALAR_KINDS:
             value = encode_scalar(spec.kind, leaf)
@@ -81,12 +81,12 @@ def encode_tree(tree: Any) -> bytes:
     return b"".join((len(header).to_bytes(_LENGTH_BYTES, "little"), header, *blocks))
 
 
-def _refuse_others(leaf: Any, name: str) -> None:
+def _refuse_remote(leaf: Any, name: str) -> None:
     is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
     if is_array and not leaf.is_fully_addressable:
         raise UnsupportedLeafError(
-            "the array lies on devices of several processes, and the state of an object is what "
-            "each process has for itself: save the array in a tree, as an item of its own",
+            "the array is on devices of several processes, but the state of an object is saved by "
+            "each process for itself: save the array in a tree, as an item of its own",
             leaf=name,
         )
 
@@ -97,7 +97,7 @@ def _array_entry(name: str, spec: LeafSpec, sharding: int | None) -> LeafEntry:
         kind=spec.kind,
         dtype=spec.dtype,
         shape=list(spec.shape),
-        # One chunk, whose digest is that of the file; none of an array without elements.
+        # One chunk, which the digest of the file covers; none if the array has no elements.
         chunks=[max(length, 1) for length in spec.shape],
         digests=[""] * all(spec.shape),
         packed=True,
@@ -109,23 +109,23 @@ def _array_entry(name: str, spec: LeafSpec, sharding: int | None) -> LeafEntry:
 
 
 async def load_tree(data: bytes, like: Any, adapt: Adapt, reader: ItemReader) -> Any:
-    """Return the tree that a file holds, onto the target `like` where there is one.
+    """Return the tree that a file holds, in the form of the target `like` if there is one.
 
     Raises:
         TargetMismatchError: The target does not fit; lists every leaf.
-        CorruptCheckpointError: The bytes are no such file.
+        CorruptCheckpointError: The bytes are not such a file.
     """
     entry, arrays = await reader.in_thread(_decoded, data)
-    return await PyTreeHandler().load(entry, like, adapt, _ReadAlready(reader, arrays))
+    return await PyTreeHandler().load(entry, like, adapt, _MemoryReader(reader, arrays))
 
 
 def _decoded(data: bytes) -> tuple[ItemEntry, list[Array | None]]:
-    """Return what the header says, and the array of every leaf that is one."""
+    """Return the header, and for every leaf its array, or None."""
     end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     try:
         entry = ItemEntry.model_validate_json(data[_LENGTH_BYTES:end])
     except ValueError:
-        raise CorruptCheckpointError("the file of a state has no header that can be read") from None
+        raise CorruptCheckpointError("the file of a state has no readable header") from None
     check_leaves(entry)
     arrays: list[Array | None] = []
     for leaf in entry.leaves:
@@ -137,13 +137,13 @@ def _decoded(data: bytes) -> tuple[ItemEntry, list[Array | None]]:
         if end > len(data):
             raise CorruptCheckpointError("the file of a state ends too early", leaf=leaf.name)
         found: Array = np.ndarray(tuple(leaf.shape), dtype, data, start)
-        # In memory of its own, aligned.
+        # Into memory of its own, which is aligned.
         arrays.append(found.copy())
     return entry, arrays
 
 
-class _ReadAlready:
-    """An `ItemReader` of arrays that are in memory."""
+class _MemoryReader:
+    """An `ItemReader` for arrays that are already in memory."""
 
     def __init__(self, reader: ItemReader, arrays: Sequence[Array | None]) -> None:
         self._reader = reader
@@ -167,7 +167,7 @@ class _ReadAlready:
 
 
 def _value_of(read: ArrayRead, arrays: Sequence[Array | None]) -> Array | None:
-    """Return the array that is read, put together where it is made of parts."""
+    """Return the array that is read, assembled if it is made of parts."""
     if read.leaf is not None:
         return arrays[read.leaf]
     if read.value is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from ckpt.errors import InvalidArgumentError
 
@@ -160,12 +160,6 @@ class Storage(Protocol):
 
         Raises:
             CorruptCheckpointError: The file is missing, too short, or not a regular file.
-        """
-
-    def database_spec(self, entry: str, path: str) -> Any:
-        """Return what TensorStore opens the directory `path` of an entry by.
-
-        A URL of a key-value store, or a specification where a URL has no room for all.
         """
 
     async def publish(

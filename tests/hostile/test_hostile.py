@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import anyio
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,12 +14,7 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt import errors
-from ckpt._engine.memory.arena import Arena
-from ckpt._engine.memory.buffers import Buffers
-from ckpt._engine.restore.chunk_sources import ItemDatabase, StoredChunk
 from ckpt._format.digests import digest
-from ckpt._format.manifest import LeafEntry, decode
-from ckpt._format.regions import whole
 
 STATE = {
     "a": np.ones((2, 2), np.float32),
@@ -89,6 +83,9 @@ LIES: dict[str, Callable[[dict[str, Any]], None]] = {
     "a file that is not listed": leaf(1, files=[7]),
     "a negative file": leaf(1, files=[-1]),
     "files without places": leaf(1, offsets=None, files=[0]),
+    "no places": leaf(1, offsets=None),
+    "no places of a packed leaf": leaf(0, offsets=None),
+    "no places, and no digests": leaf(1, offsets=None, digests=[]),
     "no files": files(),
     "a file that is not there": files("d/" + "0" * 32),
     "a file outside the step": files("../../../etc/passwd"),
@@ -124,28 +121,11 @@ def test_a_manifest_that_lies_is_refused(tmp_path: Path, lie: str) -> None:
         mgr.restore(1)
 
 
-def test_no_read_goes_on_after_one_could_not_begin(tmp_path: Path) -> None:
-    """What was begun fills its memory, which is somebody else's once it is given back."""
-    step = tmp_path / "x"
-    array = np.ones((4096, 4096), np.float32)
-    ckpt.sync.save(step, {"a": array})
-    manifest = decode((step / "ckpt.json").read_bytes(), where="x")
-    [good] = manifest.items["state"].leaves
-    bad = LeafEntry(name="b", kind="numpy", dtype="float32", shape=[-1], chunks=[0])
-    region = whole((1024, 4096))
-    buffers = Buffers(Arena(1 << 30))
-
-    async def main() -> None:
-        database = ItemDatabase((step / "state").as_uri() + "/", "state")
-        for _ in range(5):
-            memory = buffers.empty(region.shape, np.dtype(np.float32))
-            other = buffers.empty(region.shape, np.dtype(np.float32))
-            chunk = StoredChunk(good, 0, region)
-            with pytest.raises((errors.CheckpointError, ValueError)):
-                await database.read([chunk, StoredChunk(bad, 0, whole((1,)))], [memory, memory])
-            memory[...] = 7
-            await database.read([chunk], [other])
-            assert (other == 1).all()
-            assert (memory == 7).all()
-
-    anyio.run(main)
+def test_a_manifest_without_the_places_of_chunks_is_refused_by_leaf(tmp_path: Path) -> None:
+    ckpt.sync.save(tmp_path / "x", STATE)
+    rewrite(tmp_path / "x", leaf(1, offsets=None))
+    with pytest.raises(errors.CorruptCheckpointError, match="does not say where") as caught:
+        ckpt.sync.load(tmp_path / "x")
+    assert (caught.value.item, caught.value.leaf) == ("state", "b")
+    [problem] = ckpt.sync.verify(tmp_path / "x").problems
+    assert (problem.file, problem.item, problem.leaf) == ("ckpt.json", "state", "b")

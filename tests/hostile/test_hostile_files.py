@@ -27,7 +27,7 @@ import ckpt
 import ckpt.sync
 from ckpt.errors import CheckpointError
 from ckpt.testing.compare import differences
-from tests.reliability.specimens import GOLDEN, METRICS, comparable, items
+from tests.reliability.specimens import METRICS, comparable, items
 from tests.support.damage import files_of
 
 PATIENCE_S = 20
@@ -48,8 +48,6 @@ def save_zstd(path: Path) -> None:
 MAKERS: dict[str, Callable[[Path], object]] = {
     "items": save_items,
     "zstd": save_zstd,
-    # Its arrays are read by way of its databases.
-    "lanes": lambda path: shutil.copytree(GOLDEN / "v1" / "run" / "5", path),
 }
 
 

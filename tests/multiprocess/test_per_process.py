@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import ckpt
 import ckpt.sync
+from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import restore_items
 from ckpt._format.digests import digest
 from ckpt._format.manifest import (
@@ -129,8 +130,8 @@ def restored(path: Path, items: Any, process: int, processes: int, handlers: Any
     async def load() -> dict[str, Any]:
         manifest = await read_manifest(storage, entry)
         wanted = wanted_items(manifest, None, items, None)
-        parts = (engine.handlers, engine.arena, engine.buffers, engine.observers)
-        return await restore_items(manifest, storage, entry, wanted, *parts, process, processes)
+        restore = RestoreContext(storage, entry, manifest, engine, (), process, processes)
+        return await restore_items(restore, wanted)
 
     return asyncio.run(load())
 
@@ -445,8 +446,9 @@ def restored_with(path: Path, like: Any, adapt: Adapt) -> Any:
     async def load() -> dict[str, Any]:
         manifest = await read_manifest(storage, entry)
         wanted = wanted_items(manifest, None, {"a": like}, {"a": adapt})
-        parts = (engine.handlers, engine.arena, engine.buffers, engine.observers)
-        return await restore_items(manifest, storage, entry, wanted, *parts, 1, 2)
+        return await restore_items(
+            RestoreContext(storage, entry, manifest, engine, (), 1, 2), wanted
+        )
 
     return asyncio.run(load())["a"]
 

@@ -142,10 +142,8 @@ KINDS: dict[str, Save] = {
     "step": save_step,
 }
 GOLDENS = {
-    "v1/final": "v1-data-files/final",
-    "v1/run/5": "v1-data-files/run/5",
-    "v1-data-files/final": "v1/final",
-    "v1-data-files/run/5": "v1/run/5",
+    "v1-data-files/final": "v1-data-files/shards",
+    "v1-data-files/run/5": "v1-data-files/final",
     "v1-data-files/shards": "v1-data-files/final",
     "v1-items": "v1-data-files/run/5",
 }

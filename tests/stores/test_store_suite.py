@@ -71,13 +71,6 @@ class Unlimited(LocalStorage):
         return await super().read(entry, path, 1 << 30)
 
 
-class Misleading(LocalStorage):
-    """What TensorStore opens is the folder above."""
-
-    def database_spec(self, entry: str, path: str) -> str:
-        return super().database_spec(entry, ".")
-
-
 class Careless(LocalStorage):
     async def remove(self, entry: str, *, attempt: str | None = None) -> bool:
         return await super().remove(entry)
@@ -162,7 +155,6 @@ def case(kind: type[LocalStorage], root: Path, place: Place) -> StoreCase:
         (Shifted, entries.every_range_is_read),
         (Short, entries.every_range_is_read),
         (Unlimited, entries.small_files_are_read_within_limits),
-        (Misleading, entries.tensorstore_opens_a_folder),
         (Careless, entries.an_entry_is_removed_whole),
         (Sloppy, writers.of_many_notes_of_one_name_one_is_made),
         (Sloppy, writers.notes_are_small_files_of_the_root),

@@ -1,22 +1,24 @@
-"""Host buffers of arrays that are being read, and how chunks get into them."""
+"""Host buffers of arrays that are being read, and how stored chunks get into them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from ckpt._engine.codecs import decode_chunk
 from ckpt._engine.memory.buffers import Buffers
-from ckpt._engine.restore.placement import place_regions
+from ckpt._engine.restore.checks import DamagedLeaves, check_chunk
 from ckpt._format.dtypes import parse_dtype
-from ckpt._format.regions import Region
-from ckpt._plan.chunk_reads import ChunkRead, regions_of
+from ckpt._format.regions import Region, whole
+from ckpt._plan.chunk_reads import ChunkRead, ReadRequest, Use, regions_of
 from ckpt._plan.targets import ArrayRead
+from ckpt.errors import CorruptCheckpointError
 
-__all__ = ["Destination", "direct_view", "distribute"]
+__all__ = ["Destination", "deliver", "direct_memory"]
 
 Array = np.ndarray[Any, Any]
 
@@ -26,27 +28,27 @@ class Destination:
     """One array while it is read.
 
     Attributes:
-        number: Number of the read.
         read: What is read.
+        packed: Whether that is a packed leaf, which is read as one region.
         left: Chunks still to be read.
-        regions: The distinct regions that this process needs, each with its host buffer; none
-            before `open`.
+        regions: The distinct regions that this process needs, each with its host buffer. They are
+            made by `open`; a packed leaf has none before it is read.
     """
 
-    number: int
     read: ArrayRead
+    packed: bool
     left: int = 0
     regions: list[tuple[Region, Array]] = field(default_factory=list)
 
     @property
     def is_padded(self) -> bool:
-        """Whether the pieces leave room, where there are zeros."""
+        """Whether the pieces leave gaps, which are filled with zeros."""
         filled = sum(piece.target.size for piece in self.read.pieces)
         return self.read.leaf is None and filled < math.prod(self.read.shape)
 
     def open(self, buffers: Buffers) -> bool:
         """Make the buffers; tell whether they have to be zeroed before they are used."""
-        if self.regions:
+        if self.regions or self.packed:
             return False
         value = self.read.value
         if value is not None:
@@ -63,30 +65,99 @@ class Destination:
         for _, buffer in self.regions:
             buffer.reshape(-1).view(np.uint8)[...] = 0
 
-    def place(self) -> Any:
-        """Return the array; the buffers are its own, or not used any more."""
-        return place_regions(self.read, self.regions)
+    def put(self, use: Use, data: Array) -> None:
+        """Copy a box of a chunk whose elements are `data` to its place."""
+        if self.packed:
+            # In memory of its own: jax takes over what it is given, and a single scalar that stays
+            # in use would keep everything alive that was read with it.
+            self.regions = [(use.target, data.copy())]
+            return
+        _, buffer = self.regions[use.region]
+        view = _view(buffer, use.target)
+        view[...] = data[use.source.slices].reshape(view.shape)
 
 
-def direct_view(chunk: ChunkRead, destinations: Mapping[int, Destination]) -> Array | None:
+def _direct_view(chunk: ChunkRead, destinations: Sequence[Destination]) -> Array | None:
     """Return the place of a chunk in the one buffer that wants all of it, or None."""
     if len(chunk.uses) != 1:
         return None
     (use,) = chunk.uses
-    if use.source.shape != chunk.covered.shape:
+    destination = destinations[use.read]
+    if destination.packed or use.source.shape != chunk.covered.shape:
         return None
-    region, buffer = destinations[use.read].regions[use.region]
+    region, buffer = destination.regions[use.region]
     if not use.target.is_contiguous_in(region.shape):
         return None
     return _view(buffer, use.target).reshape(chunk.covered.shape)
 
 
-def distribute(chunk: ChunkRead, data: Array, destinations: Mapping[int, Destination]) -> None:
-    """Copy what lies in `data`, the chunk's elements, to the buffers that want it."""
-    for use in chunk.uses:
-        _, buffer = destinations[use.read].regions[use.region]
-        view = _view(buffer, use.target)
-        view[...] = data[use.source.slices].reshape(view.shape)
+def direct_memory(request: ReadRequest, destinations: Sequence[Destination]) -> Array | None:
+    """Return the bytes that a request can be read straight into, or None."""
+    chunk = request.chunks[0]
+    if len(request.chunks) > 1 or not chunk.is_plain:
+        return None
+    view = _direct_view(chunk, destinations)
+    return None if view is None else view.reshape(-1).view(np.uint8)
+
+
+def deliver(
+    request: ReadRequest,
+    memory: Array,
+    destinations: Sequence[Destination],
+    buffers: Buffers,
+    in_place: bool,
+) -> None:
+    """Check the chunks of a request that was read into `memory`, and copy them to their places.
+
+    Args:
+        request: The request.
+        memory: Its bytes.
+        destinations: The arrays that are read.
+        buffers: Makes memory for chunks that are encoded or padded.
+        in_place: Whether the memory is the place of the only chunk, so that nothing is copied.
+
+    Raises:
+        ExceptionGroup: Of one `CorruptCheckpointError` for every chunk whose bytes were changed.
+    """
+    damage = DamagedLeaves()
+    for chunk in request.chunks:
+        start = chunk.start - request.source.start
+        stored = memory[start : start + chunk.end - chunk.start]
+        try:
+            if chunk.is_plain:
+                check_chunk(chunk.leaf, chunk.number, stored)
+                done = in_place
+                data = np.ndarray(chunk.covered.shape, parse_dtype(chunk.leaf.dtype), stored)
+            else:
+                view = _direct_view(chunk, destinations)
+                done = view is not None
+                data = _elements(chunk, stored, view, buffers)
+                check_chunk(chunk.leaf, chunk.number, data)
+        except CorruptCheckpointError as error:
+            damage.note(error)
+            continue
+        if not done:
+            for use in chunk.uses:
+                destinations[use.read].put(use, data)
+    damage.raise_noted()
+
+
+def _elements(chunk: ChunkRead, stored: Array, view: Array | None, buffers: Buffers) -> Array:
+    """Return the elements of a chunk that is encoded or padded, in `view` if there is one."""
+    leaf, covered = chunk.leaf, chunk.covered.shape
+    dtype = parse_dtype(leaf.dtype)
+    if view is None:
+        view = buffers.empty(covered, dtype)
+    padded = view
+    if leaf.codec is None:
+        padded = stored.view(dtype).reshape(leaf.chunks)
+    elif covered != tuple(leaf.chunks):
+        padded = buffers.empty(leaf.chunks, dtype)
+    if leaf.codec is not None:
+        decode_chunk(leaf, stored.tobytes(), padded.reshape(-1).view(np.uint8))
+    if padded is not view:
+        view[...] = padded[whole(covered).slices]
+    return view
 
 
 def _view(buffer: Array, region: Region) -> Array:

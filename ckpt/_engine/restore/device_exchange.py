@@ -1,8 +1,8 @@
-"""Host bytes of every process to all processes of its group, over the network of the devices.
+"""The exchange over devices: host bytes of every process go to all processes of its group.
 
-One program on the devices of all processes, an all-gather. It is compiled on any thread and run on
-the caller's, where the programs of training are run too, so that all processes run their programs
-in one order.
+It is one program on the devices of all processes, an all-gather. Any thread may compile it, but it
+runs on the caller's, as the programs of training do, so that all processes run their programs in
+the same order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 
 _spec: Callable[..., PartitionSpec] = PartitionSpec
 
-# Pieces that devices take over without a copy begin at such addresses.
+# CPU devices take over memory that begins at such an address without a copy.
 _ALIGNMENT = 64
 
 
@@ -44,7 +44,7 @@ class DeviceExchange:
         caller: CallingThread,
         seconds: float,
     ) -> None:
-        """Exchange `nbytes` at least, in all, in every group.
+        """Exchange at least `nbytes` in every group.
 
         Args:
             grouping: The groups; the same on all processes.
@@ -52,7 +52,7 @@ class DeviceExchange:
             nbytes: The largest number of bytes of a batch, the same on all processes.
             buffers: Makes the memory that is exchanged.
             caller: Runs the program.
-            seconds: How long it may take, from when all processes have agreed to run it.
+            seconds: How long the exchange may take once all processes have agreed to run it.
         """
         self._grouping = grouping
         self._process = process
@@ -66,12 +66,12 @@ class DeviceExchange:
 
     @property
     def share_bytes(self) -> int:
-        """How many bytes every process gives."""
+        """Bytes that every process contributes."""
         return self._piece * self._lanes
 
     @property
     def nbytes(self) -> int:
-        """How many bytes every process gets: the shares of its group, one after the other."""
+        """Bytes that every process receives: the shares of its group, one after the other."""
         return self.share_bytes * self._grouping.members
 
     def share(self) -> Array:
@@ -79,20 +79,20 @@ class DeviceExchange:
         return self._buffers.empty((self.share_bytes,), np.dtype(np.uint8))
 
     async def prepare(self) -> None:
-        """Compile the program; other processes are not waited for.
+        """Compile the program without waiting for other processes.
 
         Raises:
-            CoordinationError: jax cannot.
+            CoordinationError: jax cannot compile it.
         """
         self._program = await self._attempt(partial(_in_thread, self._compile))
 
     async def put(self, share: Array) -> jax.Array:
-        """Bring the share of this process to its devices; other processes are not waited for.
+        """Bring the share of this process to its devices without waiting for other processes.
 
-        `share` is not to be changed any more.
+        `share` must not change from now on.
 
         Raises:
-            CoordinationError: jax cannot; there may be no memory for it.
+            CoordinationError: jax cannot; the devices may lack the memory.
         """
         given: jax.Array = await self._attempt(partial(_in_thread, self._put, share))
         return given
@@ -100,10 +100,10 @@ class DeviceExchange:
     async def exchange(self, given: jax.Array) -> Array:
         """Return the shares of the group; all processes call this once all have agreed to.
 
-        To be shielded from cancellation: the others wait for this process.
+        Shield it from cancellation: the others wait for this process.
 
         Args:
-            given: What `put` gave.
+            given: The result of `put`.
 
         Raises:
             CoordinationError: A process has ended, or jax failed.
@@ -128,7 +128,7 @@ class DeviceExchange:
         try:
             return await act()
         except (RuntimeError, ValueError) as error:
-            # What jax raises of devices and programs is a RuntimeError.
+            # jax raises RuntimeError for failures of devices and programs.
             raise CoordinationError(
                 f"exchanging what was read over the devices failed in process {self._process}: "
                 f"{error!s:.300}. Restore without broadcast_bytes= where the devices cannot"
@@ -143,12 +143,12 @@ class DeviceExchange:
         everywhere = NamedSharding(apart.mesh, _spec())
         abstract: Callable[..., Any] = jax.ShapeDtypeStruct
         given = abstract(self._shape(), np.uint8, sharding=apart)
-        # The sum with zero makes XLA's CPU client run it on a thread of its own. What computes
-        # nothing (less than 1,000 operations, PjRtCpuExecutable in xla/pjrt/cpu/cpu_client.cc) it
-        # takes for cheap, and runs on the thread that calls, which would wait for all processes.
+        # Adding zero makes XLA's CPU client run the program on a thread of its own. Programs of
+        # less than 1,000 operations (PjRtCpuExecutable in xla/pjrt/cpu/cpu_client.cc) it considers
+        # cheap and runs on the calling thread, which would then wait for all processes.
         program = jax.jit(lambda array, zero: array + zero, out_shardings=together)
         compiled = program.lower(given, abstract((), np.uint8, sharding=everywhere)).compile()
-        # On the devices already: the caller's thread may be under a guard against transfers.
+        # On the devices beforehand: the caller's thread may have a transfer guard.
         zeros = jax.device_put([np.uint8(0)] * self._lanes, self._places())
         zero = jax.make_array_from_single_device_arrays((), everywhere, zeros)
         return lambda array: compiled(array, zero)
@@ -182,11 +182,11 @@ class DeviceExchange:
         memory = self._buffers.empty(shape, np.dtype(np.uint8))
         for number, lane in enumerate(lanes):
             memory[:, number] = np.asarray(lane.data)[0, :, 0]
-            # jax keeps what it has brought to the host as long as the array.
+            # jax keeps its host copy as long as the array lives.
             lane.data.delete()
         return memory.reshape(-1)
 
 
 async def _in_thread(function: Callable[..., T], *args: Any) -> T:
-    # Not waited for where it takes too long: it waits for devices.
+    # Abandoned when cancelled, since it may wait for devices for ever.
     return await anyio.to_thread.run_sync(partial(function, *args), abandon_on_cancel=True)

@@ -1,39 +1,28 @@
-"""Files of items other than array data: read whole and checked."""
+"""The files of an item other than array data, read as a whole and checked."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import anyio
 
-from ckpt._events import EventRecorder
+from ckpt._engine.restore.context import RestoreContext
 from ckpt._format.digests import digest
 from ckpt._format.item_file_names import check_file_path
-from ckpt._format.manifest import FileEntry
 from ckpt._settings import host_memory_bytes
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError
-from ckpt.storage._base import Storage
 
 __all__ = ["read_item_file"]
 
-# Up to here a file is hashed while the loop waits, and written in one go.
+# A file up to this size is hashed on the loop: a change of threads would take longer.
 _SMALL_BYTES = 1 << 20
 
 
-async def read_item_file(
-    storage: Storage,
-    entry: str,
-    item: str,
-    path: str,
-    files: Mapping[str, FileEntry],
-    recorder: EventRecorder,
-) -> bytes:
+async def read_item_file(restore: RestoreContext, item: str, path: str) -> bytes:
     """Read a file of an item and check it; see `ItemReader.read_file`."""
     try:
         name = f"{item}/{check_file_path(path)}"
     except ValueError as error:
         raise CorruptCheckpointError(f"no file of an item: {error}", item=item) from None
-    known = files.get(name)
+    known = restore.manifest.files.get(name)
     if known is None:
         raise CorruptCheckpointError(f"the manifest knows no file {path!r:.120}", item=item)
     available = host_memory_bytes()
@@ -43,8 +32,9 @@ async def read_item_file(
             f"{available}. Leave the item out (items=), or take a larger machine",
             item=item,
         )
-    with recorder.phase("read", known.size):
-        data = await storage.read(entry, name, known.size)
+    storage, folder = restore.storage, restore.folder
+    with restore.recorder.phase("read", known.size):
+        data = await storage.read(folder, name, known.size)
     problem = None
     if data is None:
         problem = "is missing"
@@ -54,7 +44,7 @@ async def read_item_file(
         problem = "was changed: its digest is another"
     if data is None or problem is not None:
         raise CorruptCheckpointError(
-            f"{storage.location}/{entry}/{name} {problem}. The step was damaged after it was "
+            f"{storage.location}/{folder}/{name} {problem}. The step was damaged after it was "
             "committed; restore another one",
             item=item,
         )

@@ -1,7 +1,7 @@
-"""Host buffers to what the target asks for: jax arrays on their devices, or numpy.
+"""Placement: host buffers become what the target asks for, jax arrays on their devices or numpy.
 
-An array over several processes is made of the parts that lie on this process's own devices: no
-program runs, nothing is compared with the other processes, and none of them is waited for.
+An array over several processes is made of the parts on this process's own devices: no program runs,
+nothing is compared with the other processes, and none of them is waited for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckpt._format.regions import Region, addressable_regions
 from ckpt._plan.targets import PYTHON_TYPES, ArrayRead, ArrayTarget
 from ckpt.errors import TargetMismatchError
 
-__all__ = ["cannot_be_weak", "place_regions", "place_whole"]
+__all__ = ["cannot_be_weak", "place"]
 
 Array = np.ndarray[Any, Any]
 
@@ -28,18 +28,45 @@ _ZEROS = {"i": 0, "f": 0.0, "c": 0j}
 _SLACK = 4096
 
 
-def place_whole(hosts: Sequence[Array], reads: Sequence[ArrayRead]) -> list[Any]:
-    """Return whole arrays as they are wanted, jax arrays in as few calls as can be.
+def place(
+    reads: Sequence[ArrayRead], regions: Sequence[Sequence[tuple[Region, Array]]]
+) -> list[Any]:
+    """Return arrays as they are wanted, from host buffers.
+
+    Args:
+        reads: What is wanted.
+        regions: For each array the distinct regions of it that this process needs, with their
+            buffers. These belong to the arrays from now on, or are not used any more.
 
     Raises:
         TargetMismatchError: A value does not fit the integer dtype wanted; names the leaf.
     """
-    targets = [read.target for read in reads]
+    placed: list[Any] = [None] * len(reads)
+    whole: list[int] = []
+    cut: list[int] = []
+    for number, (read, found) in enumerate(zip(reads, regions, strict=True)):
+        is_whole = len(found) == 1 and found[0][0].shape == read.shape
+        (whole if is_whole else cut).append(number)
+    hosts = [_cast(regions[number][0][1], reads[number]) for number in whole]
+    for number, value in zip(whole, _whole(hosts, [reads[n] for n in whole]), strict=True):
+        placed[number] = value
+    if cut:
+        parts = [
+            {region: _cast(buffer, reads[number]) for region, buffer in regions[number]}
+            for number in cut
+        ]
+        for number, array in zip(cut, _made([reads[n] for n in cut], parts), strict=True):
+            placed[number] = _finished(array, reads[number].target)
+    return placed
+
+
+def _whole(hosts: Sequence[Array], reads: Sequence[ArrayRead]) -> list[Any]:
+    """Return arrays of which a buffer holds all, jax arrays in as few calls as possible."""
     placed: list[Any] = [None] * len(hosts)
     # Those that go to one place are put there in one call.
     going: dict[int, tuple[jax.sharding.Sharding | None, list[int]]] = {}
-    cast = [_cast(host, read) for host, read in zip(hosts, reads, strict=True)]
-    for number, (host, target) in enumerate(zip(cast, targets, strict=True)):
+    for number, (host, read) in enumerate(zip(hosts, reads, strict=True)):
+        target = read.target
         if target.kind == "numpy":
             # Memory of its own: a part of a larger buffer would keep all of that alive.
             placed[number] = host if _owns(host) and host.flags.writeable else host.copy()
@@ -51,13 +78,13 @@ def place_whole(hosts: Sequence[Array], reads: Sequence[ArrayRead]) -> list[Any]
             going.setdefault(id(target.sharding), (target.sharding, []))[1].append(number)
     for sharding, numbers in going.values():
         if sharding is None or sharding.is_fully_addressable:
-            arrays = jax.device_put([cast[number] for number in numbers], sharding)
+            arrays = jax.device_put([hosts[number] for number in numbers], sharding)
         else:
             # device_put would compare the values of all processes, in a program that all must run.
-            parts = [_cut(cast[number], sharding) for number in numbers]
+            parts = [_cut(hosts[number], sharding) for number in numbers]
             arrays = _made([reads[number] for number in numbers], parts)
         for number, array in zip(numbers, arrays, strict=True):
-            placed[number] = _finished(array, targets[number])
+            placed[number] = _finished(array, reads[number].target)
     return placed
 
 
@@ -72,7 +99,11 @@ def _cut(host: Array, sharding: jax.sharding.Sharding) -> dict[Region, Array]:
 
 
 def _cast(host: Array, read: ArrayRead) -> Array:
-    """Return a buffer in the dtype that is wanted; integers never wrap around."""
+    """Return a buffer in the dtype that is wanted; integers never wrap around.
+
+    Raises:
+        TargetMismatchError: A value does not fit; names the leaf.
+    """
     dtype = read.target.dtype
     if host.dtype == dtype:
         return host
@@ -93,7 +124,7 @@ def _cast(host: Array, read: ArrayRead) -> Array:
 
 
 def _finished(array: jax.Array, target: ArrayTarget) -> jax.Array:
-    """Return a placed array as what it is: a PRNG key, or weakly typed."""
+    """Return a placed array as a PRNG key, or weakly typed, where it was one."""
     if target.kind == "key":
         keys: jax.Array = jax.random.wrap_key_data(array, impl=target.impl)
         return keys
@@ -122,7 +153,7 @@ def _weakly_typed(array: jax.Array) -> jax.Array:
 
 
 def _owns(array: Array) -> bool:
-    """Tell whether what an array keeps alive is about as large as itself."""
+    """Tell whether the memory that an array keeps alive is about as large as itself."""
     memory = array
     while isinstance(memory.base, np.ndarray):
         memory = memory.base
@@ -143,22 +174,8 @@ def _bounds(dtype: np.dtype[Any]) -> tuple[int, int]:
     return int(info.min), int(info.max)
 
 
-def place_regions(read: ArrayRead, regions: Sequence[tuple[Region, Array]]) -> Any:
-    """Return one array from the buffers of the distinct regions that this process needs.
-
-    Raises:
-        TargetMismatchError: As `place_whole`.
-    """
-    target = read.target
-    if target.kind not in ("jax", "key") or target.sharding is None:
-        ((_, buffer),) = regions
-        return place_whole([buffer], [read])[0]
-    (array,) = _made([read], [{region: _cast(buffer, read) for region, buffer in regions}])
-    return _finished(array, target)
-
-
 def _made(reads: Sequence[ArrayRead], parts: Sequence[Mapping[Region, Array]]) -> list[jax.Array]:
-    """Return arrays of which each device of this process is given the region that it holds.
+    """Return arrays, each device of this process given the region that it holds.
 
     Args:
         reads: The arrays; each has a sharding, of which no device need be this process's.

@@ -1,9 +1,9 @@
-"""Reads that the processes of a job share: each byte is read once, then all exchange.
+"""Shared reads: each byte is read by one process of a job and exchanged with the others.
 
-What the members of a group need of the data files of an item is cut into batches. For each batch
-every member reads its share into host memory; once all processes have said that theirs is read,
-they exchange, and every one takes the chunks that it needs out of what it was given, as if it had
-read them. Digests are compared then, so that what went over the devices is checked, too.
+The requests of a group of processes are cut into batches. For each batch every member reads its
+share into host memory. Once all processes have said that theirs is read, they exchange, and each
+carries out its requests from memory as if it had read the files. Digests are compared at that
+point, which checks the exchange as well.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ import jax
 import numpy as np
 
 from ckpt._engine.memory.buffers import Buffers
-from ckpt._engine.restore.chunk_sources import BlockReader, DataFiles
 from ckpt._engine.restore.device_exchange import DeviceExchange
-from ckpt._engine.restore.read_units import Unit, extents_of, leaves_of
 from ckpt._events import EventRecorder
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.manifest import JsonValue, LeafEntry
+from ckpt._plan.chunk_reads import ReadRequest
 from ckpt._plan.chunking import BATCH_BYTES
 from ckpt._plan.multihost.read_groups import (
     BatchRead,
@@ -41,30 +40,32 @@ from ckpt.coordination._operation import Operation
 from ckpt.coordination._peers import Peers
 from ckpt.errors import CoordinationError, CorruptCheckpointError
 
-__all__ = ["Broadcast", "SharedReads"]
+__all__ = ["BlockReader", "Broadcast", "SharedReads"]
 
 Array = np.ndarray[Any, Any]
+# Fills memory with bytes of a file of the step, from an offset on.
+BlockReader = Callable[[str, int, memoryview], Awaitable[None]]
 
-# Read at once: as much as makes use of a request, few enough to bound what is under way.
+# A share is read in parts: large enough to use a request well, few enough to bound the memory.
 _PART_BYTES = 16 << 20
 _CONCURRENT_PARTS = 4
-# Rounds, so that reading and exchanging overlap; in shorter ones all would mostly wait for all.
+# Several rounds let reading and exchanging overlap; short rounds would mostly be waiting.
 _FEWEST_ROUNDS = 4
 _LEAST_BATCH_BYTES = 32 << 20
-# Copied on the loop, since handing it to a thread takes as long.
+# Copies up to this size are done on the loop, since handing them to a thread takes as long.
 _SMALL_BYTES = 256 << 10
 
 
 @dataclass(slots=True)
 class Broadcast:
-    """What the restore of one step by all processes shares.
+    """How the processes share the reads of one restore.
 
     Attributes:
         peers: The processes.
         operation: The restore.
         nbytes: How many bytes of host memory each process may use for it, beyond the arrays.
         caller: Runs programs on the thread that restores.
-        turns: How many times reads were shared so far; the same on all processes.
+        turns: How often reads were shared so far; the same on all processes.
     """
 
     peers: Peers
@@ -74,24 +75,24 @@ class Broadcast:
     turns: int = 0
 
     def capacity(self, grouping: Grouping) -> int:
-        """Return the bytes of a batch: there are two shares of the next ones beside it."""
+        """Return the largest size of a batch; two shares of the next ones need room beside it."""
         return self.nbytes * grouping.members // (grouping.members + 2)
 
     def groupings(
         self, leaves: Sequence[LeafEntry], reads: Sequence[ArrayRead]
     ) -> dict[str, Grouping]:
-        """Return the names of the leaves that are shared, each with its grouping.
+        """Return the grouping of every shared leaf, by name.
 
-        Leaves whose chunks do not fit into a batch are not, nor those that lie in no data file.
+        Leaves whose chunks do not fit into a batch are not shared.
         """
         return {
             leaves[number].name: grouping
             for number, grouping in groupings_of(reads, self.peers.count).items()
-            if leaves[number].offsets and _largest(leaves[number]) <= self.capacity(grouping)
+            if _largest(leaves[number]) <= self.capacity(grouping)
         }
 
     async def finish(self) -> None:
-        """Say that nothing more is shared; one who waits for this process is told so at once.
+        """Tell the others that nothing more is shared, so that none waits for this process.
 
         Raises:
             CoordinationError: Another process has more to share.
@@ -101,8 +102,8 @@ class Broadcast:
             if each is not None:
                 raise _different(self.peers.index, process, "it would share more of them")
 
-    def unit_bytes(self, grouping: Grouping, concurrent: int) -> int:
-        """Return about how many bytes are worked on at once, `concurrent` times."""
+    def request_bytes(self, grouping: Grouping, concurrent: int) -> int:
+        """Return the largest size of a coalesced request, `concurrent` of which are in progress."""
         share = self.peers.budget_bytes // concurrent
         return max(min(BATCH_BYTES, share, self.capacity(grouping) // 2), 1)
 
@@ -113,14 +114,12 @@ class SharedReads:
     def __init__(
         self,
         broadcast: Broadcast,
-        files: DataFiles,
         read_block: BlockReader,
         buffers: Buffers,
         recorder: EventRecorder,
     ) -> None:
-        """Read with `read_block` what is this process's share of the data files of an item."""
+        """Read this process's shares with `read_block`."""
         self._broadcast = broadcast
-        self._files = files
         self._read_block = read_block
         self._buffers = buffers
         self._recorder = recorder
@@ -128,16 +127,16 @@ class SharedReads:
     async def read(
         self,
         grouping: Grouping,
-        units: Sequence[Unit],
+        requests: Sequence[ReadRequest],
         take: Callable[[BlockReader, range], Awaitable[None]],
     ) -> None:
-        """Read units together with the other processes, which all call this for the same ones.
+        """Read together with the other processes, which all call this for the same requests.
 
         Args:
             grouping: Who needs the same.
-            units: What has to be in memory at once, each.
-            take: Awaited for every batch, with what reads the files from memory instead, and the
-                numbers of the units that are there.
+            requests: The requests.
+            take: Awaited for every batch, with a function that reads the files from memory instead,
+                and the numbers of the requests that can be carried out with it.
 
         Raises:
             CorruptCheckpointError: Something is missing; names the leaf.
@@ -145,42 +144,35 @@ class SharedReads:
         """
         shared, peers = self._broadcast, self._broadcast.peers
         turn, shared.turns = shared.turns, shared.turns + 1
-        batches = await anyio.to_thread.run_sync(self._batches, units, shared.capacity(grouping))
+        batches = await anyio.to_thread.run_sync(_batches, requests, shared.capacity(grouping))
         rounds, nbytes = await self._agree(grouping, batches, turn)
         exchange = DeviceExchange(
             grouping, peers.index, nbytes, self._buffers, shared.caller, peers.seconds
         )
         await exchange.prepare()
         rank = grouping.group_of(peers.index).index(peers.index)
-        lot = _ReadGroup(
-            exchange, rank, batches + [ReadBatch(range(0), ())] * (rounds - len(batches)), units
-        )
+        batches += [ReadBatch(range(0), ())] * (rounds - len(batches))
+        group = _ReadGroup(exchange, rank, batches, requests)
         async with anyio.create_task_group() as tasks:
-            coming = self._begun(tasks, lot, 0)
-            for number, batch in enumerate(lot.batches):
+            coming = self._begun(tasks, group, 0)
+            for number, batch in enumerate(batches):
                 given = await self._all_ready(f"share-{turn}-{number}", coming, exchange)
                 if number + 1 < rounds:
-                    coming = self._begun(tasks, lot, number + 1)
+                    coming = self._begun(tasks, group, number + 1)
                 with self._recorder.phase("exchange", batch.nbytes):
                     # Shielded: all others are about to do it.
                     with anyio.CancelScope(shield=True):
                         block = partial(_copy, batch, await exchange.exchange(given))
                 del given
-                if batch.units:
-                    await take(block, batch.units)
-                # The memory is not kept for the time of the next exchange.
+                if batch.requests:
+                    await take(block, batch.requests)
+                # The memory must not be kept during the next exchange.
                 del block
-
-    def _batches(self, units: Sequence[Unit], capacity: int) -> list[ReadBatch]:
-        extents = [extents_of(unit, self._files) for unit in units]
-        total = sum(extent.end - extent.start for each in extents for extent in each)
-        # The next share is read while a batch is exchanged, so one batch alone would take longer.
-        return fill(extents, min(capacity, max(total // _FEWEST_ROUNDS, _LEAST_BATCH_BYTES)))
 
     async def _agree(
         self, grouping: Grouping, batches: Sequence[ReadBatch], turn: int
     ) -> tuple[int, int]:
-        """Return how many batches there are, and of how many bytes the largest is, in any group."""
+        """Return the most batches, and the most bytes of one, that any group has."""
         peers = self._broadcast.peers
         largest = max((batch.nbytes for batch in batches), default=0)
         mine: list[JsonValue] = [grouping.key, shares_key(batches), len(batches), largest]
@@ -193,14 +185,14 @@ class SharedReads:
                 raise _different(peers.index, process, "their devices hold the same parts of them")
         return max(each[2] for each in every), max(each[3] for each in every)
 
-    def _begun(self, tasks: Any, lot: _ReadGroup, number: int) -> _PendingShare:
+    def _begun(self, tasks: Any, group: _ReadGroup, number: int) -> _PendingShare:
         coming = _PendingShare(anyio.Event())
 
         async def read() -> None:
             try:
-                coming.share = await self._read_share(lot, lot.batches[number])
+                coming.share = await self._read_share(group, group.batches[number])
             except Exception as error:
-                # Raised where it is told to the others.
+                # Raised in `_all_ready`, which tells the others.
                 coming.error = error
             coming.is_there.set()
 
@@ -224,16 +216,16 @@ class SharedReads:
             await peers.together(ready, bring)
         except BaseException:
             if ready.is_decided and given is not None:
-                # The others have heard that all are ready, and would wait for this process.
+                # The others know that all are ready, and would wait for this process.
                 with anyio.CancelScope(shield=True), contextlib.suppress(CoordinationError):
                     await exchange.exchange(given)
             raise
         assert given is not None
         return given
 
-    async def _read_share(self, lot: _ReadGroup, batch: ReadBatch) -> Array:
-        share = lot.exchange.share()
-        start = lot.rank * len(share)
+    async def _read_share(self, group: _ReadGroup, batch: ReadBatch) -> Array:
+        share = group.exchange.share()
+        start = group.rank * len(share)
         parts = list(_cut(batch.parts(start, start + len(share))))
         slots = anyio.Semaphore(_CONCURRENT_PARTS)
 
@@ -243,8 +235,8 @@ class SharedReads:
                 try:
                     await self._read_block(part.path, part.start, target)
                 except CorruptCheckpointError as error:
-                    raise await self._located(error, part, lot, batch) from error.__cause__
-                # There may be minutes until the whole share is there.
+                    raise await self._located(error, part, group, batch) from error.__cause__
+                # A whole share may take minutes; this shows the others that it comes along.
                 self._broadcast.peers.advance(part.nbytes)
 
         with self._recorder.phase("fetch", sum(part.nbytes for part in parts)):
@@ -254,20 +246,29 @@ class SharedReads:
         return share
 
     async def _located(
-        self, error: CorruptCheckpointError, part: BatchRead, lot: _ReadGroup, batch: ReadBatch
+        self, error: CorruptCheckpointError, part: BatchRead, group: _ReadGroup, batch: ReadBatch
     ) -> CorruptCheckpointError:
-        """Return the error of the first leaf of which something is missing in a part."""
+        """Return the error of the first leaf with missing bytes in a part."""
         end = part.start + part.nbytes
-        units = [lot.units[number] for number in batch.units]
-        for leaf, extent in (each for unit in units for each in leaves_of(unit, self._files)):
-            if extent.path == part.path and extent.start < end and part.start < extent.end:
-                memory = bytearray(extent.end - extent.start)
+        requests = [group.requests[number] for number in batch.requests]
+        for chunk in (
+            chunk for each in requests for chunk in each.chunks if each.source.path == part.path
+        ):
+            if chunk.start < end and part.start < chunk.end:
+                memory = bytearray(chunk.end - chunk.start)
                 try:
-                    await self._read_block(extent.path, extent.start, memoryview(memory))
+                    await self._read_block(part.path, chunk.start, memoryview(memory))
                 except CorruptCheckpointError as single:
-                    single.locate(leaf=leaf)
+                    single.locate(leaf=chunk.leaf.name)
                     return single
         return error
+
+
+def _batches(requests: Sequence[ReadRequest], capacity: int) -> list[ReadBatch]:
+    ranges = [each.source for each in requests]
+    total = sum(each.nbytes for each in ranges)
+    # The next share is read while a batch is exchanged, so one batch alone would take longer.
+    return fill(ranges, min(capacity, max(total // _FEWEST_ROUNDS, _LEAST_BATCH_BYTES)))
 
 
 def _turn_name(turn: int) -> str:
@@ -284,37 +285,37 @@ def _different(process: int, other: int, how: str) -> CoordinationError:
 
 @dataclass(frozen=True, slots=True)
 class _ReadGroup:
-    """What is read by one grouping.
+    """The shared read of one group.
 
     Attributes:
-        exchange: What exchanges it.
-        rank: Which share of every batch is this process's.
-        batches: As many as there are in any group.
-        units: What the batches are made of.
+        exchange: Exchanges the shares.
+        rank: Number of this process's share in every batch.
+        batches: The batches; as many as in the group with the most.
+        requests: The requests whose bytes the batches hold.
     """
 
     exchange: DeviceExchange
     rank: int
     batches: Sequence[ReadBatch]
-    units: Sequence[Unit]
+    requests: Sequence[ReadRequest]
 
 
 @dataclass(slots=True)
 class _PendingShare:
-    """A share that is being read."""
+    """A share that is being read, or was."""
 
     is_there: anyio.Event
     share: Array | None = None
     error: Exception | None = None
 
     async def wait(self) -> None:
-        """Wait until the share has been read, or raise why it cannot be."""
+        """Wait until the share has been read; raise the error if it could not be."""
         await self.is_there.wait()
         if self.error is not None:
             raise self.error
 
     def taken(self) -> Array:
-        """Return the share, and keep it no longer."""
+        """Return the share and drop the reference to it."""
         share, self.share = self.share, None
         assert share is not None
         return share

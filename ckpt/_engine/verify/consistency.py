@@ -1,4 +1,4 @@
-"""Whether a manifest contradicts itself in anything that a restore relies on. Pure."""
+"""Consistency: whether a manifest contradicts itself in what a restore relies on. Pure."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from ckpt.errors import CorruptCheckpointError
 __all__ = ["Contradictions", "contradictions"]
 
 _DATABASE = "manifest.ocdbt"
-# Of a file below a step; the limit of systems for a whole path.
+# The limit of Linux for a whole path.
 _LONGEST_PATH = 4096
 _CUSTOM = frozenset({"custom", "namedtuple"})
 
 
 @dataclass(frozen=True, slots=True)
 class Contradictions:
-    """What of a manifest cannot be true.
+    """The contradictions in a manifest.
 
     Attributes:
-        problems: All of it, as problems of the manifest.
-        leaves: By item the leaves whose places cannot be believed; an item whose leaves cannot be
-            at all is left out.
-        unsafe: Paths among the listed files that must not be followed.
+        problems: All of them, as problems of the manifest.
+        leaves: By item the leaves whose chunk locations cannot be trusted; items none of whose
+            leaves can be trusted are left out.
+        unsafe: Paths of listed files that must not be followed.
     """
 
     problems: tuple[Problem, ...]
@@ -44,7 +44,7 @@ class Contradictions:
 
 
 def contradictions(manifest: Manifest) -> Contradictions:
-    """Return what of a manifest cannot be true; no code of a class in it runs."""
+    """Return the contradictions in a manifest; no code of a class named in it runs."""
     problems: list[Problem] = []
     leaves: dict[str, frozenset[int]] = {}
     unsafe = frozenset(path for path in manifest.files if not _is_below(path))
@@ -86,12 +86,12 @@ def _problems_of_item(name: str, item: ItemEntry, manifest: Manifest) -> list[Pr
 
 
 def _bare(node: Node) -> Node:
-    """Return a node that is taken for one of a class that nobody has."""
+    """Return a node without its class, so that no code of the class runs."""
     return node.model_copy(update={"class_name": "?"}) if node.kind in _CUSTOM else node
 
 
 def _is_below(path: str) -> bool:
-    """Tell whether a path can be one of a file below the step, other than the manifest."""
+    """Tell whether a path can belong to a file of the step, other than the manifest."""
     if len(path) > _LONGEST_PATH:
         return False
     names = path.split("/")

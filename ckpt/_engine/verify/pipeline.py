@@ -1,7 +1,7 @@
-"""The verify flow: compare a committed step, file by file and byte by byte, with its manifest.
+"""The verify flow: a committed step is compared with its manifest, file by file, byte by byte.
 
-Nothing is written, and nothing raises because of damage: it is what was asked for. See
-docs/verifying.md for what is found and what is not.
+Nothing is written, and damage does not raise: it is the result. docs/verifying.md says what is
+found and what is not.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ async def verify_entry(
     """Return what is wrong with an entry.
 
     Args:
-        storage: Where it lies.
+        storage: Where it is.
         entry: Its name.
-        step: The step it should be; None for a one-shot checkpoint or any step.
+        step: The step that it should be; None for a one-shot checkpoint or any step.
         deep: Read every byte; otherwise compare names, kinds and sizes.
-        observers: Take the timed phases.
+        observers: Receive the timed phases.
 
     Raises:
         StepNotFoundError: `step` was given and there is no such step.
@@ -89,7 +89,7 @@ async def verify_entry(
 
 @dataclass(slots=True)
 class _Findings:
-    """What the report will say."""
+    """The findings so far: what the report will say."""
 
     path: str
     step: int | None
@@ -101,7 +101,7 @@ class _Findings:
 
 
 async def _manifest(storage: Storage, entry: str, work: _Findings) -> Manifest | None:
-    """Return the manifest; None, and a problem noted, where it is there and cannot be used."""
+    """Return the manifest; None, and a problem noted, if it exists but cannot be used."""
     try:
         return await read_manifest(storage, entry, step=work.step)
     except (CorruptCheckpointError, StorageError) as error:
@@ -131,7 +131,7 @@ async def _compare_unless_deleted(
 async def _compare(
     storage: Storage, place: str, manifest: Manifest, scanner: Scanner | None, work: _Findings
 ) -> None:
-    """Compare the files that lie in the directory `place` of the root with a manifest."""
+    """Compare the files in the directory `place` of the root with a manifest."""
     wrong = await anyio.to_thread.run_sync(contradictions, manifest)
     work.problems.extend(wrong.problems)
     work.files += len(manifest.files)
@@ -148,7 +148,7 @@ async def _compare(
 
         damages |= await _damages_read(manifest, left_out, chunks, scanner, goes_on)
     by_item: dict[str | None, list[DamagedFile]] = {}
-    # In the manifest's order, whatever was found first.
+    # In the order of the manifest, not in the order of discovery.
     for path in manifest.files:
         if path in damages:
             by_item.setdefault(_item_of(manifest, path), []).append(damages[path])
@@ -161,15 +161,7 @@ async def _compare(
         else:
             work.problems.extend(
                 await problems_of_item(
-                    name,
-                    manifest.items[name],
-                    own,
-                    wrong.leaves.get(name),
-                    _bytes_below(f"{name}/", manifest, found),
-                    _is_regular_below(f"{name}/", found),
-                    scanner,
-                    storage,
-                    place,
+                    name, manifest.items[name], own, wrong.leaves.get(name), scanner
                 )
             )
 
@@ -177,9 +169,9 @@ async def _compare(
 async def _found(
     storage: Storage, place: str, manifest: Manifest, work: _Findings
 ) -> dict[str, int | None] | None:
-    """Return what is there; None, and a problem noted, if the store does not tell.
+    """Return the files and their sizes; None, and a problem noted, if the store cannot list them.
 
-    Sizes that the store does not tell are taken to be right: who reads every byte will see.
+    Sizes that the store does not know are taken to be right; reading every byte will show.
     """
     try:
         files = await storage.files(place)
@@ -197,7 +189,7 @@ async def _found(
 def _damages_seen(
     manifest: Manifest, found: Mapping[str, int | None] | None, unsafe: frozenset[str]
 ) -> dict[str, DamagedFile]:
-    """Return the files that are not as listed, as far as can be told without reading."""
+    """Return the files that are not as listed, as far as that shows without reading."""
     if found is None:
         return {}
     directories = {path[:end] for path in found for end in _slashes(path)}
@@ -208,18 +200,18 @@ def _damages_seen(
         size = found.get(path)
         if path not in found:
             if path in directories:
-                damages[path] = DamagedFile(path, "is a directory instead of a file", 0, False)
+                damages[path] = DamagedFile(path, "is a directory instead of a file", 0)
             elif any(path[:end] in found for end in _slashes(path)):
                 reason = "is missing: a directory on the way is a link, or something else"
-                damages[path] = DamagedFile(path, reason, 0, False)
+                damages[path] = DamagedFile(path, reason, 0)
             else:
-                damages[path] = DamagedFile(path, "is missing", 0, True)
+                damages[path] = DamagedFile(path, "is missing", 0)
         elif size is None:
             reason = "is no regular file, but a symbolic link or something else"
-            damages[path] = DamagedFile(path, reason, 0, False)
+            damages[path] = DamagedFile(path, reason, 0)
         elif size != known.size:
             reason = f"has {size} bytes instead of {known.size}"
-            damages[path] = DamagedFile(path, reason, size, True)
+            damages[path] = DamagedFile(path, reason, size)
     return damages
 
 
@@ -230,7 +222,7 @@ def _slashes(path: str) -> list[int]:
 def _chunks_by_file(
     manifest: Manifest, wrong: Mapping[str, Set[int]]
 ) -> dict[str, tuple[list[ChunkLocation], list[LeafEntry]]]:
-    """Return for every data file the chunks that can be compared as they lie there."""
+    """Return for every data file the chunks whose digests can be compared without decoding."""
     found: dict[str, tuple[list[ChunkLocation], list[LeafEntry]]] = {}
     for name, contradictory in wrong.items():
         item = manifest.items[name]
@@ -248,7 +240,7 @@ async def _damages_read(
     scanner: Scanner,
     goes_on: Callable[[str, int], Awaitable[bool]],
 ) -> dict[str, DamagedFile]:
-    """Return the files whose bytes are not as listed, or cannot be read; reads each once."""
+    """Read each file once; return those whose bytes are not as listed, or cannot be read."""
     damages: dict[str, DamagedFile] = {}
 
     async def read(listed: tuple[str, FileEntry], lane: int) -> None:
@@ -258,46 +250,33 @@ async def _damages_read(
             digest, right = await scanner.scan_file(path, known.size, places, leaves, lane)
             longer = await goes_on(path, known.size)
         except (StorageError, CorruptCheckpointError) as error:
-            # Single chunks of it may still be readable.
-            damages[path] = DamagedFile(path, f"cannot be read: {error.message}", known.size, False)
+            # Some of its chunks may still be readable.
+            damages[path] = DamagedFile(path, f"cannot be read: {error.message}", known.size)
         else:
             if digest != known.digest:
-                damages[path] = DamagedFile(path, "was changed", known.size, True)
+                damages[path] = DamagedFile(path, "was changed", known.size)
             elif longer:
                 reason = f"has more than {known.size} bytes"
-                damages[path] = DamagedFile(path, reason, known.size, True)
+                damages[path] = DamagedFile(path, reason, known.size)
             elif not right:
                 # Damaged before it was written, or the manifest is not of this step.
                 reason = "is as listed, but not what the arrays were"
-                damages[path] = DamagedFile(path, reason, known.size, True)
+                damages[path] = DamagedFile(path, reason, known.size)
 
     files = [listed for listed in manifest.files.items() if listed[0] not in left_out]
-    # The largest first, so that no lane is left alone with one in the end.
+    # The largest first, so that no lane is busy with a large one when the others have ended.
     files.sort(key=lambda listed: listed[1].size, reverse=True)
     await scanner.in_lanes(files, read)
     return damages
 
 
 async def _goes_on(storage: Storage, place: str, path: str, nbytes: int) -> bool:
-    """Tell whether a file has more bytes than that, by asking for the next one."""
+    """Tell whether a file has more than `nbytes` bytes, by reading the next one."""
     try:
         await storage.read_block(place, path, nbytes, memoryview(bytearray(1)))
     except CorruptCheckpointError:
         return False
     return True
-
-
-def _bytes_below(prefix: str, manifest: Manifest, found: Mapping[str, int | None] | None) -> int:
-    listed = {path: known.size for path, known in manifest.files.items()}
-    sizes = listed if found is None else found
-    return sum(size or 0 for path, size in sizes.items() if path.startswith(prefix))
-
-
-def _is_regular_below(prefix: str, found: Mapping[str, int | None] | None) -> bool:
-    """Tell whether everything below an item, listed or not, is a directory or a regular file."""
-    if found is None:
-        return False
-    return all(size is not None for path, size in found.items() if f"{path}/".startswith(prefix))
 
 
 def _item_of(manifest: Manifest, path: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What `verify()` returns: what was checked of a step, and what is wrong with it. Pure."""
+"""`VerifyReport`, the result of `verify()`: what was checked, and what is wrong. Pure."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ class Problem:
     Attributes:
         file: The file, relative to the step; `ckpt.json` where the manifest itself is wrong, `.`
             where the step's directory cannot be read.
-        item: The item it belongs to; None where it is a file of the step as a whole.
-        leaf: Leaf path of the array that is hit, as `metadata().leaves` has it; None where no
-            array is.
+        item: The item that the file belongs to; None if it belongs to the step as a whole.
+        leaf: Leaf path of the array that is hit, as in `metadata().leaves`; None if no array is.
         message: What is wrong, and what that means.
     """
 
@@ -39,19 +38,19 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was checked of a step, and what is wrong with it. It is true if nothing is.
+    """What was checked of a step, and what is wrong with it. It is true if nothing is wrong.
 
     Its text is a summary, and one line for every problem.
 
     Attributes:
-        path: Where the step lies.
-        step: Its number; None of a one-shot checkpoint, and of one whose manifest cannot tell.
+        path: Where the step is.
+        step: Its number; None for a one-shot checkpoint, or if the manifest cannot be read.
         deep: Whether every byte was read; otherwise names, kinds and sizes were compared.
-        problems: What is wrong: by file, and within a file by leaf.
+        problems: What is wrong, by file, and within a file by leaf.
         files: How many files were compared with the manifest, itself included.
         nbytes: How many bytes were read and compared with digests.
         seconds: How long it took.
-        unlisted: Files below the step that the manifest does not know; no problem in itself.
+        unlisted: Files of the step that the manifest does not list; not a problem in itself.
     """
 
     path: str
@@ -95,5 +94,5 @@ def _count(number: int, noun: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text from a file or a directory as one line that says what it is."""
+    """Return a text from a file or a directory as one printable line."""
     return text if text.isprintable() else repr(text)

@@ -1,7 +1,7 @@
-"""Reading a step from end to end to compare digests, in memory that does not grow with it.
+"""The scanner: reads a step from end to end to compute digests, in constant memory.
 
-Every lane has one piece of memory, which is filled and digested again and again: a file of any
-size, and a chunk of any size, takes no more than that.
+Every lane has one piece of memory, which is filled and digested again and again: files and chunks
+of any size take no more than that.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from ckpt._format.manifest import LeafEntry
 from ckpt.errors import CorruptCheckpointError
 from ckpt.storage._base import Storage
 
-__all__ = ["MOST_WHOLE_BYTES", "Scanner"]
+__all__ = ["Scanner"]
 
 T = TypeVar("T")
 
-# Each is read by opening the file again: measured on two cores, pieces of 1 MiB take twice the
-# processor time. Larger ones gain nothing, and touch more memory that is given back.
+# Every piece opens the file again: measured on two cores, pieces of 1 MiB take twice the processor
+# time. Larger ones gain nothing, and touch more memory.
 _PIECE_BYTES = 4 << 20
 # Pieces are made of whole segments; small ones fill them better.
 _SEGMENT_BYTES = 1 << 20
 # Up to here a digest takes less time than a change of threads is worth.
 _INLINE_BYTES = 1 << 18
-# What has to be whole in memory, to be decoded or to be read through a database, may have as much;
-# chunks of the library have a tenth of it.
-MOST_WHOLE_BYTES = 256 << 20
+# A chunk that is decoded is held as a whole, so larger ones are refused; the library writes chunks
+# of a tenth of it.
+_MOST_DECODED_BYTES = 256 << 20
 
 
 def _nbytes_of(leaf: LeafEntry) -> int:
@@ -55,10 +55,10 @@ def _nbytes_of(leaf: LeafEntry) -> int:
 
 
 class Scanner:
-    """Reads files and chunks of one entry; it is closed, and then its memory is gone."""
+    """Reads files and chunks of one entry; closing it frees its memory."""
 
     def __init__(self, storage: Storage, entry: str, recorder: EventRecorder) -> None:
-        """Read from `entry`; every piece is told to `recorder`."""
+        """Read from `entry`; every piece is reported to `recorder`."""
         self.nbytes = 0
         self._storage = storage
         self._entry = entry
@@ -68,15 +68,15 @@ class Scanner:
         self._decoding = anyio.Lock()
 
     def close(self) -> None:
-        """Give the memory back; nothing may be under way."""
+        """Free the memory; no read may be in progress."""
         while self._regions:
             _, region = self._regions.popitem()
-            # An error on its way may still refer to it; then it goes with the error.
+            # An error in flight may still refer to it; then it is freed with the error.
             with contextlib.suppress(BufferError):
                 region.close()
 
     async def in_lanes(self, jobs: Iterable[T], work: Callable[[T, int], Awaitable[None]]) -> None:
-        """Await `work(job, lane)` for every job, as many at once as there are lanes."""
+        """Await `work(job, lane)` for every job, one at a time in each lane."""
         left = iter(jobs)
 
         async def lane_of_work(lane: int) -> None:
@@ -100,7 +100,7 @@ class Scanner:
         Args:
             path: The file.
             nbytes: Its size.
-            places: Chunks in it whose digests are compared, too; see `layout.places.segments`.
+            places: Chunks in it whose digests are compared as well; see `segments`.
             leaves: The leaves of the item.
             lane: The lane.
 
@@ -108,7 +108,7 @@ class Scanner:
             The digest of the file, and whether all of the chunks have the digests of their leaves.
 
         Raises:
-            CorruptCheckpointError: It is not there, is shorter, or is no regular file.
+            CorruptCheckpointError: The file is missing, is shorter, or is not a regular file.
             StorageError: The store refused.
         """
         scan = _FileScan(leaves)
@@ -124,10 +124,10 @@ class Scanner:
     async def chunk_digest(
         self, path: str, place: ChunkLocation, leaf: LeafEntry, lane: int
     ) -> str:
-        """Return the digest of the part of a chunk that lies inside the array.
+        """Return the digest of the part of a chunk that is inside the array.
 
         Raises:
-            CorruptCheckpointError: The bytes are not there, or cannot be decoded.
+            CorruptCheckpointError: The bytes are missing, or cannot be decoded.
             StorageError: The store refused.
         """
         dtype = parse_dtype(leaf.dtype)
@@ -149,7 +149,7 @@ class Scanner:
         self, path: str, place: ChunkLocation, leaf: LeafEntry
     ) -> np.ndarray[Any, np.dtype[np.uint8]]:
         nbytes = _nbytes_of(leaf)
-        if nbytes > MOST_WHOLE_BYTES:
+        if nbytes > _MOST_DECODED_BYTES:
             raise CorruptCheckpointError(f"{nbytes} bytes are too many to be decoded for a check")
         encoded = bytearray(place.end - place.start)
         await self._storage.read_block(self._entry, path, place.start, memoryview(encoded))
@@ -168,7 +168,7 @@ class Scanner:
         return piece
 
     async def _digested(self, nbytes: int, lane: int, take: Callable[[], None]) -> None:
-        """Let `take` digest so many bytes, in a thread where that takes long."""
+        """Call `take`, which digests `nbytes`, in a thread if that takes long."""
         if nbytes <= _INLINE_BYTES:
             take()
             return
@@ -187,10 +187,10 @@ class _FileScan:
         self._right = True
 
     def take(self, piece: memoryview, run: Sequence[FileSegment]) -> None:
-        """Go on with the bytes of consecutive segments."""
+        """Digest the bytes of consecutive segments."""
         for segment in run:
             start = segment.start - run[0].start
-            # Both digests of a segment, one after the other: it is in the processor's cache.
+            # Both digests of a segment at once, while it is in the processor's cache.
             mine = piece[start : start + segment.nbytes]
             self._file.update(mine)
             if segment.place is None or segment.part is None:
@@ -228,7 +228,7 @@ def _runs(found: Iterable[FileSegment]) -> Iterator[list[FileSegment]]:
 def _take_corner(
     digester: Digester, piece: memoryview, part: ChunkSlice, dtype: np.dtype[Any]
 ) -> None:
-    """Go on with the corner of a piece that is not padding."""
+    """Digest the corner of a piece that is not padding."""
     if part.inside == part.shape:
         digester.update(piece)
         return

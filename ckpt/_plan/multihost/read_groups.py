@@ -1,9 +1,9 @@
-"""Bytes that several processes need, dealt out so that the job reads each once. Pure.
+"""Read groups: processes that need the same bytes, and how these are divided among them. Pure.
 
-Processes whose devices hold the same shards of an array need the same chunks of it. They are a
-group, and what they need of the data files is one stream of bytes, worked out on each of them from
-what is the same on all. The stream is cut into batches, and a batch into as many shares as the
-group has members. Each member reads its share; then all of them exchange.
+Processes whose devices hold the same shards of an array need the same chunks of it. They form a
+group. Each member computes the same stream of bytes from what all of them know. The stream is cut
+into batches, and a batch into as many shares as the group has members. Each member reads its share;
+then all of them exchange.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 import jax
 
 from ckpt._format.digests import digest
+from ckpt._plan.chunk_reads import ByteRange
 from ckpt._plan.ownership import held_by
 from ckpt._plan.targets import ArrayRead
 
 __all__ = [
     "BatchRead",
-    "ByteRange",
     "Grouping",
     "Groupings",
     "ReadBatch",
@@ -31,18 +31,18 @@ __all__ = [
 
 Shape = tuple[int, ...]
 
-# What lies between two extents is read with them if it is not more than the padding of chunks.
+# The largest gap between two ranges that is read with them: the padding between chunks.
 MOST_SKIPPED = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The processes of a job by what they hold of an array.
+    """The processes of a job, grouped by the part of an array that they hold.
 
     Attributes:
-        groups: The numbers of the processes of each group, ascending. All groups have equally many
+        groups: The process numbers of each group, ascending. All groups have the same number of
             members, two or more, and every process is in one.
-        devices: For every process, by its number, those of its devices that hold something.
+        devices: For every process, by number, those of its devices that hold a part.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -60,7 +60,7 @@ class Grouping:
 
     @property
     def key(self) -> str:
-        """The same on processes that mean the same processes, and devices."""
+        """A text that is the same on processes with the same groups and devices."""
         ids = [[device.id for device in each] for each in self.devices]
         return digest(repr((self.groups, ids)).encode())
 
@@ -71,7 +71,7 @@ class Grouping:
 
 @dataclass(slots=True)
 class Groupings:
-    """Finds the grouping of arrays; looks at every sharding once."""
+    """Finds the groupings of arrays; every sharding is analysed once."""
 
     processes: int
     _by_identity: dict[int, tuple[object, Grouping | None]] = field(default_factory=dict)
@@ -80,15 +80,15 @@ class Groupings:
     def of(self, read: ArrayRead) -> Grouping | None:
         """Return the grouping of an array, or None where there is nothing to share.
 
-        That is an array of this process alone, one of which no two processes hold the same, and
-        one on which not all processes of the job have equal claims.
+        Nothing is shared of an array of this process alone, of one whose parts are different on
+        all processes, and of one that some processes of the job hold more of than others.
         """
         sharding = read.target.sharding
         if sharding is None or sharding.is_fully_addressable or 0 in read.shape:
             return None
         known = self._by_identity.get(id(sharding))
         if known is None:
-            # jax cuts arrays evenly, so that all arrays of a sharding are held in the same way.
+            # jax cuts arrays evenly, so all arrays of a sharding are held in the same way.
             if sharding not in self._known:
                 self._known[sharding] = _look(sharding, read.shape, self.processes)
             known = self._by_identity[id(sharding)] = sharding, self._known[sharding]
@@ -114,10 +114,10 @@ def _look(sharding: jax.sharding.Sharding, shape: Shape, processes: int) -> Grou
 
 
 def groupings_of(reads: Iterable[ArrayRead], processes: int) -> dict[int, Grouping]:
-    """Return the stored leaves that are shared, by number, each with the grouping that needs it.
+    """Return the grouping of every stored leaf that is shared, by number of the leaf.
 
-    A leaf that arrays of several groupings need is not among them: nobody could tell from its own
-    part of them what the others need of it.
+    A leaf that arrays of several groupings need is not shared: a process cannot tell from its own
+    part of these arrays what the others need of the leaf.
     """
     groupings = Groupings(processes)
     found: dict[int, Grouping | None] = {}
@@ -132,23 +132,9 @@ def groupings_of(reads: Iterable[ArrayRead], processes: int) -> dict[int, Groupi
     return {leaf: grouping for leaf, grouping in found.items() if grouping is not None}
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ByteRange:
-    """Bytes of a data file.
-
-    Attributes:
-        path: The file, relative to the item.
-        start, end: Its first byte, and the one behind its last.
-    """
-
-    path: str
-    start: int
-    end: int
-
-
 @dataclass(frozen=True, slots=True)
 class BatchRead:
-    """A part of a batch that is read at once: `nbytes` from `start` of a file on go to `at`."""
+    """A part of a batch that is read at once: `nbytes` from `start` of a file go to `at`."""
 
     path: str
     start: int
@@ -157,61 +143,61 @@ class BatchRead:
 
 
 class ReadBatch:
-    """Bytes that a group reads together, in the order in which they lie in the exchanged memory.
+    """Bytes that a group reads together, in their order in the exchanged memory.
 
     Attributes:
-        units: Numbers of the units whose bytes they are, from the first to the one behind the last.
+        requests: Numbers of the requests whose bytes they are.
         nbytes: How many there are.
     """
 
-    def __init__(self, units: range, extents: Iterable[ByteRange]) -> None:
-        """Take what `units` need; where that overlaps, or nearly touches, it is read once."""
-        self.units = units
-        self._extents = _merged(extents)
+    def __init__(self, requests: range, ranges: Iterable[ByteRange]) -> None:
+        """Take the ranges of `requests`; where they overlap, or nearly touch, they become one."""
+        self.requests = requests
+        self._ranges = _merged(ranges)
         self._ats: list[int] = []
         end = 0
-        for extent in self._extents:
+        for each in self._ranges:
             self._ats.append(end)
-            end += extent.end - extent.start
+            end += each.nbytes
         self.nbytes = end
 
     @property
     def key(self) -> str:
-        """The same on processes that read the same."""
-        return digest(repr([(e.path, e.start, e.end) for e in self._extents]).encode())
+        """A text that is the same on processes that read the same."""
+        return digest(repr([(e.path, e.start, e.end) for e in self._ranges]).encode())
 
     def parts(self, start: int, end: int) -> Iterator[BatchRead]:
-        """Yield what lies from byte `start` to `end` of the batch; `at` counts from `start`."""
+        """Yield the reads of bytes `start` to `end` of the batch; `at` counts from `start`."""
         first = max(bisect.bisect_right(self._ats, start) - 1, 0)
-        for at, extent in zip(self._ats[first:], self._extents[first:], strict=True):
+        for at, each in zip(self._ats[first:], self._ranges[first:], strict=True):
             low = max(start, at)
-            high = min(end, at + extent.end - extent.start)
+            high = min(end, at + each.nbytes)
             if at >= end:
                 return
             if low < high:
-                yield BatchRead(extent.path, extent.start + low - at, high - low, low - start)
+                yield BatchRead(each.path, each.start + low - at, high - low, low - start)
 
     def place(self, path: str, start: int, nbytes: int) -> int:
-        """Return where in the batch bytes of a file lie.
+        """Return where in the batch some bytes of a file are.
 
         Raises:
             KeyError: The batch does not have all of them.
         """
-        number = bisect.bisect_right(self._extents, (path, start), key=_start_of) - 1
+        number = bisect.bisect_right(self._ranges, (path, start), key=_start_of) - 1
         if number >= 0:
-            extent = self._extents[number]
-            if extent.path == path and start + nbytes <= extent.end:
-                return self._ats[number] + start - extent.start
+            found = self._ranges[number]
+            if found.path == path and start + nbytes <= found.end:
+                return self._ats[number] + start - found.start
         raise KeyError((path, start, nbytes))
 
 
-def _start_of(extent: ByteRange) -> tuple[str, int]:
-    return extent.path, extent.start
+def _start_of(each: ByteRange) -> tuple[str, int]:
+    return each.path, each.start
 
 
-def _merged(extents: Iterable[ByteRange]) -> list[ByteRange]:
+def _merged(ranges: Iterable[ByteRange]) -> list[ByteRange]:
     merged: list[ByteRange] = []
-    for each in sorted(extents):
+    for each in sorted(ranges):
         last = merged[-1] if merged else None
         if last is not None and last.path == each.path and each.start - last.end <= MOST_SKIPPED:
             merged[-1] = ByteRange(last.path, last.start, max(last.end, each.end))
@@ -220,31 +206,27 @@ def _merged(extents: Iterable[ByteRange]) -> list[ByteRange]:
     return merged
 
 
-def fill(units: Sequence[Sequence[ByteRange]], capacity: int) -> list[ReadBatch]:
-    """Return batches of successive units, of at most `capacity` bytes unless one alone has more.
+def fill(ranges: Sequence[ByteRange], capacity: int) -> list[ReadBatch]:
+    """Return batches of successive requests, of at most `capacity` bytes unless one has more.
 
     Args:
-        units: The extents of what is worked on at once.
+        ranges: The range of every request.
         capacity: Bytes of a batch.
     """
     batches: list[ReadBatch] = []
     first = taken = 0
-    for number, extents in enumerate(units):
-        # As much as it may become by what is read over.
-        nbytes = sum(each.end - each.start + MOST_SKIPPED for each in extents)
+    for number, each in enumerate(ranges):
+        # With the gap before it, which may be read, too.
+        nbytes = each.nbytes + MOST_SKIPPED
         if number > first and taken + nbytes > capacity:
-            batches.append(_batch(units, range(first, number)))
+            batches.append(ReadBatch(range(first, number), ranges[first:number]))
             first, taken = number, 0
         taken += nbytes
-    if first < len(units):
-        batches.append(_batch(units, range(first, len(units))))
+    if first < len(ranges):
+        batches.append(ReadBatch(range(first, len(ranges)), ranges[first:]))
     return batches
 
 
-def _batch(units: Sequence[Sequence[ByteRange]], numbers: range) -> ReadBatch:
-    return ReadBatch(numbers, (extent for number in numbers for extent in units[number]))
-
-
 def shares_key(batches: Sequence[ReadBatch]) -> str:
-    """Return what members of one group have in common, and nobody else."""
+    """Return a text that is the same on the members of one group, and on no other process."""
     return digest("".join(batch.key for batch in batches).encode())

@@ -224,9 +224,6 @@ class LocalStorage:
                     "another one"
                 ) from error
 
-    def database_spec(self, entry: str, path: str) -> str:
-        return (self._root / entry / path).absolute().as_uri() + "/"
-
     async def publish(
         self, attempt: Attempt, *, overwrite: bool, replacing: str | None = None
     ) -> None:

@@ -84,14 +84,6 @@ class Connection:
                 error.args = (f"{error}; {told}",)
             raise
 
-    def spec(self, path: str) -> ts.KvStore.Spec:
-        """Return what TensorStore needs to open the folder `path` of the place; opens nothing."""
-        spec = self._spec(self._retries)
-        found = ts.KvStore.Spec(spec | {"path": spec["path"] + path})
-        if self._context is not None:
-            found.update(context=self._context)
-        return found
-
 
 def connect(config: StoreConfig) -> Connection:
     """Return the connection to a place. It reads the environment, and sends nothing.

@@ -10,7 +10,7 @@ import errno
 import logging
 import uuid
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import anyio
 
@@ -256,9 +256,6 @@ class ObjectStorage:
                 await fill(0)
             return
         await each(fill, range(0, len(target), _PART_BYTES))
-
-    def database_spec(self, entry: str, path: str) -> Any:
-        return self._connection.spec(self._key(entry, path) + "/")
 
     async def publish(
         self, attempt: Attempt, *, overwrite: bool, replacing: str | None = None

@@ -12,7 +12,6 @@ from random import Random
 from typing import Any, TypeVar
 
 import anyio
-import tensorstore as ts  # noqa: TID251  (as a restore does)
 
 from ckpt._format.digests import digest
 from ckpt._format.manifest import (
@@ -41,7 +40,6 @@ __all__ = [
     "opened",
     "publish",
     "read_all",
-    "read_folder",
     "refused",
     "together",
     "write",
@@ -163,16 +161,6 @@ async def read_all(storage: Storage, entry: str) -> tuple[Manifest, dict[str, by
             raise CorruptCheckpointError(f"{entry}/{place}: other bytes than were written")
         found[path] = bytes(block)
     return manifest, found
-
-
-async def read_folder(spec: Any) -> dict[str, bytes]:
-    """Return the files that TensorStore finds through `Storage.database_spec`, by path."""
-
-    def read() -> dict[str, bytes]:
-        store = ts.KvStore.open(spec).result()
-        return {key.decode(): store.read(key).result().value for key in store.list().result()}
-
-    return await anyio.to_thread.run_sync(read)
 
 
 async def files_of(storage: Storage, entry: str) -> list[str]:

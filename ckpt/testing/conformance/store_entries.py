@@ -31,7 +31,6 @@ from ckpt.testing.conformance.store_cases import (
     manifest_of,
     opened,
     publish,
-    read_folder,
     refused,
     write,
 )
@@ -343,20 +342,6 @@ async def trash_is_kept_or_refused(case: StoreCase) -> None:
         assert await storage.read(lies_in("trash/1", manifest), DATA, 5000) == content("one", 5000)
 
 
-async def tensorstore_opens_a_folder(case: StoreCase) -> None:
-    """`database_spec` leads TensorStore to the files of the entry, and to no others."""
-    async with opened(case, 2) as [storage, other]:
-        for name, odd in (("1", "d/a b+c=%20&ü"), ("2", "d/0")):
-            attempt = await storage.begin(name)
-            data = content(name, 5000)
-            await storage.write_block(attempt, f"item/{odd}", memoryview(data))
-            await storage.write_block(attempt, "item2/d/1", memoryview(b"another item's"))
-            await storage.write(attempt, FILE_NAME, manifest_of(attempt, {f"item/{odd}": data}))
-            await storage.publish(attempt, overwrite=False)
-            place = f"{name}/{attempt.folder}" if attempt.folder else name
-            assert await read_folder(other.database_spec(place, "item")) == {odd: data}
-
-
 async def a_root_opened_anew_holds_the_same(case: StoreCase) -> None:
     """Published entries exist for processes that start later."""
     opens = case.fresh()
@@ -386,6 +371,5 @@ CHECKS: tuple[Callable[[StoreCase], Awaitable[None]], ...] = (
     another_process_joins_an_attempt,
     an_attempt_that_is_not_there_cannot_be_joined,
     trash_is_kept_or_refused,
-    tensorstore_opens_a_folder,
     a_root_opened_anew_holds_the_same,
 )

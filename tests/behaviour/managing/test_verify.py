@@ -385,54 +385,6 @@ def test_a_file_of_another_step_in_its_place_is_found(whole: Path, step: Path) -
     assert hit(report) == refused(step.parent)
 
 
-def test_steps_of_the_first_layout_are_read_through_their_database(tmp_path: Path) -> None:
-    root = Path(shutil.copytree(GOLDEN / "v1" / "run", tmp_path / "run"))
-    shutil.copytree(GOLDEN / "v1" / "final", root / "final")
-    found = ckpt.sync.metadata(root / "final").leaves["state"]
-    arrays = {
-        ("state", leaf)
-        for leaf in found
-        if isinstance(found[leaf], LeafInfo) and found[leaf].nbytes
-    }
-    sizes = {path: (root / "final" / path).stat().st_size for path in files_of(root / "final")}
-    for path, size in sizes.items():
-        file, data = root / "final" / path, (root / "final" / path).read_bytes()
-        for damage in ("flip", "cut", "delete") if "/d/" in path else ("flip",) if size else ():
-            DAMAGES[damage](file)
-            report = ckpt.sync.verify(root / "final")
-            assert damaged(report) == {path}
-            refusal = None
-            try:
-                ckpt.sync.load(root / "final")
-            except errors.CorruptCheckpointError as error:
-                refusal = error
-            if refusal is None:
-                assert not hit(report)
-            elif path == "state/manifest.ocdbt":
-                assert hit(report) == arrays
-            else:
-                assert ("state", refusal.leaf) in hit(report)
-            file.write_bytes(data)
-    lanes = [next((root / "final" / "state" / f"lane_0_{n}" / "d").iterdir()) for n in (1, 2)]
-    for lane, leaf in zip(lanes, ("device.large", "host.ragged"), strict=True):
-        data = lane.read_bytes()
-        flip(lane)
-        assert hit(ckpt.sync.verify(root / "final")) == {("state", leaf)}
-        lane.write_bytes(data)
-    # Two files: what is hit is named with the database.
-    for lane in lanes:
-        flip(lane)
-    report = ckpt.sync.verify(root / "final")
-    assert hit(report) == {("state", "device.large"), ("state", "host.ragged")}
-    assert len(damaged(report)) == 3
-    # A link is followed by nobody.
-    lanes[0].rename(tmp_path / "kept")
-    lanes[0].symlink_to(tmp_path / "kept")
-    report = ckpt.sync.verify(root / "final")
-    assert len(damaged(report)) == 2
-    assert not hit(report)
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 7), st.integers(1, 7)), min_size=0, max_size=4),
     st.sampled_from([1, 2, 8]),
@@ -689,14 +641,6 @@ def test_no_path_that_leads_out_of_a_step_is_followed(
     report = verified(storage, "s", deep=True)
     assert damaged(report) == {"ckpt.json"} | (set() if lists else {"."})
     assert storage.paths == {"", "ckpt.json", *files_of(honest)}
-
-
-def test_an_old_layout_is_not_mapped_where_the_store_refuses_a_file() -> None:
-    bad = "state/manifest.ocdbt"
-    storage = Watched(GOLDEN / "v1", lambda path: path == bad)
-    [problem] = verified(storage, "final", deep=True).problems
-    assert (problem.file, problem.leaf) == (bad, None)
-    assert "cannot be told" in problem.message
 
 
 # --- How it runs ----------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import ckpt
 import ckpt.sync
+from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import restore_items
 from ckpt._format.manifest import decode, encode
 from ckpt._settings import Staging
@@ -154,8 +155,8 @@ async def restored(target: Any) -> tuple[Any, list[Any]]:
     storage, entry = open_entry(root / "x", follow=True)
     manifest = await read_manifest(storage, entry)
     wanted = wanted_items(manifest, target, None, ckpt.Adapt(extra="ignore"))
-    parts = (engine.handlers, engine.arena, engine.buffers, engine.observers)
-    found = await restore_items(manifest, storage, entry, wanted, *parts, index, count)
+    restore = RestoreContext(storage, entry, manifest, engine, engine.observers, index, count)
+    found = await restore_items(restore, wanted)
     return found["state"], events
 
 

@@ -16,12 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.fake_devices import devices_of
 from ckpt._engine.restore import shared_reads as broadcast
-from ckpt._engine.restore.chunk_sources import BlockReader, DataFiles
-from ckpt._engine.restore.read_units import Granule, extents_of, lots_of
-from ckpt._engine.restore.shared_reads import Broadcast, SharedReads
+from ckpt._engine.restore.shared_reads import BlockReader, Broadcast, SharedReads
 from ckpt._events import EventRecorder
-from ckpt._format.manifest import ItemEntry, LeafEntry
-from ckpt._plan.chunk_reads import plan_chunk_reads
+from ckpt._format.manifest import LeafEntry
+from ckpt._plan.chunk_reads import plan_chunk_reads, plan_requests
 from ckpt._plan.multihost.read_groups import Grouping
 from ckpt._plan.targets import ArrayRead, ArrayTarget
 from ckpt.coordination._memory import MemoryKeyValues
@@ -51,7 +49,6 @@ LEAF = LeafEntry(
     offsets=OFFSETS,
     lengths=LENGTHS,
 )
-ENTRY = ItemEntry(handler="pytree", data_files=["d/a"])
 
 
 @dataclass
@@ -166,33 +163,25 @@ async def restored(peers: Peers, read_block: BlockReader, recorder: EventRecorde
     whole = replace(read, target=ArrayTarget("numpy", target.dtype))
     chunks = [
         each
-        for each in plan_chunk_reads([LEAF], [(0, whole)])
+        for each in plan_chunk_reads([LEAF], [whole])
         if each.number // 3 == peers.index // MEMBERS
     ]
 
     async def act(operation: Any) -> None:
         shared = Broadcast(peers, operation, 1 << 20, None)  # type: ignore[arg-type]
-        groupings = shared.groupings([LEAF], [read])
-        ((grouping, units),) = lots_of([], chunks, groupings, {groupings["a"]: 1}).items()
-        files = DataFiles(read_block, ENTRY, None)  # type: ignore[arg-type]
+        grouping = shared.groupings([LEAF], [read])["a"]
+        requests = plan_requests(chunks, ["d/a"], 1)
 
         async def take(block: BlockReader, numbers: range) -> None:
-            for unit in (units[number] for number in numbers):
-                assert isinstance(unit, list)
-                await _take(unit, files, block, found)
+            for source in (requests[number].source for number in numbers):
+                await block(source.path, source.start, found[source.start : source.end].data)
 
-        reads = SharedReads(shared, files, read_block, None, recorder)  # type: ignore[arg-type]
-        assert grouping is not None
-        await reads.read(grouping, units, take)
+        reads = SharedReads(shared, read_block, None, recorder)  # type: ignore[arg-type]
+        await reads.read(grouping, requests, take)
         await shared.finish()
 
     await peers.all_or_none("restore", "the restore", act)
     return [found[OFFSETS[chunk.number] :][: LENGTHS[chunk.number]] for chunk in chunks]
-
-
-async def _take(unit: Granule, files: DataFiles, block: BlockReader, found: Any) -> None:
-    for extent in extents_of(unit, files):
-        await block(extent.path, extent.start, found[extent.start : extent.end].data)
 
 
 async def run(

@@ -4,11 +4,8 @@
 
 Every byte of what it writes is committed below `golden/v1-data-files/`, and `test_golden.py` checks
 that it stays readable, as it does for every earlier set. Those are never written again, and this
-script refuses to: they stand for what is on the disks of users.
-
-`v1` was written when array data went into TensorStore's own databases, one for each lane; nothing
-else reads those any more. A new format version, or another way of writing an old one, gets a set of
-its own.
+script refuses to: they stand for what is on the disks of users. A new format version, or another
+way of writing an old one, gets a set of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from ckpt._plan import chunking
 
 GOLDEN = Path(__file__).parent / "golden"
 # Sets by name; the last is what this script writes.
-SETS = ("v1", "v1-data-files")
+SETS = ("v1-data-files",)
 STEP = 5
 METRICS = {"loss": 0.125, "steps per second": 3, "diverged": float("inf")}
 METADATA = {"git": "0f5e", "tags": ["golden", None, True], "rate": 1e-4}

@@ -35,10 +35,9 @@ from make_golden import (
 import ckpt
 from tests.support.trees import abstract
 
-LANES, DATA_FILES = (GOLDEN / name for name in SETS)
+(DATA_FILES,) = (GOLDEN / name for name in SETS)
 SHARDS = DATA_FILES / "shards"
-CHECKPOINTS = [LANES / "final", LANES / "run" / str(STEP)]
-CHECKPOINTS += [DATA_FILES / "final", DATA_FILES / "run" / str(STEP), SHARDS]
+CHECKPOINTS = [DATA_FILES / "final", DATA_FILES / "run" / str(STEP), SHARDS]
 TRAILER = b',"checksum":"xxh3_128:'
 
 each_checkpoint = pytest.mark.parametrize(
@@ -271,15 +270,7 @@ def test_the_same_trees_are_described_in_the_same_way(golden: Path, tmp_path: Pa
 # -- what is special to a set ---------------------------------------------------------------------
 
 
-def test_the_first_set_lies_in_databases_of_lanes() -> None:
-    """Where the manifest has no places of chunks, the database alone has."""
-    for checkpoint in CHECKPOINTS[:2]:
-        assert all("data_files" not in item for item in manifest_of(checkpoint)["items"].values())
-        assert all("offsets" not in leaf for _, leaf in array_leaves(checkpoint))
-    assert len(list((LANES / "final" / "state").glob("lane_0_*"))) > 1
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS[2:], ids=lambda path: path.name)
+@each_checkpoint
 def test_a_chunk_lies_in_a_data_file_at_its_offset(checkpoint: Path) -> None:
     manifest = manifest_of(checkpoint)
     files = {item: manifest["items"][item].get("data_files", []) for item in manifest["items"]}
@@ -302,10 +293,9 @@ def test_a_chunk_lies_in_a_data_file_at_its_offset(checkpoint: Path) -> None:
         assert all(f"{item}/{path}" in manifest["files"] for path in paths)
         unused = {number for number in range(len(paths)) if (item, number) not in used}
         assert len(unused) <= (item in scalars)
-        assert not list((checkpoint / item).glob("lane_*"))
 
 
-def test_the_second_set_has_several_data_files_and_chunks_that_cross_shards() -> None:
+def test_the_sharded_state_has_several_data_files_and_chunks_that_cross_shards() -> None:
     item = manifest_of(SHARDS)["items"]["state"]
     leaves = {leaf["name"]: leaf for leaf in item["leaves"]}
     assert len(item["data_files"]) > 2

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from benchmarks.fake_devices import devices_of
 from ckpt._format.regions import whole
+from ckpt._plan.chunk_reads import ByteRange
 from ckpt._plan.multihost.read_groups import (
-    ByteRange,
     ReadBatch,
     fill,
     groupings_of,
@@ -29,29 +29,29 @@ FILES = {
     for number, name in enumerate(("d/a", "d/b"))
 }
 
-extents = st.builds(
+ranges = st.builds(
     lambda path, start, length: ByteRange(path, start, min(start + length, SIZE)),
     st.sampled_from(sorted(FILES)),
     st.integers(0, SIZE - 1),
     st.sampled_from([1, 2, 100, 4096, 9000, 30_000]),
 )
-units = st.lists(st.lists(extents, min_size=1, max_size=4), max_size=8)
+requests = st.lists(ranges, max_size=16)
 
 
-@given(units, st.sampled_from([1, 5000, 20_000, 1 << 20]))
-def test_batches_hold_all_units_in_order(units: list[list[ByteRange]], capacity: int) -> None:
-    batches = fill(units, capacity)
-    assert [number for batch in batches for number in batch.units] == list(range(len(units)))
+@given(requests, st.sampled_from([1, 5000, 20_000, 1 << 20]))
+def test_batches_hold_all_requests_in_order(requests: list[ByteRange], capacity: int) -> None:
+    batches = fill(requests, capacity)
+    assert [number for batch in batches for number in batch.requests] == list(range(len(requests)))
     for batch in batches:
-        assert batch.units
-        assert batch.nbytes <= capacity or len(batch.units) == 1
+        assert batch.requests
+        assert batch.nbytes <= capacity or len(batch.requests) == 1
 
 
-@given(units, st.integers(2, 5), st.sampled_from([5000, 1 << 20]))
+@given(requests, st.integers(2, 5), st.sampled_from([5000, 1 << 20]))
 def test_what_members_read_is_what_all_of_them_find(
-    units: list[list[ByteRange]], members: int, capacity: int
+    requests: list[ByteRange], members: int, capacity: int
 ) -> None:
-    for batch in fill(units, capacity):
+    for batch in fill(requests, capacity):
         share = -(-batch.nbytes // members)
         memory = np.zeros(share * members, np.uint8)
         read = 0
@@ -65,11 +65,10 @@ def test_what_members_read_is_what_all_of_them_find(
                 read += part.nbytes
         # Nothing twice.
         assert read == batch.nbytes
-        for number in batch.units:
-            for each in units[number]:
-                at = batch.place(each.path, each.start, each.end - each.start)
-                found = memory[at : at + each.end - each.start]
-                assert (found == FILES[each.path][each.start : each.end]).all()
+        for each in (requests[number] for number in batch.requests):
+            at = batch.place(each.path, each.start, each.nbytes)
+            found = memory[at : at + each.nbytes]
+            assert (found == FILES[each.path][each.start : each.end]).all()
 
 
 def test_what_nearly_touches_is_read_at_once_and_what_is_not_there_is_not_found() -> None:
@@ -83,11 +82,11 @@ def test_what_nearly_touches_is_read_at_once_and_what_is_not_there_is_not_found(
 
 
 def test_only_the_same_reads_have_the_same_key() -> None:
-    one, two = [[ByteRange("a", 0, 10)]], [[ByteRange("a", 0, 11)]]
+    one, two = [ByteRange("a", 0, 10)], [ByteRange("a", 0, 11)]
     assert shares_key(fill(one, 100)) == shares_key(fill(one, 100))
     assert shares_key(fill(one, 100)) != shares_key(fill(two, 100))
     # Other batches would be other rounds.
-    both = [*one, [ByteRange("a", 9000, 9010)]]
+    both = [*one, ByteRange("a", 9000, 9010)]
     assert shares_key(fill(both, 1 << 20)) != shares_key(fill(both, 10))
 
 

@@ -1,4 +1,4 @@
-"""What is read at once where processes share reads, and what is too large to be shared."""
+"""What is read at once, and what is too large to be shared between processes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.fake_devices import devices_of
-from ckpt._engine.restore.chunk_sources import DataFiles
-from ckpt._engine.restore.read_units import extents_of, lots_of, sorted_out
 from ckpt._engine.restore.shared_reads import Broadcast
-from ckpt._format.manifest import ItemEntry, LeafEntry
+from ckpt._format.manifest import LeafEntry
 from ckpt._format.regions import whole
-from ckpt._plan.chunk_reads import plan_chunk_reads
+from ckpt._plan.chunk_reads import plan_chunk_reads, plan_requests
 from ckpt._plan.targets import ArrayRead, ArrayTarget
 from ckpt._plan.virtual_arrays import ArraySlice
 
@@ -45,27 +43,63 @@ def read_of(leaf: LeafEntry, sharding: Any = None) -> ArrayRead:
 def test_the_padding_of_chunks_counts_for_what_is_read_at_once() -> None:
     """Of every chunk a hundredth is wanted, but all of it has to be read."""
     leaf = leaf_of((100 * 100, 1), (100, 100))
-    chunks = plan_chunk_reads([leaf], [(0, read_of(leaf))])
-    (units,) = lots_of([], chunks, {}, {None: 50_000}).values()
-    entry = ItemEntry(handler="pytree", data_files=["d/a"])
-    files = DataFiles(_nothing, entry, None)  # type: ignore[arg-type]
-    sizes = [sum(each.end - each.start for each in extents_of(unit, files)) for unit in units]
+    chunks = plan_chunk_reads([leaf], [read_of(leaf)])
+    requests = plan_requests(chunks, ["d/a"], 50_000)
+    sizes = [each.source.nbytes for each in requests]
     assert sum(sizes) >= 100 * 9_901
     assert max(sizes) <= 50_000
+    assert len(sizes) < 30
+    assert sum(each.nbytes for each in requests) == 100 * 100
 
 
-async def _nothing(path: str, offset: int, target: memoryview) -> None:
-    """Read nothing."""
-
-
-def test_packed_leaves_that_are_wanted_twice_are_not_read_in_runs() -> None:
+def test_a_packed_leaf_that_is_wanted_twice_is_read_once() -> None:
     leaf = leaf_of((8,), (8,), packed=True)
     once, part = read_of(leaf), ArraySlice(0, whole((8,)), whole((8,)))
-    packed, others = sorted_out([leaf], [once])
-    assert ([each.number for each in packed], others) == ([0], [])
     for reads in ([once, once], [once, replace(once, leaf=None, pieces=(part,))]):
-        packed, others = sorted_out([leaf], reads)
-        assert (packed, [number for number, _ in others]) == ([], [0, 1])
+        [request] = plan_requests(plan_chunk_reads([leaf], reads), ["d/a"], MIB)
+        [chunk] = request.chunks
+        assert [use.read for use in chunk.uses] == [0, 1]
+
+
+def small_leaves(offsets: list[int], nbytes: int = 100) -> list[LeafEntry]:
+    return [
+        leaf_of((nbytes,), (nbytes,), packed=True, offsets=[offset]).model_copy(
+            update={"name": str(number)}
+        )
+        for number, offset in enumerate(offsets)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "limit", "ranges"),
+    [
+        ([0, 100, 200], MIB, [(0, 300)]),
+        ([200, 0, 100], MIB, [(0, 300)]),
+        ([0, 100, 200], 200, [(0, 200), (200, 300)]),
+        ([0, 100, 200], 1, [(0, 100), (100, 200), (200, 300)]),
+        # Gaps are read over up to 64 KiB.
+        ([0, 100 + (64 << 10)], MIB, [(0, 200 + (64 << 10))]),
+        ([0, 101 + (64 << 10)], MIB, [(0, 100), (101 + (64 << 10), 201 + (64 << 10))]),
+        # A manifest may lie: the bytes of all chunks are within the range.
+        ([0, 0, 50], MIB, [(0, 150)]),
+    ],
+)
+def test_small_chunks_that_are_neighbours_are_read_at_once(
+    offsets: list[int], limit: int, ranges: list[tuple[int, int]]
+) -> None:
+    leaves = small_leaves(offsets)
+    reads = [replace(read_of(leaf), leaf=number) for number, leaf in enumerate(leaves)]
+    requests = plan_requests(plan_chunk_reads(leaves, reads), ["d/a"], limit)
+    assert [(each.source.start, each.source.end) for each in requests] == ranges
+    assert {each.source.path for each in requests} == {"d/a"}
+    assert sum(len(each.chunks) for each in requests) == len(leaves)
+
+
+def test_large_chunks_are_read_singly_and_in_the_order_of_their_arrays() -> None:
+    size = 2 * MIB
+    leaf = leaf_of((4, size), (1, size), offsets=[3 * size, 2 * size, size, 0])
+    requests = plan_requests(plan_chunk_reads([leaf], [read_of(leaf)]), ["d/a"], 64 * MIB)
+    assert [each.source.start for each in requests] == [3 * size, 2 * size, size, 0]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +110,6 @@ def test_packed_leaves_that_are_wanted_twice_are_not_read_in_runs() -> None:
         (leaf_of((8, MIB * 3 // 4), (1, MIB * 3 // 4)), False),
         (leaf_of((8, MIB), (1, MIB), codec="zstd", lengths=[MIB // 2] * 8), True),
         (leaf_of((8, MIB), (1, MIB), codec="zstd", lengths=[*[9] * 7, MIB * 3 // 4]), False),
-        (leaf_of((8, 8), (8, 8), offsets=[]), False),
     ],
 )
 def test_only_chunks_that_fit_into_a_batch_are_shared(leaf: LeafEntry, is_shared: bool) -> None:
@@ -87,6 +120,6 @@ def test_only_chunks_that_fit_into_a_batch_are_shared(leaf: LeafEntry, is_shared
     assert list(found) == (["a"] if is_shared else [])
     for grouping in found.values():
         # Two of them at least go into a batch; and the staging budget is that of everybody.
-        assert broadcast.unit_bytes(grouping, 4) == broadcast.capacity(grouping) // 2
+        assert broadcast.request_bytes(grouping, 4) == broadcast.capacity(grouping) // 2
         peers.budget_bytes = 4000
-        assert broadcast.unit_bytes(grouping, 4) == 1000
+        assert broadcast.request_bytes(grouping, 4) == 1000

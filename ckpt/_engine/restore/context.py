@@ -1,0 +1,56 @@
+"""What the items of one restore share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import anyio
+
+from ckpt._engine.engine import Engine
+from ckpt._engine.restore.shared_reads import Broadcast
+from ckpt._events import EventRecorder, Observer
+from ckpt._format.manifest import Manifest
+from ckpt.storage._base import Storage
+from ckpt.storage._manifests import lies_in
+
+__all__ = ["RestoreContext"]
+
+# Requests in progress, of all items: enough to keep two cores and the queue of a disk busy.
+CONCURRENT_REQUESTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreContext:
+    """What the items of one restore share.
+
+    Attributes:
+        storage: Where the step is.
+        entry: Its directory there.
+        manifest: Its manifest.
+        engine: Handlers, and memory.
+        observers: Receive the timed phases.
+        process: Number of this process in its job.
+        processes: How many processes the job has.
+        broadcast: How they share what they read; None where each reads what it needs.
+        slots: Taken by every request in progress.
+    """
+
+    storage: Storage
+    entry: str
+    manifest: Manifest
+    engine: Engine
+    observers: tuple[Observer, ...]
+    process: int = 0
+    processes: int = 1
+    broadcast: Broadcast | None = None
+    slots: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(CONCURRENT_REQUESTS))
+
+    @property
+    def folder(self) -> str:
+        """Where the files of the step are."""
+        return lies_in(self.entry, self.manifest)
+
+    @property
+    def recorder(self) -> EventRecorder:
+        """Takes the timed phases."""
+        return EventRecorder("restore", self.manifest.step, self.observers)
