@@ -1,28 +1,111 @@
-"""`Commit`: the one handle of a save that goes on in the background."""
+"""`Commit`: the handle of a save that goes on in the background, and what it tells of the save."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from ckpt._format.manifest import (
-    Manifest,
-)
+from ckpt._format.manifest import Manifest
 from ckpt._runtime.futures import settled, settled_here
-from ckpt._statistics import SaveStatistics, Stopwatch, of_manifest
 from ckpt.errors import CommitTimeoutError
 
-__all__ = ["Commit", "CommitHooks", "Progress", "Stage", "StepInfo", "step_info"]
+__all__ = [
+    "Commit",
+    "CommitHooks",
+    "Progress",
+    "SaveStatistics",
+    "Stage",
+    "StepInfo",
+    "Stopwatch",
+    "step_info",
+]
 
 logger = logging.getLogger("ckpt")
 
 Stage = Literal["waiting", "staging", "writing", "publishing", "done", "failed", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStatistics:
+    """Where the time of a save went, in seconds; None where that is not known.
+
+    A commit tells all of them. The manifest of a step is written before the last two are known, so
+    its metadata tells the others.
+
+    Attributes:
+        blocked: From the call of `save` until it could return.
+        waited: Waiting for earlier saves: for their snapshots before this one's, and for their
+            commits before anything was written.
+        staged: From the call of `save` until everything was in host memory.
+        written: From the call of `save` until all data was durable.
+        merged: Writing what ties the step together: views and manifest.
+        published: Giving the step its name, durably.
+    """
+
+    blocked: float | None = None
+    waited: float | None = None
+    staged: float | None = None
+    written: float | None = None
+    merged: float | None = None
+    published: float | None = None
+
+
+# The ones that a manifest tells.
+_EARLY = ("blocked", "waited", "staged", "written")
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Takes the times of one save while it goes on.
+
+    Attributes:
+        began: When it was called, by `time.perf_counter`.
+        taken: What is known so far.
+    """
+
+    began: float = field(default_factory=time.perf_counter)
+    taken: SaveStatistics = field(default_factory=SaveStatistics)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the save was called."""
+        return time.perf_counter() - self.began
+
+    def note(self, **seconds: float) -> None:
+        """Take these times, by the names of `SaveStatistics`."""
+        self.taken = replace(self.taken, **seconds)
+
+    @contextlib.contextmanager
+    def taking(self, name: str) -> Iterator[None]:
+        """Take the time of the body under this name."""
+        began = time.perf_counter()
+        yield
+        self.note(**{name: time.perf_counter() - began})
+
+    def add_wait(self, seconds: float) -> None:
+        """Take a time in which the save waited for others."""
+        self.note(waited=(self.taken.waited or 0.0) + seconds)
+
+    def add_blocked(self, began: float) -> None:
+        """Take the time since `began` as one in which a caller was blocked."""
+        self.note(blocked=(self.taken.blocked or 0.0) + time.perf_counter() - began)
+
+    def early(self) -> dict[str, float]:
+        """Return what is known before the manifest is written, for the manifest."""
+        return {name: t for name in _EARLY if (t := getattr(self.taken, name)) is not None}
+
+
+def _told_by(early: Mapping[str, float]) -> SaveStatistics | None:
+    """Return what a manifest tells; None of a step that has no statistics."""
+    known = {name: early[name] for name in _EARLY if name in early}
+    return SaveStatistics(**known) if known else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +114,7 @@ class StepInfo:
 
     Attributes:
         step: The step, or None for a one-shot checkpoint.
-        path: Where it lies.
+        path: Where it is.
         nbytes: Logical bytes of its arrays.
         items: Names of its items.
         metrics: Metrics given to `save`, or None.
@@ -276,11 +359,11 @@ class CommitHooks:
 
 
 def step_info(manifest: Manifest, path: str, statistics: SaveStatistics | None = None) -> StepInfo:
-    """Return the summary of a committed step that lies at `path`.
+    """Return the summary of a committed step at `path`.
 
     Args:
         manifest: Its manifest.
-        path: Where it lies.
+        path: Where it is.
         statistics: Where the time of the save went; None for what the manifest tells.
     """
     metrics = manifest.metrics
@@ -293,5 +376,5 @@ def step_info(manifest: Manifest, path: str, statistics: SaveStatistics | None =
         metadata=manifest.metadata,
         created=StepInfo.time_of(manifest.created_ns),
         committed=StepInfo.time_of(manifest.committed_ns),
-        statistics=statistics or of_manifest(manifest.statistics),
+        statistics=statistics or _told_by(manifest.statistics),
     )

@@ -89,7 +89,7 @@ class CheckpointManager(ManagerBase):
         An interrupt while it waits stops the save and removes it.
         """
         self._loop.check_caller()
-        commit, job, staged = self._service.start_save(
+        commit, job, staged = self._service.saves.start(
             step, state, items, metrics, metadata, force=force, overwrite=overwrite
         )
         try:

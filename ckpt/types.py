@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ckpt._api.partial import PartialSave, SyncPartialSave
 from ckpt._api.watch import SyncWatch, Watch
+from ckpt._commit import SaveStatistics
 from ckpt._engine.verify.report import Problem, VerifyReport
-from ckpt._statistics import SaveStatistics
 from ckpt._steps.pins import Pin
 from ckpt._steps.step_metadata import ItemInfo, LeafInfo
 

@@ -130,7 +130,7 @@ class ManagerBase:
         engine = make_engine(staging, handlers, observers, formats, clock)
         peers = make_peers(coordinator, timeouts, storage.location, engine)
         one_of("backlog", backlog, get_args(BacklogPolicy))
-        if backlog == "supersede" and not peers.is_alone:
+        if backlog == "supersede" and peers is not None:
             what = f"'wait' or 'skip', since the {peers.count} processes of this job might differ"
             raise invalid("backlog", backlog, f"{what} in which save they give up")
         given: object = metadata
@@ -152,7 +152,7 @@ class ManagerBase:
             preemption=Preemption(preemption_signals),
             peers=peers,
         )
-        run_at_exit(self._service.finish_at_exit)
+        run_at_exit(self._service.saves.finish_at_exit)
         weakref.finalize(self, self._loop.stop).atexit = False
 
     @property
@@ -285,7 +285,7 @@ class CheckpointManager(ManagerBase):
 
         Cancellation: the save is stopped and removed before the cancellation continues.
         """
-        commit, job, staged = self._service.start_save(
+        commit, job, staged = self._service.saves.start(
             step, state, items, metrics, metadata, force=force, overwrite=overwrite
         )
         try:

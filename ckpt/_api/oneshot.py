@@ -14,8 +14,9 @@ from ckpt._arguments import instance_of
 from ckpt._commit import Commit, CommitHooks, StepInfo, step_info
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import restore_items
-from ckpt._engine.save.multihost import MultihostSave
-from ckpt._engine.save.request import SaveRequest
+from ckpt._engine.save.multihost import JointSave, MultihostSave, SoloSave
+from ckpt._engine.save.pipeline import save_step
+from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._engine.verify.pipeline import verify_entry
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._plan.adapt import Adapt
@@ -23,9 +24,8 @@ from ckpt._plan.format_rules import Formats
 from ckpt._runtime.loop import EngineLoop
 from ckpt._settings import Staging, Timeouts
 from ckpt._steps.factory import job_of, make_engine, make_peers
-from ckpt._steps.late_statistics import statistics_of
 from ckpt._steps.restore_requests import result_of, wanted_items
-from ckpt._steps.saves.overwrite import make_way, save_entry
+from ckpt._steps.saves.overwrite import make_way, with_plain_metrics
 from ckpt._steps.saves.requests import make_request
 from ckpt._steps.step_metadata import StepMetadata, describe_step
 from ckpt.coordination._base import Coordinator
@@ -187,32 +187,27 @@ def save_call(
 
     async def call() -> StepInfo:
         began = time.perf_counter()
-        if peers.own_disks:
+        joint: JointSave
+        if peers is None:
+            joint = SoloSave(engine.arena.capacity)
+        elif peers.own_disks:
             raise InvalidArgumentError(
                 "processes with disks of their own (OwnDisks) can only save with a manager, which "
                 "keeps track of all disks: use CheckpointManager(coordinator=...)"
             )
-        kind = f"save-{entry}"
-        turn = peers.turn(kind)
-        operation = await peers.operation(kind, turn, f"the save of {entry}")
-        joint = MultihostSave(operation, peers.team, peers.budget_bytes)
-        # No one else sees this commit: the call itself returns or raises its outcome.
+        else:
+            joint = MultihostSave(peers, f"save-{entry}", f"the save of {entry}")
+        # Nobody holds this commit: the call itself returns or raises its outcome.
         hooks = CommitHooks(Commit(None, lambda: None))
-        try:
-            async with joint.watched():
+        async with joint.taking_part():
+            async with joint.busy():
                 if joint.publishes:
-                    async with joint.busy():
-                        await storage.prepare()
-                        await storage.sweep()
-                        await make_way(storage, request)
-                manifest = await save_entry(engine, storage, request, hooks, joint)
-        except BaseException as error:
-            told = await joint.settle(error)
-            if told is error:
-                raise
-            raise told from error
-        finally:
-            await peers.ended(operation)
+                    await storage.prepare()
+                    await storage.sweep()
+                    await make_way(storage, request)
+                whole = await with_plain_metrics(request)
+            call = SaveCall(whole.items, whole.unnamed, began=hooks.watch.began)
+            manifest = await save_step(engine, storage, whole, hooks, SaveCalls.of(call), joint)
         info = step_info(manifest, f"{storage.location}/{entry}", hooks.watch.taken)
         logger.info("saved %s: %d bytes in %.2f s", entry, info.nbytes, time.perf_counter() - began)
         return info
@@ -260,8 +255,7 @@ def metadata_call(path: PathLike) -> Call[StepMetadata]:
     async def call() -> StepMetadata:
         manifest = await read_manifest(storage, entry)
         where = f"{storage.location}/{entry}"
-        statistics = await statistics_of(storage, entry, manifest)
-        return await anyio.to_thread.run_sync(describe_step, manifest, where, statistics)
+        return await anyio.to_thread.run_sync(describe_step, manifest, where)
 
     return call
 

@@ -1,4 +1,4 @@
-"""What happens at interpreter exit to saves nobody waited for, and to the exit status.
+"""Interpreter exit: finishes saves that were not waited for, and sets the exit status.
 
 `atexit` is too late: by then Python has shut down its executors, and background I/O fails. The hook
 used here runs before that, while everything still works. It is the one `concurrent.futures` itself
@@ -19,8 +19,8 @@ from typing import Any
 __all__ = ["fail_exit", "run_at_exit"]
 
 
-# Who wants to be called, oldest first. A hook of Python's cannot be taken back: one for each object
-# would stay when the object has gone.
+# What to call, oldest first. One hook serves all objects, because a hook cannot be taken back and
+# would outlive its object.
 _CALLS: weakref.WeakKeyDictionary[object, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 # Set when the main thread has ended; never unset.
 _ENDED = threading.Event()
@@ -87,7 +87,7 @@ def fail_exit() -> None:
 
 
 def _spoil_standard_error() -> None:
-    # Where it is None nobody would be told either. After an uncaught error the status is 1 anyway.
+    # None: there is no stream to spoil. After an uncaught error the status is 1 anyway.
     if _FAILED.is_set() and sys.stderr is not None and getattr(sys, "last_value", None) is None:
         sys.stderr = _Unflushable(sys.stderr)
 

@@ -1,4 +1,4 @@
-"""Waiting for what happens in another thread, from any event loop, without polling.
+"""Futures between threads: waiting for another thread from any event loop, without polling.
 
 `concurrent.futures.Future` is the one currency between threads here: it can be waited for from a
 plain thread, and through `settled` from any asyncio or trio task.
@@ -63,10 +63,10 @@ def settled_here(future: Future[Any], timeout: float | None = None) -> bool:
 
 
 class _WakeUp:
-    """Is rung by one thread, and heard by another one, which may be interrupted at any moment.
+    """Wakes one thread from another; it can be interrupted at any moment.
 
-    That one waits for a single lock, in a single step. The waits of `threading` and of
-    `concurrent.futures` take and give back several locks, in Python: an interrupt in between can
+    The waiting thread takes a single lock in a single step. The waits of `threading` and of
+    `concurrent.futures` take and release several locks, in Python: an interrupt in between can
     leave one taken that the other thread needs, and both wait for ever.
     """
 

@@ -1,4 +1,4 @@
-"""The engine's thread: one private event loop and one task group, whatever the caller does.
+"""`EngineLoop`: a thread with a private event loop and one task group, in which all work is done.
 
 Byte work never runs on a caller's loop: a train step that blocks its loop for seconds does not
 stall a commit, and the plain, the threaded and the asyncio API are the same calls from here on.

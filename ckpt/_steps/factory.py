@@ -14,7 +14,7 @@ from ckpt._events import Observer
 from ckpt._plan.format_rules import Formats, compile_formats
 from ckpt._settings import Staging, Timeouts
 from ckpt.coordination._base import Coordinator, KeyValues
-from ckpt.coordination._default import default_coordinator
+from ckpt.coordination._jobs import default_coordinator
 from ckpt.coordination._peers import Peers
 from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike, find_handlers
@@ -44,9 +44,15 @@ def make_engine(
 
 def make_peers(
     coordinator: Coordinator | None, timeouts: Timeouts, location: str, engine: Engine
-) -> Peers:
-    """Return the processes of the job that `coordinator` describes, or else `jax.distributed`."""
-    return Peers(job_of(coordinator), timeouts.coordination, location, engine.arena.capacity)
+) -> Peers | None:
+    """Return the processes of the job that `coordinator` describes, or None if this one is alone.
+
+    Without a coordinator it is the job of `jax.distributed`.
+    """
+    job = job_of(coordinator)
+    if job.process_count == 1:
+        return None
+    return Peers(job, timeouts.coordination, location, engine.arena.capacity)
 
 
 def job_of(coordinator: Coordinator | None) -> Coordinator:

@@ -1,4 +1,4 @@
-"""The committed steps of a root: which there are, and what lists and policies ask of them.
+"""`StepIndex`: the committed steps of a root, for lists, lookups and policies.
 
 What a manifest said is remembered for as long as the file stays the same, which the store tells
 without reading it. The store is asked every time, so nothing that others do to a root is missed:
@@ -7,10 +7,12 @@ with 10,000 steps the first look takes about 0.2 s, and every later one 0.06 s.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ckpt._arguments import check_step
 from ckpt._format.manifest import (
     FILE_NAME,
     MAX_BYTES,
@@ -61,6 +63,11 @@ class StepIndex:
         self._names = names
         self._known: dict[str, tuple[Hashable, IndexedStep | None]] = {}
 
+    @property
+    def location(self) -> str:
+        """Where the root is, for messages."""
+        return self._storage.location
+
     def forget(self) -> None:
         """Forget every manifest, so that the next look reads it again."""
         self._known.clear()
@@ -94,6 +101,24 @@ class StepIndex:
             return None
 
         return await self._first_answer(look)
+
+    async def found(self, step: int | None) -> tuple[str, Manifest]:
+        """Return entry and manifest of `step`, or of the latest one.
+
+        Raises:
+            StepNotFoundError: There is no such step; says which there are.
+        """
+        if step is None:
+            latest = await self.latest_manifest()
+            if latest is None:
+                raise self.no_step()
+            return latest
+        step = check_step(step)
+        # The one that counts first; of several damaged ones, or foreign ones, the first tells.
+        for entry in await self.entries_of(step):
+            with contextlib.suppress(StepNotFoundError):
+                return entry, await read_manifest(self._storage, entry, step=step)
+        raise await self.not_found(step)
 
     async def latest_manifest(self) -> tuple[str, Manifest] | None:
         """Return entry and manifest of the greatest committed step, or None; reads each once.
@@ -147,6 +172,10 @@ class StepIndex:
             f"there is no such step; {self._storage.location} has {listed}", step=step
         )
 
+    def no_step(self) -> StepNotFoundError:
+        """Return the error that says that there is no step at all."""
+        return StepNotFoundError(f"{self._storage.location} has no committed step; save one first")
+
     async def _candidates(self) -> list[str]:
         """Return the names that may be steps: the greatest first, of one step the written one."""
         found = []
@@ -195,8 +224,8 @@ class StepIndex:
     async def _first_answer(self, look: Callable[[Sequence[str]], Awaitable[T | None]]) -> T | None:
         """Ask `look` about the names of a root that may be steps until it answers, or they stay.
 
-        A writer that keeps one step commits the next and deletes the one before. Who listed before
-        and looks afterwards finds none of what was listed, though there was a step all the time.
+        A writer that keeps one step commits the next and deletes the one before. A reader that has
+        listed before and looks afterwards finds nothing, though there was a step all the time.
 
         Args:
             look: Given the candidates, descending, returns its answer; None to list again.

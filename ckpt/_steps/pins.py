@@ -1,4 +1,4 @@
-"""Pins: steps that must not be deleted, for good or for as long as somebody reads them.
+"""Pins: steps that must not be deleted, for good or for as long as they are read.
 
 A pin is a note of the root, so everybody who uses the root knows it, on any store where what was
 written is read by all afterwards. An evaluator pins a step that a trainer may be deleting in the
@@ -160,7 +160,7 @@ async def pin(
     async def look() -> bool | None:
         return await is_committed() or None
 
-    # Under a lease: who gives up takes back what nobody else relies on.
+    # Under a lease: one that is given up takes nothing from other users.
     held = await hold(storage, step, look)
     if held is None:
         raise StepNotFoundError(
@@ -217,7 +217,7 @@ async def hold(
         # Deletions that begin from now on see the lease, so only these can take the step.
         marks = await _marks_on(storage, step)
         for _ in range(_LOOKS):
-            # Last of all: by then nobody is left who may take it.
+            # Last of all: by then no one may take it any more.
             found = await look()
             if anyio.current_time() > deadline:
                 found = None
@@ -297,7 +297,7 @@ async def _found(storage: Storage, *, forget: bool = False) -> list[_PinNote]:
         if match is None:
             continue
         brief = _BRIEF.match(match[2])
-        # What lies there for longer is somebody's mistake.
+        # A mark that is older than that was left behind.
         seconds = None if brief is None else min(float(brief[2]), LONGEST_LEASE_SECONDS)
         is_mark = brief is not None and brief[1] == "deleting"
         each = _PinNote(f"{_FOLDER}/{name}", int(match[1]), match[2], is_mark, seconds, age)

@@ -1,4 +1,4 @@
-"""What is deleted, and how: off the save path, never what is pinned or of somebody else."""
+"""The deletion of steps: off the save path, and never of pinned steps or other people's files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ import anyio
 from ckpt._arguments import check_step
 from ckpt._engine.save.item_removal import delete_item
 from ckpt._events import EventRecorder, Observer
-from ckpt._format.manifest import Manifest
+from ckpt._format.manifest import FILE_NAME, MAX_BYTES, Manifest, peek_files
 from ckpt._steps.index import IndexedStep, StepIndex
-from ckpt._steps.late_statistics import drop_late, keep_late, statistics_of
 from ckpt._steps.pins import deletion_of, pins, refuse_pinned
 from ckpt._steps.previous_steps import saved_step
-from ckpt._steps.saves.history import SaveHistory
-from ckpt._steps.saves.overwrite import is_ours, spare_others
 from ckpt.errors import (
+    CorruptCheckpointError,
     StepNotFoundError,
     StepPinnedError,
     StorageError,
@@ -35,9 +33,53 @@ from ckpt.policies import (
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import while_read
 
-__all__ = ["Retention"]
+__all__ = ["Retention", "is_ours", "spare_others"]
 
 logger = logging.getLogger("ckpt")
+
+_NAMED_FILES = 5
+
+
+async def is_ours(storage: Storage, entry: str) -> bool:
+    """Tell whether there is a manifest in an entry, damaged or not."""
+    try:
+        return await storage.read(entry, FILE_NAME, MAX_BYTES) is not None
+    except CorruptCheckpointError:
+        return True
+
+
+async def spare_others(storage: Storage, entry: str) -> None:
+    """Move files that the library did not write out of an entry that is going to be removed.
+
+    Does nothing if the manifest is damaged, since it lists what the library wrote; if another
+    writer replaces or removes the entry meanwhile; or if the store removes only what was written.
+    """
+    if storage.keeps_others:
+        return
+    try:
+        data = await storage.read(entry, FILE_NAME, MAX_BYTES)
+        known = None if data is None else await anyio.to_thread.run_sync(peek_files, data)
+        if known is None:
+            return
+        others = sorted((await storage.files(entry)).keys() - known)
+        # What was listed may be the files of a step that has taken the place of this one.
+        if not others or await storage.read(entry, FILE_NAME, MAX_BYTES) != data:
+            return
+    except CorruptCheckpointError:
+        return
+    except StorageError:
+        if await storage.exists(entry):
+            raise
+        return
+    folder = await storage.set_aside(entry, others)
+    logger.warning(
+        "%d files in %s/%s were not written by this library; they are in %s now: %s",
+        len(others),
+        storage.location,
+        entry,
+        folder,
+        ", ".join(others[:_NAMED_FILES]),
+    )
 
 
 class Retention:
@@ -51,7 +93,6 @@ class Retention:
         deletion: Deletion,
         observers: tuple[Observer, ...],
         now_ns: Callable[[], int],
-        moments: SaveHistory,
     ) -> None:
         """Keep the steps of `storage` that `policy` wants to have kept.
 
@@ -62,7 +103,6 @@ class Retention:
             deletion: How the others go.
             observers: Told of every deletion.
             now_ns: Tells the time, in Unix nanoseconds.
-            moments: Tell which step was acknowledged last.
         """
         self._storage = storage
         self._index = index
@@ -72,7 +112,8 @@ class Retention:
         self._trash = None if deletion.trash is None else os.fspath(deletion.trash)
         self._observers = observers
         self._now_ns = now_ns
-        self._moments = moments
+        # The step that was acknowledged last, or None; set by the saves.
+        self.newest: int | None = None
         # Made on the engine's loop. Held while steps are deleted after a commit, so that those of
         # several commits are not more than were asked for, and none is deleted twice.
         self._preserving: anyio.Lock | None = None
@@ -110,14 +151,14 @@ class Retention:
             await self._delete_all(going)
 
     async def superfluous(self, found: Mapping[int, IndexedStep]) -> dict[int, IndexedStep]:
-        """Return which of the steps there are the policy does not keep, and nobody has pinned.
+        """Return the steps that the policy does not keep and that are not pinned.
 
         What was acknowledged last stays, though older steps may be greater: after a run went back,
         its new steps are the ones it would resume from.
         """
         steps = [saved_step(each) for each in found.values()]
         kept = await anyio.to_thread.run_sync(steps_kept, self._policy, steps, self._now_ns() / 1e9)
-        always = {self._moments.newest}
+        always = {self.newest}
         if self._keeps_latest:
             always.add(max(found, default=None))
         going = {
@@ -138,7 +179,7 @@ class Retention:
                 except StepPinnedError:
                     logger.debug("step %d is kept: it was pinned just now", step)
                 except Exception as error:
-                    # One that cannot be deleted is no reason to leave the others.
+                    # The others are deleted all the same.
                     errors.append(error)
 
         async with anyio.create_task_group() as tasks:
@@ -206,13 +247,9 @@ class Retention:
         """
         step = check_step(manifest.step)
         async with self._deletion(step):
-            taken = await statistics_of(self._storage, entry, manifest)
             async with while_read(self._storage, entry, manifest):
                 await spare_others(self._storage, entry)
-            left = await delete_item(self._storage, entry, manifest, item)
-            if taken is not None:
-                with contextlib.suppress(StorageError):
-                    await keep_late(self._storage, entry, left.attempt, taken)
+            await delete_item(self._storage, entry, manifest, item)
         logger.info("deleted the item %r of step %d", item, step)
 
     async def _delete(self, step: int, entries: Mapping[str, str | None]) -> None:
@@ -229,8 +266,6 @@ class Retention:
                 else:
                     await spare_others(self._storage, entry)
                     is_gone = await self._storage.remove(entry, attempt=attempt)
-                if is_gone:
-                    await drop_late(self._storage, entry)
         if is_gone:
             where = "deleted" if trash is None else f"moved to {trash}:"
             logger.info("%s step %d in %.2f s", where, step, time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""What is said of a whole root: written once, beside the steps, where Orbax looks for it."""
+"""The metadata of a root: written once, beside the steps, where Orbax looks for it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ logger = logging.getLogger("ckpt")
 
 _NOTE = "metadata/_ROOT_METADATA"
 _MAX_BYTES = 16 << 20
-# How often somebody else may write them between a look and a write.
+# How often another writer may write it between a look and a write.
 _TRIES = 10
 
 
 async def write_root_metadata(storage: Storage, metadata: Mapping[str, Any] | None) -> None:
-    """Write the metadata of a root, unless somebody has; what is there stays.
+    """Write the metadata of a root, unless there is some; what is there stays.
 
     Where they may not be read, or are no metadata, a warning says so: no step needs them.
 
@@ -39,14 +39,14 @@ async def write_root_metadata(storage: Storage, metadata: Mapping[str, Any] | No
         except StorageError as error:
             if error.errno not in (errno.EACCES, errno.EPERM):
                 raise
-            logger.warning("the metadata of the root are left as they are: %s", error)
+            logger.warning("the metadata of the root is left as it is: %s", error)
             return
         if document is not None:
             await _add(storage, document, metadata or {})
             return
         if await storage.put_note(_NOTE, root_view(metadata or {}), replace=False):
             return
-        # Somebody was quicker; what they wrote decides.
+        # Another writer was quicker; what it wrote decides.
     logger.warning("%s/%s comes and goes; it was not written", storage.location, _NOTE)
 
 

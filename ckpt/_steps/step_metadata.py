@@ -1,4 +1,4 @@
-"""What `metadata()` returns: everything about a step but its array bytes. Needs no devices."""
+"""`StepMetadata`: all of a step but its array bytes, from `metadata()`; needs no devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from ckpt._format.manifest import (
 )
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.targets import key_shape
-from ckpt._statistics import SaveStatistics
 from ckpt._tree.flatten import unboxed_names
 from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, decode_scalar
 from ckpt._tree.table import (
@@ -100,7 +99,7 @@ class LeafInfo:
 
 @dataclass(frozen=True, slots=True)
 class ItemInfo:
-    """An item that is no tree. As a target it stands for the item as it was saved.
+    """An item that is not a tree. As a target it means the item as it was saved.
 
     Attributes:
         handler: Name of the handler that wrote it.
@@ -120,7 +119,7 @@ class StepMetadata:
     Attributes:
         info: Step, time stamps, sizes, metrics and user metadata.
         items: The tree of every item by name: `LeafInfo` for arrays, the values themselves for
-            Python scalars, `...` for functions; an `ItemInfo` for an item that is no tree.
+            Python scalars, `...` for functions; an `ItemInfo` for an item that is not a tree.
         leaves: The same flat: by item name, its leaves by leaf path.
         unnamed: Whether the step holds one object saved without a name.
         writer: Versions of the libraries that wrote it.
@@ -218,10 +217,8 @@ def _what(leaf: LeafInfo) -> str:
     return f"{leaf.dtype.name}{list(leaf.shape)}{host}"
 
 
-def describe_step(
-    manifest: Manifest, path: str, statistics: SaveStatistics | None = None
-) -> StepMetadata:
-    """Return the metadata of a committed step; needs no devices. Arguments as of `step_info`.
+def describe_step(manifest: Manifest, path: str) -> StepMetadata:
+    """Return the metadata of a committed step that lies at `path`; needs no devices.
 
     Raises:
         CorruptCheckpointError: The manifest contradicts itself.
@@ -243,7 +240,7 @@ def describe_step(
         unbuilt |= reasons
         flat[name] = MappingProxyType(dict(zip(paths, leaves, strict=True)))
     return StepMetadata(
-        info=step_info(manifest, path, statistics),
+        info=step_info(manifest, path),
         items=MappingProxyType(trees),
         leaves=MappingProxyType(flat),
         unnamed=manifest.unnamed,

@@ -8,11 +8,9 @@ process alone. Another one is an object with the methods of `Coordinator`, given
 from __future__ import annotations
 
 from ckpt.coordination._base import Coordinator, KeyValues
-from ckpt.coordination._default import default_coordinator
 from ckpt.coordination._jax_service import JaxDistributed
+from ckpt.coordination._jobs import OwnDisks, SingleProcess, default_coordinator
 from ckpt.coordination._memory import MemoryKeyValues
-from ckpt.coordination._own_disks import OwnDisks
-from ckpt.coordination._single import SingleProcess
 
 __all__ = [
     "Coordinator",

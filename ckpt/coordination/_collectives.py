@@ -1,14 +1,15 @@
-"""What processes do with operations: act on behalf of all, together, or tell each other values."""
+"""Operations as collectives: act for all processes, act together, or gather a value from each."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import anyio
 
-from ckpt.coordination._beats import beating
+from ckpt.coordination._heartbeat import beating
 from ckpt.coordination._operation import Operation
 from ckpt.errors import located
 
@@ -28,8 +29,9 @@ async def acted(operation: Operation, act: Callable[[], Awaitable[T]]) -> T:
     return value
 
 
-async def together(operation: Operation, act: Callable[[], Awaitable[T]]) -> T:
-    """Return what `act` gives here, once it has succeeded on all processes.
+@contextlib.asynccontextmanager
+async def together(operation: Operation) -> AsyncIterator[None]:
+    """Run the body on all processes; it succeeds on all of them, or fails on all.
 
     `operation` is either final then, or has failed.
 
@@ -41,7 +43,7 @@ async def together(operation: Operation, act: Callable[[], Awaitable[T]]) -> T:
         with located():
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(operation.watch)
-                result = await act()
+                yield
                 every = await operation.report(b"")
                 if every is not None:
                     await operation.decide()
@@ -53,7 +55,6 @@ async def together(operation: Operation, act: Callable[[], Awaitable[T]]) -> T:
         if told is error:
             raise
         raise told from error
-    return result
 
 
 async def gathered(operation: Operation, value: Any, name: str) -> list[Any]:

@@ -42,7 +42,7 @@ _CALLS = (
     "key_value_try_get_bytes",
 )
 _VALUES, _PARTS, _COUNTS = "ckpt/values", "ckpt/parts", "ckpt/counts"
-# How long one request waits for a value. Threads of waits that nobody wants any more last as long,
+# How long one request waits for a value. Threads of abandoned waits last as long,
 # and an operation that has ended leaves none: it has set all that it waited for.
 _POLL_SECONDS = 300.0
 _EXIT_SECONDS = 30.0
@@ -229,7 +229,7 @@ class _Shared:
             if not _is("DEADLINE_EXCEEDED", error):
                 failure = self._translated(error)
         with self._guard:
-            # First, so that whoever finds nothing here begins a new one.
+            # First, so that a caller that finds nothing here begins a new one.
             del self._polls[key]
         if failure is None:
             poll.set_result(value)

@@ -1,7 +1,7 @@
 """Values of any length in a store of short ones: compressed, and in parts where they are long.
 
 A value is stored as a head, and the parts that the head names. The parts are there before the head
-is, under a name that nobody else uses, so whoever sees the head can read all of it.
+is, under a unique name, so a process that sees the head can read all of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ckpt.errors import CoordinationError
 
 __all__ = ["PART_BYTES", "Part", "join", "split"]
 
-# gRPC takes messages of up to 4 MB where nobody has raised its limit, and a service that hands out
+# gRPC takes messages of up to 4 MB by default, and a service that hands out
 # long messages keeps everybody else waiting.
 PART_BYTES = 1 << 20
 _WORTH_COMPRESSING = 512

@@ -1,4 +1,4 @@
-"""Values shared by the tasks of one event loop, each of them a process of a make-believe job."""
+"""`MemoryKeyValues`: values shared by the tasks of one event loop, as if they were processes."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ import anyio.lowlevel
 from ckpt.coordination._base import KeyValues
 from ckpt.coordination._deadline import DeadlineKeyValues
 from ckpt.coordination._failures import pack_error, unpack_error
-from ckpt.coordination._pulse import Pulse
-from ckpt.coordination._signs import (
+from ckpt.coordination._heartbeat import (
+    Pulse,
     Signs,
     Stage,
     hello,

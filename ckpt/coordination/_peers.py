@@ -1,6 +1,18 @@
-"""The processes of a job that share a root: what they agree on, and what only the primary does.
+"""`Peers`: the processes of a job, as one manager sees them, and the operations they do together.
 
-A job of one process has no peers: everything here returns at once then.
+Every process makes the same calls, and each call that concerns all of them is one `Operation`. All
+processes have to find the same name for it without asking each other:
+
+    ckpt/opening/<root>/<n>           the n-th opening of this root by a manager
+    ckpt/<id>/<kind>/<turn>           what a manager does: its `turn`-th operation of this kind
+
+`n` is counted in the shared values, because processes may have opened the root before; the primary
+chooses `id` in the opening. The turns are counted here, in the order of the calls, so that no
+request is needed for them. They are counted by kind, and kinds name steps, so that a call that one
+process makes and another does not harms that step only.
+
+A process may come to an operation that the others have given up already, for want of it. It sees
+that its number is among the missing, and takes the next turn: that is the one the others are about.
 """
 
 from __future__ import annotations
@@ -10,21 +22,19 @@ import json
 import logging
 import uuid
 import weakref
-from collections.abc import Awaitable, Callable
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
 
 import anyio
 
 from ckpt._format.digests import digest
 from ckpt._format.manifest import JsonValue
-from ckpt._plan.ownership import ProcessGroup
 from ckpt.coordination._base import Coordinator
-from ckpt.coordination._collectives import acted, gathered, together
+from ckpt.coordination._collectives import acted, together
 from ckpt.coordination._failures import unpack_error
+from ckpt.coordination._heartbeat import introduce
+from ckpt.coordination._jobs import has_own_disks, name_of_disks
 from ckpt.coordination._operation import FAILED, Operation
-from ckpt.coordination._own_disks import has_own_disks, name_of_disks
-from ckpt.coordination._signs import introduce
 from ckpt.errors import CheckpointError, CoordinationError, CoordinationTimeoutError
 
 __all__ = ["Peers"]
@@ -34,14 +44,16 @@ logger = logging.getLogger("ckpt")
 T = TypeVar("T")
 
 _FOLDER = "ckpt"
-# Nobody should wait for what an operation has left to be removed.
+# Removing what an operation has left, and telling the others of an error, may take this long: the
+# caller has its own outcome by then, and the store may be what has failed.
 _TIDY_SECONDS = 1.0
-# Kinds name steps, so there are ever more of them; calls about one step are close together.
+# Kinds name steps, so there are ever more of them. Calls about one step are close together, so the
+# oldest kinds can be forgotten.
 _MOST_KINDS = 10_000
 
 
 class Peers:
-    """The processes of a job, as one manager of this one sees them. Used on the engine's loop.
+    """The processes of a job, two or more, as one manager sees them. Used on the engine's loop.
 
     Attributes:
         index: Number of this process; process 0 is the primary.
@@ -70,30 +82,12 @@ class Peers:
         self.seconds = seconds
         self._location = location
         self._turns: dict[str, int] = {}
+        # Operations that others may wait in; weak, since `ended` is not called for all of them.
         self._under_way: weakref.WeakSet[Operation] = weakref.WeakSet()
+        # What the names of all operations of this manager begin with; empty until it is opened.
         self._name = ""
         # Made on the engine's loop.
         self._opening: anyio.Lock | None = None
-
-    @property
-    def is_primary(self) -> bool:
-        """Whether this process decides, and publishes."""
-        return self.index == 0
-
-    @property
-    def team(self) -> ProcessGroup:
-        """The processes, as plans see them."""
-        return ProcessGroup(self.index, self.count, "local" if self.own_disks else "shared")
-
-    @property
-    def publishes(self) -> bool:
-        """Whether this process writes to its root on its own account."""
-        return self.is_primary or self.own_disks
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is no other process."""
-        return self.count == 1
 
     def turn(self, kind: str) -> int:
         """Return how many operations of a kind came before; in the order of the calls."""
@@ -118,42 +112,40 @@ class Peers:
             await self._open()
         except BaseException as error:
             if self._name:
-                # The others have heard the name, and go on to this operation.
+                # The opening failed here after the others had heard the name, so they go on to this
+                # operation and would wait in it.
                 operation = self._operation(f"{self._name}/{kind}/{turn}", what)
                 await operation.fail(error)
                 await self.ended(operation)
             elif self._turns.get(kind) == turn + 1:
-                # Nothing came of the turn, on any process; who was missed has not counted it.
+                # No process has come to this turn. It is given back, because a process that was
+                # missed has not counted it.
                 self._turns[kind] = turn
             raise
         while True:
             operation = self._operation(f"{self._name}/{kind}/{turn}", what)
-            if self.is_alone:
-                return operation
             try:
                 await self._answer(introduce(self._coordinator.key_values(), self.index, what))
                 if not await self._was_missed(operation):
                     return operation
             except BaseException as error:
-                # Also where it was cancelled: the others would wait for this process.
+                # Also on cancellation: the others would wait for this process.
                 await operation.fail(error)
                 await self.ended(operation)
                 raise
-            # The others have gone on without this process: it is about their next one.
+            # The others have gone on without this process; it joins their next one.
             await self.ended(operation)
             turn = self.turn(kind)
 
     async def withdraw(
         self, kind: str, what: str, error: BaseException, turn: int | None = None
     ) -> None:
-        """Tell the others that this process cannot do with them what they may wait for.
+        """Tell the others that this process cannot take part in what they may wait for.
 
         Arguments are those of `operation`, and the error; None takes the next turn. Never raises,
         and is bounded.
         """
         turn = self.turn(kind) if turn is None else turn
-        if self.is_alone:
-            return
         with anyio.move_on_after(_TIDY_SECONDS, shield=True):
             try:
                 operation = await self.operation(kind, turn, what)
@@ -177,9 +169,9 @@ class Peers:
         return operation
 
     def advance(self, nbytes: int) -> None:
-        """Let the others know that this process lives, whatever they wait for it with.
+        """Let the others know that this process lives, in all operations that are under way.
 
-        One save may have to wait here for the one before it.
+        While one save moves bytes, a later one may wait for it here, and the others for that.
         """
         for operation in self._under_way:
             operation.advance(nbytes)
@@ -190,7 +182,7 @@ class Peers:
         The last process to say so removes what the operation has left; until then, others may still
         have to read it. Never raises, and ends in a bounded time, also when cancelled.
         """
-        if not self.is_alone and operation in self._under_way:
+        if operation in self._under_way:
             self._under_way.discard(operation)
             await self._tidy(operation.name)
 
@@ -201,7 +193,7 @@ class Peers:
                 if await store.add(f"{name}/ended") == self.count:
                     await store.drop(name)
             except Exception as error:
-                # Also of a coordinator of somebody else's: what was done is done.
+                # Any exception, since the coordinator may be the user's: the outcome stands.
                 logger.debug("what %s has left was not removed: %s", name, error)
 
     async def on_primary(
@@ -218,21 +210,19 @@ class Peers:
             CheckpointError: What `act` raised, on every process.
             CoordinationError: The primary does not answer.
         """
-        if self.is_alone:
-            return await act()
         operation = await self.operation(kind, self.turn(kind), what)
         try:
-            if not self.is_primary:
+            if self.index != 0:
                 told: JsonValue = json.loads(await operation.conclude(None))
                 return told
             value = await acted(operation, act)
-            # It is done, so the others hear of it also where this is cancelled now; a bounded time.
+            # Shielded, and bounded: it is done, and the others must hear of it.
             with anyio.CancelScope(shield=True):
                 await operation.decide()
                 await operation.conclude(json.dumps(value).encode())
             return value
         except BaseException as error:
-            # Nothing that was waited for stays behind.
+            # The others are told, and what waits for this operation here ends.
             await operation.fail(error)
             raise
         finally:
@@ -240,7 +230,7 @@ class Peers:
 
     async def failed(self, operation: Operation) -> None:
         """Remove what processes reported for an operation that has failed; never raises."""
-        if self.is_alone or not self.is_primary:
+        if self.index != 0:
             return
         with anyio.move_on_after(_TIDY_SECONDS, shield=True):
             try:
@@ -248,64 +238,40 @@ class Peers:
             except Exception as error:
                 logger.debug("what was reported was not removed: %s", error)
 
-    async def act(self, kind: str, what: str, act: Callable[[], Awaitable[JsonValue]]) -> JsonValue:
-        """Return what `act` gives on the primary, or here where every process has its own root.
-
-        Arguments and errors are those of `on_primary`.
-        """
-        if not self.own_disks:
-            return await self.on_primary(kind, what, act)
-        return await self.all_or_none(kind, what, lambda _: act())
-
-    def part(self, operation: Operation, name: str) -> Operation:
-        """Return an operation within another one; all processes give it the same new name."""
-        return operation.part(name)
-
-    async def gathered(
-        self, operation: Operation, value: JsonValue, name: str = "gathered"
-    ) -> list[Any]:
-        """Return what every process gives, in their order; each waits for all.
-
-        Once of every name in an operation, of which it is a part.
-        """
-        return await gathered(operation, value, name)
-
-    async def all_or_none(
-        self, kind: str, what: str, act: Callable[[Operation], Awaitable[T]]
-    ) -> T:
-        """Return what `act` gives here, once it has succeeded on all processes.
+    @contextlib.asynccontextmanager
+    async def all_of(self, kind: str, what: str) -> AsyncIterator[Operation]:
+        """Run the body on all processes; it succeeds on all of them, or fails on all.
 
         Args:
             kind: Kind of the operation; see `operation`.
             what: What it is, for messages.
-            act: Awaited on every process.
 
         Raises:
             CheckpointError: What was raised on one of them, on all of them.
             CoordinationTimeoutError: One of them gives no sign of life.
         """
-        turn = self.turn(kind)
-        operation = await self.operation(kind, turn, what)
-        if self.is_alone:
-            return await act(operation)
+        operation = await self.operation(kind, self.turn(kind), what)
         try:
-            return await together(operation, partial(act, operation))
+            async with together(operation):
+                yield operation
         finally:
             await self.ended(operation)
 
-    async def together(self, operation: Operation, act: Callable[[], Awaitable[T]]) -> T:
-        """Return what `act` gives here, once it has succeeded on all processes.
-
-        `operation` is either final then, or has failed; errors are those of `all_or_none`.
-        """
-        return await together(operation, act)
+    async def all_or_none(
+        self, kind: str, what: str, act: Callable[[Operation], Awaitable[T]]
+    ) -> T:
+        """Return what `act` gives here, once it has succeeded on all processes; see `all_of`."""
+        async with self.all_of(kind, what) as operation:
+            found = await act(operation)
+        return found
 
     async def _open(self) -> None:
-        """Agree on a name for this manager that nobody else uses, and on a budget."""
-        if self.is_alone or self._name:
+        """Agree on a name for this manager that no other one uses, and on a budget."""
+        if self._name:
             return
         self._opening = self._opening or anyio.Lock()
-        # Shielded, and bounded: who has a turn comes to where the others hear of its cancellation.
+        # Shielded, and bounded: a process that took its turn must get far enough to report its
+        # cancellation.
         with anyio.CancelScope(shield=True):
             await self._opening.acquire()
         try:
@@ -315,6 +281,7 @@ class Peers:
             self._opening.release()
 
     async def _open_now(self) -> None:
+        # Shielded, since the count it takes cannot be given back.
         with anyio.CancelScope(shield=True):
             opening = await self._next_opening()
         try:
@@ -322,7 +289,8 @@ class Peers:
         except BaseException as error:
             told = await opening.settle(error)
             if opening.is_decided:
-                # Too late: unless the others hear of this error instead, they have the name.
+                # Too late: the others have the name by now, unless they hear of this error. Without
+                # the name this process could not tell them of what it cannot do.
                 with anyio.CancelScope(shield=True), contextlib.suppress(CheckpointError):
                     self._take(json.loads(await opening.conclude(None) or b"{}"))
             if told is error:
@@ -340,7 +308,7 @@ class Peers:
 
     async def _next_opening(self) -> Operation:
         """Return what opens this manager; every process opens those of a root in the same order."""
-        # Roots of their own may be called differently, so there are names for them.
+        # Private disks may be mounted at different paths, so `OwnDisks` has names for them.
         name = name_of_disks(self._coordinator) if self.own_disks else self._location
         place = f"{'own' if self.own_disks else 'common'}-{digest(name.encode())}"
         store, what = self._coordinator.key_values(), f"opening {self._location}"
@@ -354,7 +322,7 @@ class Peers:
 
     async def cannot_open(self, error: BaseException) -> None:
         """Tell the others why this process cannot open the root; never raises, and is bounded."""
-        if self.is_alone or self._name:
+        if self._name:
             return
         with anyio.move_on_after(_TIDY_SECONDS, shield=True):
             try:

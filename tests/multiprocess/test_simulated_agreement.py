@@ -16,7 +16,7 @@ import ckpt.sync
 from ckpt import policies
 from ckpt._engine.save.multihost import WriteReport, same_items
 from ckpt._format.manifest import ItemEntry
-from ckpt.coordination._single import SingleProcess
+from ckpt.coordination._jobs import SingleProcess
 from ckpt.errors import (
     CoordinationError,
     CoordinationTimeoutError,
@@ -94,7 +94,7 @@ def test_saves_are_made_in_the_order_of_their_calls_where_one_is_slow_to_begin(
 ) -> None:
     mgrs = managers(tmp_path, seconds=2.0)
     saved(mgrs, 0)
-    peers = mgrs[1]._service._peers
+    peers = mgrs[1]._service.root.processes.peers
     operation = peers.operation
 
     async def slowly(kind: str, *args: Any) -> Any:

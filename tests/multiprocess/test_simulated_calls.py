@@ -71,7 +71,7 @@ def test_all_hear_that_one_calls_restore_with_wrong_arguments(
 def test_a_save_that_is_cancelled_before_its_turn_keeps_nobody_waiting(tmp_path: Path) -> None:
     mgrs = managers(tmp_path, seconds=FAR)
     saved(mgrs, 0)
-    peers = mgrs[1]._service._peers
+    peers = mgrs[1]._service.root.processes.peers
     operation, cancelled = peers.operation, threading.Event()
     begun = {kind: threading.Event() for kind in ("save-0", "save-1", "save-2")}
     turn = peers.turn
@@ -103,7 +103,7 @@ def test_a_save_that_is_cancelled_before_its_turn_keeps_nobody_waiting(tmp_path:
 
 def cancel_second(mgr: Any, begun: threading.Event) -> None:
     """Call a save, and cancel it while the one before it has not begun."""
-    _, job, staged = mgr._service.start_save(
+    _, job, staged = mgr._service.saves.start(
         2, STATE, None, None, None, force=False, overwrite=False
     )
     assert begun.wait(20)

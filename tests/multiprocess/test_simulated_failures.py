@@ -15,7 +15,7 @@ import pytest
 
 import ckpt.sync
 from ckpt._events import Event
-from ckpt.coordination._single import SingleProcess
+from ckpt.coordination._jobs import SingleProcess
 from ckpt.errors import (
     CommitCancelledError,
     CoordinationError,
@@ -262,16 +262,15 @@ def test_a_primary_that_goes_silent_while_it_publishes_may_have_saved_the_step(
 def test_a_restore_that_moves_is_waited_for(tmp_path: Path) -> None:
     mgrs = managers(tmp_path, seconds=0.5)
     saved(mgrs, 1)
-    reader = mgrs[1]._service.reader
 
-    async def slowly(*args: Any) -> None:
+    async def slowly(*_: Any) -> None:
         # As a large step is read, in parts.
         for _ in range(6):
             await anyio.sleep(0.25)
-            for observe in next(each for each in args if isinstance(each, tuple)):
+            for observe in mgrs[1]._service.root.processes.observers:
                 observe(Event("restore", 1, "read", 0, 1, nbytes=8))
 
-    before(reader, "_load", slowly)
+    before(storage_of(mgrs[1]), "read_block", slowly)
     assert [each["b"] for each in together(*(mgr.restore for mgr in mgrs))] == [3, 3]
     closed(mgrs)
 
@@ -318,8 +317,8 @@ def stepped(step: int) -> dict[str, Any]:
 
 def after_finding(mgr: Any, act: Callable[[], Any]) -> None:
     """Let something happen when the primary has found a step first, which it does not load."""
-    reader = mgr._service.reader
-    found, load = reader.found, reader._load
+    index, storage = mgr._service.root.index, storage_of(mgr)
+    found = index.found
     times = [0]
 
     async def find(step: int | None) -> Any:
@@ -329,22 +328,23 @@ def after_finding(mgr: Any, act: Callable[[], Any]) -> None:
             await anyio.to_thread.run_sync(act)
         return result
 
-    async def loads(*args: Any) -> Any:
+    async def loads(*_: Any) -> None:
         if times[0] == 1:
             await anyio.sleep(3.0)
             raise StorageError("the others have taken another step for it")
-        return await load(*args)
 
-    reader.found, reader._load = find, loads
+    index.found = find
+    before(storage, "read_block", loads)
 
 
 def test_all_restore_the_step_that_the_primary_has_found(tmp_path: Path) -> None:
     mgrs = managers(tmp_path, seconds=FAR)
     for step in (1, 2):
         saved(mgrs, step, *[stepped(step)] * 2)
-    found = mgrs[0]._service.reader.found
+    index = mgrs[0]._service.root.index
+    found = index.found
     # As if it had looked a moment before the second one was there.
-    mgrs[0]._service.reader.found = lambda _: found(1)
+    index.found = lambda _: found(1)
     assert [each["b"] for each in together(*(mgr.restore for mgr in mgrs))] == [1, 1]
     closed(mgrs)
 

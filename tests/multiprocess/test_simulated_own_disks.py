@@ -211,7 +211,7 @@ def test_who_is_cancelled_before_it_hears_that_all_publish_keeps_nobody_waiting(
 def test_all_hear_that_one_disk_cannot_be_listed(tmp_path: Path) -> None:
     mgrs = managers(tmp_path, own_disks=True, seconds=FAR)
     saved(mgrs, 1)
-    index = mgrs[1]._service._index
+    index = mgrs[1]._service.root.index
     refresh, index.refresh = index.refresh, no_luck
     assert kinds(together(*(mgr.all_steps for mgr in mgrs))) == [StorageError] * 2
     index.refresh = refresh

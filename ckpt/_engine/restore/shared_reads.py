@@ -36,6 +36,7 @@ from ckpt._plan.multihost.read_groups import (
 )
 from ckpt._plan.targets import ArrayRead
 from ckpt._runtime.futures import CallingThread
+from ckpt.coordination._collectives import gathered, together
 from ckpt.coordination._operation import Operation
 from ckpt.coordination._peers import Peers
 from ckpt.errors import CoordinationError, CorruptCheckpointError
@@ -97,7 +98,7 @@ class Broadcast:
         Raises:
             CoordinationError: Another process has more to share.
         """
-        every = await self.peers.gathered(self.operation, None, _turn_name(self.turns))
+        every = await gathered(self.operation, None, _turn_name(self.turns))
         for process, each in enumerate(every):
             if each is not None:
                 raise _different(self.peers.index, process, "it would share more of them")
@@ -176,7 +177,7 @@ class SharedReads:
         peers = self._broadcast.peers
         largest = max((batch.nbytes for batch in batches), default=0)
         mine: list[JsonValue] = [grouping.key, shares_key(batches), len(batches), largest]
-        every = await peers.gathered(self._broadcast.operation, mine, _turn_name(turn))
+        every = await gathered(self._broadcast.operation, mine, _turn_name(turn))
         alike = [each is not None and each[0] == mine[0] for each in every]
         if not all(alike):
             raise _different(peers.index, alike.index(False), "what they share of them differs")
@@ -203,17 +204,12 @@ class SharedReads:
         self, name: str, coming: _PendingShare, exchange: DeviceExchange
     ) -> jax.Array:
         """Return the share of this process on its devices, once all processes have theirs."""
-        peers = self._broadcast.peers
-        ready = peers.part(self._broadcast.operation, name)
+        ready = self._broadcast.operation.part(name)
         given: jax.Array | None = None
-
-        async def bring() -> None:
-            nonlocal given
-            await coming.wait()
-            given = await exchange.put(coming.taken())
-
         try:
-            await peers.together(ready, bring)
+            async with together(ready):
+                await coming.wait()
+                given = await exchange.put(coming.taken())
         except BaseException:
             if ready.is_decided and given is not None:
                 # The others know that all are ready, and would wait for this process.

@@ -22,7 +22,7 @@ from ckpt.storage._manifests import while_read
 __all__ = ["delete_item"]
 
 
-async def delete_item(storage: Storage, entry: str, manifest: Manifest, item: str) -> Manifest:
+async def delete_item(storage: Storage, entry: str, manifest: Manifest, item: str) -> None:
     """Take one item out of a committed entry.
 
     Everything else is put into a new attempt, without being copied if the store can do that, and
@@ -76,7 +76,7 @@ async def delete_item(storage: Storage, entry: str, manifest: Manifest, item: st
                     }
                 )
                 async with while_read(storage, entry, manifest):
-                    kept = await _write_rest(storage, attempt, manifest, kept, item)
+                    await _write_rest(storage, attempt, manifest, kept, item)
                 # Not cancelled from here on: it must be known what the store has done.
                 with anyio.CancelScope(shield=True):
                     await storage.publish(attempt, overwrite=True, replacing=manifest.attempt)
@@ -86,13 +86,12 @@ async def delete_item(storage: Storage, entry: str, manifest: Manifest, item: st
         if attempt is not None:
             with anyio.CancelScope(shield=True):
                 await storage.discard(attempt)
-    return kept
 
 
 async def _write_rest(
     storage: Storage, attempt: Attempt, old: Manifest, new: Manifest, item: str
-) -> Manifest:
-    """Write all but one item to an attempt; return its manifest, which is written last."""
+) -> None:
+    """Write all but one item to an attempt; its manifest is written last."""
     entry = attempt.entry
     written: dict[str, bytes] = {}
     if OWN_DISKS not in old.requires:
@@ -114,4 +113,3 @@ async def _write_rest(
     new = new.model_copy(update={"files": linked | made})
     encoded = await anyio.to_thread.run_sync(encode, new)
     await storage.write(attempt, FILE_NAME, encoded)
-    return new

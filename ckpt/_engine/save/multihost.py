@@ -1,9 +1,14 @@
-"""A save that all processes of a job make together, as one of them sees it.
+"""The processes' side of a save: `SoloSave` for a process alone, `MultihostSave` for a job.
+
+    primary      refusal  begin(attempt)   write   report -> all   decide   publish   conclude
+    the others   refusal  begin(join)      write   report                             outcome
+    own disks    refusal  begin(attempt)   write   report -> all   ready    publish   published
 
 The primary begins the attempt and tells the others its id; every process writes the chunks that are
 its own; the primary gathers what was written where, writes the manifest over all of it, publishes,
 and tells the others how that ended. So a process waits at most twice: the primary for the reports,
-the others for the id of the attempt and for the outcome.
+the others for the id of the attempt and for the outcome. With private disks every process does all
+of it on its own disk, and publishes when all are ready to.
 """
 
 from __future__ import annotations
@@ -11,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,9 +32,9 @@ from ckpt._format.manifest import (
 )
 from ckpt._plan.multihost.write_reports import ProcessReport, pack, unpack
 from ckpt._plan.ownership import ProcessGroup
-from ckpt.coordination._beats import beating
+from ckpt.coordination._heartbeat import beating
 from ckpt.coordination._operation import Operation
-from ckpt.coordination._single import SingleProcess
+from ckpt.coordination._peers import Peers
 from ckpt.errors import (
     CheckpointError,
     CommitCancelledError,
@@ -36,10 +42,32 @@ from ckpt.errors import (
     CoordinationTimeoutError,
     located,
 )
+from ckpt.storage._base import Attempt
 
-__all__ = ["MultihostSave", "WriteReport", "same_items"]
+__all__ = ["Begun", "JointSave", "MultihostSave", "SoloSave", "WriteReport", "same_items"]
 
 logger = logging.getLogger("ckpt")
+
+# Why a save is not to be made, or None.
+Ask = Callable[[], Awaitable[str | None]]
+# Begins an attempt; joins the one of this id.
+Begin = Callable[[], Awaitable[Attempt]]
+Join = Callable[[str], Awaitable[Attempt]]
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A save that has begun.
+
+    Attributes:
+        attempt: The attempt that this process writes to.
+        save: Id of the attempt that the primary has begun: the same on all processes.
+        created_ns: When that was, in Unix nanoseconds.
+    """
+
+    attempt: Attempt
+    save: str
+    created_ns: int
 
 
 @dataclass(slots=True)
@@ -57,90 +85,174 @@ class WriteReport:
     files: dict[str, FileEntry] = field(default_factory=dict)
 
 
-class MultihostSave:
-    """A save of all processes of a job. With one process nothing here waits."""
+class SoloSave:
+    """The save of a process that has no others: nothing is shared, and nothing is waited for.
 
-    def __init__(
-        self,
-        operation: Operation,
-        team: ProcessGroup,
-        budget_bytes: int,
-        advance: Callable[[int], None] | None = None,
-        then: Operation | None = None,
-    ) -> None:
-        """Save together with the processes that take part in `operation`.
+    Attributes:
+        team: This process.
+        budget_bytes: The staging budget.
+        is_alone, leads, publishes, own_disks: As of `MultihostSave`.
+    """
+
+    is_alone = leads = publishes = True
+    own_disks = False
+    team = ProcessGroup(0, 1)
+
+    def __init__(self, budget_bytes: int) -> None:
+        """Save with a staging budget of `budget_bytes`."""
+        self.budget_bytes = budget_bytes
+
+    def taking_part(self, *, hears: bool = False) -> contextlib.nullcontext[None]:
+        """Run the body."""
+        return contextlib.nullcontext()
+
+    def busy(self) -> contextlib.nullcontext[None]:
+        """Run the body."""
+        return contextlib.nullcontext()
+
+    def advance(self, nbytes: int) -> None:
+        """Do nothing: no process waits."""
+
+    async def refusal(self, ask: Ask) -> str | None:
+        """Return why there is to be no save, or None."""
+        return await ask()
+
+    async def begin(self, begin: Begin, join: Join, created_ns: int) -> Begun:
+        """Begin the attempt."""
+        attempt = await begin()
+        return Begun(attempt, attempt.id, created_ns)
+
+    async def settle(self, error: BaseException) -> BaseException:
+        """Return `error`."""
+        return error
+
+
+class MultihostSave:
+    """A save that several processes make together, as one of them sees it.
+
+    Attributes:
+        team: Which of them this is.
+        is_alone: False.
+        leads: Whether this process decides for all.
+        own_disks: Whether every process has a root of its own.
+        publishes: Whether this process begins an attempt, and publishes it.
+    """
+
+    is_alone = False
+
+    def __init__(self, peers: Peers, kind: str, what: str, order: anyio.Lock | None = None) -> None:
+        """Take the next turn of `kind`; nothing is shared yet.
 
         Args:
-            operation: What they do together.
-            team: Which of them this is.
-            budget_bytes: The staging budget that all of them have.
-            advance: Called with the bytes that were written; None tells `operation` alone.
-            then: The part of it in which each publishes on a disk of its own.
+            peers: The processes.
+            kind: Kind of the operation; see `Peers.operation`.
+            what: What is saved, for messages.
+            order: Held while this save comes to the others, so that all processes come to their
+                saves in the order of the calls, though one may take long to begin.
         """
-        self._then = then
-        self.whole = operation
-        self.operation = operation
-        self.team = team
-        self.budget_bytes = budget_bytes
-        self.advance = advance or operation.advance
+        self.team = ProcessGroup(peers.index, peers.count, "local" if peers.own_disks else "shared")
+        self.leads = peers.index == 0
+        self.own_disks = peers.own_disks
+        self.publishes = self.leads or peers.own_disks
+        self._peers = peers
+        self._kind = kind
+        self._what = what
+        # Now, before anything is awaited: the processes pair their saves by the order of calls.
+        self._turn = peers.turn(kind)
+        self._order = order or anyio.Lock()
+        # With private disks a save has two operations. The whole ends when all are ready to
+        # publish, so until then any failure fails all; `_publishing` is the part after that, in
+        # which a failure cannot be undone on the disks that have published, and is only told.
+        self._whole: Operation | None = None
+        self._current: Operation | None = None
+        self._publishing: Operation | None = None
+        # What the primary has said of the beginning; asked for once, by whoever comes first.
         self._begun: dict[str, Any] | None = None
-        self._settled: BaseException | None = None
-        self._telling = False
-        self._decided = False
         self._hearing = anyio.Lock()
-
-    @classmethod
-    def alone(cls, budget_bytes: int) -> MultihostSave:
-        """Return the save of a process that has no others."""
-        operation = Operation(SingleProcess().key_values(), 0, 1, "", "", 0.0)
-        return cls(operation, ProcessGroup(0, 1), budget_bytes)
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is no other process."""
-        return self.team.count == 1
+        self._hears = False
+        # Set as soon as this process begins to tell of a failure: what `_watch` hears from then
+        # on may be its own.
+        self._telling = False
+        self._settled: BaseException | None = None
+        # Set on the primary once no other process can make the save fail.
+        self._decided = False
 
     @property
-    def leads(self) -> bool:
-        """Whether this process decides for all."""
-        return self.team.index == 0
+    def budget_bytes(self) -> int:
+        """The staging budget that all processes have."""
+        return self._peers.budget_bytes
 
     @property
-    def own_disks(self) -> bool:
-        """Whether every process has a root of its own."""
-        return not self.is_alone and self.team.mode == "local"
+    def operation(self) -> Operation:
+        """What the processes do together at the moment."""
+        assert self._current is not None
+        return self._current
 
-    @property
-    def publishes(self) -> bool:
-        """Whether this process begins an attempt, and publishes it."""
-        return self.leads or self.own_disks
+    def advance(self, nbytes: int) -> None:
+        """Show the others that this process lives: it has moved so many bytes."""
+        self._peers.advance(nbytes)
 
     @contextlib.asynccontextmanager
-    async def watched(self, *, hears: bool = False) -> AsyncIterator[None]:
-        """Run the body, and cancel it as soon as another process has failed.
+    async def taking_part(self, *, hears: bool = False) -> AsyncIterator[None]:
+        """Come to the others and run the body; cancel it as soon as another process has failed.
+
+        An error of the body is told to the others; all raise the first one.
 
         Args:
-            hears: Whether the body is going to ask for `refusal`: it is waited for from now on.
+            hears: Whether the primary may refuse the save; it is listened to from the beginning,
+                since it may do so before this process asks.
 
         Raises:
-            CheckpointError: What the other process has failed with.
+            CheckpointError: What a process has failed with.
         """
-        if self.is_alone:
-            yield
-            return
+        whole = await self._come()
+        self._hears = hears and not self.leads
+        try:
+            async with self._watched(hears=self._hears):
+                yield
+        except BaseException as error:
+            told = await self.settle(error)
+            await self._peers.failed(whole)
+            if told is error:
+                raise
+            raise told from error
+        finally:
+            await self._peers.ended(whole)
+
+    async def _come(self) -> Operation:
+        """Come to the operation, after the saves that were called before this one."""
+        try:
+            await self._order.acquire()
+        except BaseException as error:
+            # The turn is taken, so the others would wait for this process.
+            await self._peers.withdraw(self._kind, self._what, error, self._turn)
+            raise
+        try:
+            whole = await self._peers.operation(self._kind, self._turn, self._what)
+        finally:
+            self._order.release()
+        self._whole = self._current = whole
+        self._publishing = whole.part("end") if self.own_disks else None
+        return whole
+
+    @contextlib.asynccontextmanager
+    async def _watched(self, *, hears: bool) -> AsyncIterator[None]:
+        """Cancel the body as soon as another process has failed, and raise its error."""
+        # `located` takes the error out of the group.
         with located():
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch)
-                if hears and not self.leads:
+                if hears:
                     tasks.start_soon(self._hear)
                 yield
                 tasks.cancel_scope.cancel()
 
     async def _hear(self) -> None:
         try:
-            await self.refusal()
+            await self._beginning()
         except CheckpointError as error:
-            # First, since the body only hears that it is cancelled.
+            # Settled before the body is cancelled: the body only sees the cancellation, and would
+            # tell the others of that instead.
             await self.settle(error)
             raise
 
@@ -154,59 +266,63 @@ class MultihostSave:
             if not isinstance(error, CoordinationError):
                 raise
             if not self._decided:
-                # First, since the rest of the save only hears that it is cancelled.
+                # Settled before the body is cancelled, as in `_hear`.
                 await self.settle(error)
                 raise
-            # It is going to be published, whatever becomes of the others.
+            # The step is going to be published, whatever becomes of the others.
             logger.warning("the other processes cannot be reached any more: %s", error)
             await anyio.sleep_forever()
 
-    @contextlib.asynccontextmanager
-    async def busy(self) -> AsyncIterator[None]:
+    def busy(self) -> AbstractAsyncContextManager[None]:
         """Let the others know that this process lives while it moves no bytes, for a while."""
-        if self.is_alone:
-            yield
-            return
-        async with beating(self.operation, self.advance):
-            yield
+        # In all its operations: a later save waits for this one.
+        return beating(self.operation, self._peers.advance)
 
-    async def refuse(self, reason: str) -> None:
-        """Tell the others that there is no save."""
-        if not self.is_alone:
-            await self._lead({"refusal": reason})
-            # Nobody waits any more for what goes wrong.
-            await self.operation.decide()
+    async def refusal(self, ask: Ask) -> str | None:
+        """Return why there is to be no save, or None: the primary asks, and tells the others."""
+        if self.leads:
+            async with self.busy():
+                refusal = await ask()
+            if refusal is not None:
+                await self._lead({"refusal": refusal})
+                # From here on failures of other processes change nothing.
+                await self.operation.decide()
+            return refusal
+        return (await self._beginning()).get("refusal") if self._hears else None
 
-    async def begin(self, attempt: str, created_ns: int) -> None:
-        """Tell the others the id of the attempt, and when the save began."""
-        if not self.is_alone:
-            await self._lead({"attempt": attempt, "created": created_ns})
-
-    async def _lead(self, begun: dict[str, Any]) -> None:
-        await self.operation.lead(json.dumps(begun).encode())
-
-    async def refusal(self) -> str | None:
-        """Return why the primary does not save, or None if it does; waits for it."""
-        async with self._hearing:
-            if self._begun is None:
-                self._begun = json.loads(await self.operation.lead(None))
-        found: str | None = self._begun.get("refusal")
-        return found
-
-    async def begun(self) -> tuple[str, int]:
-        """Return the id of the attempt that the primary has begun, and when; waits for it.
+    async def begin(self, begin: Begin, join: Join, created_ns: int) -> Begun:
+        """Begin an attempt, or join the one that the primary has begun.
 
         Raises:
             CoordinationError: The primary does not save.
         """
-        refusal = await self.refusal()
+        attempt = None
+        if self.publishes:
+            async with self.busy():
+                attempt = await begin()
+        if self.leads:
+            assert attempt is not None
+            await self._lead({"attempt": attempt.id, "created": created_ns})
+            return Begun(attempt, attempt.id, created_ns)
+        begun = await self._beginning()
+        refusal = begun.get("refusal")
         if refusal is not None:
             raise CoordinationError(
                 f"process {self.team.index} saves this step, and process 0 does not: {refusal}. "
                 "Give all processes the same policy, and the same force="
             )
-        assert self._begun is not None
-        return str(self._begun["attempt"]), int(self._begun["created"])
+        save = str(begun["attempt"])
+        return Begun(attempt or await join(save), save, int(begun["created"]))
+
+    async def _lead(self, begun: dict[str, Any]) -> None:
+        await self.operation.lead(json.dumps(begun).encode())
+
+    async def _beginning(self) -> dict[str, Any]:
+        """Return what the primary begins with: an attempt, or a refusal; waits for it."""
+        async with self._hearing:
+            if self._begun is None:
+                self._begun = json.loads(await self.operation.lead(None))
+        return self._begun
 
     async def report(self, own: WriteReport) -> list[WriteReport] | None:
         """Tell the primary what this process has written, or is ready to publish.
@@ -214,8 +330,6 @@ class MultihostSave:
         Returns:
             On the primary what every process has written, by number; elsewhere None.
         """
-        if self.is_alone:
-            return [own]
         packed = await anyio.to_thread.run_sync(_pack, own)
         every = await self.operation.report(packed)
         if every is None:
@@ -233,9 +347,11 @@ class MultihostSave:
             if not isinstance(error, Exception):
                 told = CommitCancelledError("the save was cancelled")
             found = await self.operation.settle(told)
-            if self._then is not None and self.whole.is_decided and self.operation is self.whole:
-                # The others are about to publish, or have: they would wait for this process.
-                await self._then.fail(told)
+            if self._publishing is not None and self._current is self._whole:
+                assert self._whole is not None
+                if self._whole.is_decided:
+                    # The others are about to publish, or have: they would wait for this process.
+                    await self._publishing.fail(told)
             self._settled = error if found is told else found
         return self._settled if isinstance(error, Exception) else error
 
@@ -255,12 +371,10 @@ class MultihostSave:
             CheckpointError: What another process has failed with.
             CoordinationTimeoutError: One gives no sign of life.
         """
-        assert self._then is not None
         if self.leads:
             await self.operation.decide()
         await self.operation.conclude(b"" if self.leads else None)
-        # Whoever fails from here on fails this.
-        self.operation = self._then
+        self._current = self._publishing
 
     async def published(self) -> None:
         """Say that this process has published, and wait until all have.
@@ -269,15 +383,14 @@ class MultihostSave:
             CheckpointError: What another process has failed with.
             CoordinationTimeoutError: One gives no sign of life.
         """
-        async with self.watched():
+        # The watch around the whole save does not hear what fails in this part of it.
+        async with self._watched(hears=False):
             if await self.operation.report(b"") is not None:
                 await self.operation.decide()
             await self.operation.conclude(b"" if self.leads else None)
 
     async def conclude(self, manifest: Manifest) -> None:
         """Tell the others that the step is published; that it cannot be told, does not undo it."""
-        if self.is_alone:
-            return
         try:
             await self.operation.conclude(encode(_summary(manifest)))
         except CoordinationError as error:
@@ -297,12 +410,16 @@ class MultihostSave:
             with anyio.CancelScope(shield=True):
                 if await self.operation.fail(CommitCancelledError("the save was cancelled")):
                     raise
+                # Too late: the primary had decided.
                 told = await self.operation.conclude(None)
         except CoordinationTimeoutError as error:
             if 0 in error.missing:
                 error.add_note("the step may be there all the same: look for it after a restart")
             raise
         return decode(told, where="the outcome")
+
+
+JointSave = SoloSave | MultihostSave
 
 
 def _summary(manifest: Manifest) -> Manifest:

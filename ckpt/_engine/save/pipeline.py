@@ -1,9 +1,8 @@
-"""The save flow: plan, stage, write, record, publish. Reads top to bottom."""
+"""The save flow: begin, plan, stage, write, record, publish. Reads top to bottom."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,8 +15,8 @@ from ckpt._engine.engine import Engine
 from ckpt._engine.plan_cache import PlanCache
 from ckpt._engine.save.item_writer import EngineItemWriter
 from ckpt._engine.save.merged_items import ItemParts
-from ckpt._engine.save.multihost import MultihostSave
-from ckpt._engine.save.publication import end_apart, end_together
+from ckpt._engine.save.multihost import JointSave
+from ckpt._engine.save.publication import publish
 from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._engine.save.session import SaveSession
 from ckpt._events import EventRecorder
@@ -31,9 +30,9 @@ __all__ = ["keep_lease", "save_step"]
 
 logger = logging.getLogger("ckpt")
 
-# Stands for one that is still to come, so that the items keep the order in which they were given.
+# A placeholder, so that the items keep the order in which they were given.
 _NO_ENTRY = ItemEntry(handler="")
-# Some may fail or come late before a lease runs out.
+# Times that a lease is renewed before it would run out: some may fail or come late.
 _RENEWALS = 6
 
 
@@ -43,9 +42,9 @@ async def save_step(
     request: SaveRequest,
     hooks: CommitHooks,
     calls: SaveCalls,
-    joint: MultihostSave,
+    joint: JointSave,
     *,
-    may_write: Callable[[], Awaitable[object]],
+    may_write: Callable[[], Awaitable[object]] = anyio.lowlevel.checkpoint,
 ) -> Manifest:
     """Save one step and publish it; on any failure or cancellation leave nothing behind.
 
@@ -55,8 +54,8 @@ async def save_step(
         request: Under which name, and what beside the items.
         hooks: The commit to move along.
         calls: The items; published when they have ended.
-        joint: The processes of the job that save the same step at the same time; its `watched`
-            is for the caller.
+        joint: The processes of the job that save the same step at the same time; the caller takes
+            part in it.
         may_write: Awaited before anything but the empty attempt is written.
 
     Returns:
@@ -114,21 +113,19 @@ async def _begin(
     may_write: Callable[[], Awaitable[object]],
     keeper: anyio.CancelScope,
 ) -> None:
-    """Open the attempt while the tree is planned, and the way to it when it is our turn."""
-    storage, joint = session.storage, session.joint
-    if joint.publishes:
-        async with joint.busy():
-            await storage.prepare()
-            session.attempt = await storage.begin(request.entry)
+    """Open the attempt while the tree is planned; let the items write when it is our turn."""
+    storage = session.storage
+
+    async def begin() -> Attempt:
+        await storage.prepare()
+        session.attempt = await storage.begin(request.entry)
         session.tasks.start_soon(keep_lease, storage, session.attempt, keeper)
-    if joint.leads:
-        assert session.attempt is not None
-        session.save = session.attempt.id
-        await joint.begin(session.save, session.created_ns)
-    else:
-        session.save, session.created_ns = await joint.begun()
-    if not joint.publishes:
-        session.attempt = await storage.join(request.entry, session.save)
+        return session.attempt
+
+    begun = await session.joint.begin(
+        begin, partial(storage.join, request.entry), session.created_ns
+    )
+    session.attempt, session.save, session.created_ns = begun.attempt, begun.save, begun.created_ns
     await may_write()
     session.attempt_ready.set()
 
@@ -146,12 +143,10 @@ async def keep_lease(storage: Storage, attempt: Attempt, keeper: anyio.CancelSco
 
 
 async def _run(
-    session: SaveSession,
-    engine: Engine,
-    request: SaveRequest,
-    calls: SaveCalls,
+    session: SaveSession, engine: Engine, request: SaveRequest, calls: SaveCalls
 ) -> Manifest:
-    hooks = session.hooks
+    """Stage the items of every call and commit them behind the caller's back; then publish."""
+    hooks, rules = session.hooks, engine.plans.rules
     pending: dict[_Pending, None] = {}
     entries: dict[str, ItemEntry] = {}
     try:
@@ -159,8 +154,25 @@ async def _run(
             while (call := await calls.next()) is not None:
                 request = replace(request, unnamed=call.unnamed)
                 entries |= dict.fromkeys(call.items, _NO_ENTRY)
-                for each in await _stage_call(session, engine, call, pending):
+                hooks.stage("staging")
+                before = set(pending)
+                with session.recorder.phase("blocked"):
+                    async with anyio.create_task_group() as stagers:
+                        for name in list(call.items):
+                            # The task alone keeps the caller's object, and only while it stages.
+                            item = partial(_stage_item, session, engine.handlers, call, name)
+                            stagers.start_soon(item, call.items.pop(name), pending)
+                    if rules is not None and session.parts is None:
+                        rules.check_used(session.formatted)
+                    hooks.stage("writing")
+                    session.end_staging(call)
+                hooks.watch.add_blocked(call.began)
+                call.on_safe()
+                call.returned.set()
+                for each in [each for each in pending if each not in before]:
                     commits.start_soon(_commit_item, session, each, entries, pending)
+                # Until the next call, which may be long, items that are done must not be kept.
+                del before
         if session.parts is not None:
             await _join_parts(session, engine, entries)
     finally:
@@ -170,8 +182,7 @@ async def _run(
     await anyio.lowlevel.checkpoint()
     hooks.stage("publishing")
     hooks.watch.note(written=hooks.watch.elapsed)
-    end = end_apart if session.joint.own_disks else end_together
-    return await end(session, engine, request, entries)
+    return await publish(session, engine, request, entries)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,30 +199,6 @@ class _Pending:
         close = getattr(self.commit, "close", None)
         if callable(close):
             close()
-
-
-async def _stage_call(
-    session: SaveSession, engine: Engine, call: SaveCall, pending: dict[_Pending, None]
-) -> list[_Pending]:
-    """Take a snapshot of all items of a call; return them once the caller may go on."""
-    hooks = session.hooks
-    hooks.stage("staging")
-    before = set(pending)
-    with session.recorder.phase("blocked"):
-        async with anyio.create_task_group() as stagers:
-            for name in list(call.items):
-                # The task alone keeps the caller's object, and only while it stages.
-                item = partial(_stage_item, session, engine.handlers, call, name)
-                stagers.start_soon(item, call.items.pop(name), pending)
-        if engine.plans.rules is not None and session.parts is None:
-            engine.plans.rules.check_used(session.formatted)
-        hooks.stage("writing")
-        session.end_staging(call)
-    now = time.perf_counter()
-    hooks.watch.note(blocked=(hooks.watch.taken.blocked or 0.0) + now - call.began)
-    call.on_safe()
-    call.returned.set()
-    return [each for each in pending if each not in before]
 
 
 async def _stage_item(

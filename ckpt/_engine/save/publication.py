@@ -1,4 +1,4 @@
-"""How a save becomes visible: by one process for all, or by each on a disk of its own."""
+"""How a save becomes visible: published by one process for all, or by each on a private disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import anyio
 
 from ckpt._engine.engine import Engine
 from ckpt._engine.save.merged_items import check_alike
-from ckpt._engine.save.multihost import same_items
+from ckpt._engine.save.multihost import MultihostSave, SoloSave, same_items
 from ckpt._engine.save.request import SaveRequest
 from ckpt._engine.save.session import SaveSession
 from ckpt._engine.save.step_manifest import (
@@ -19,20 +19,55 @@ from ckpt._engine.save.step_manifest import (
 )
 from ckpt._format.manifest import ItemEntry, Manifest
 
-__all__ = ["end_apart", "end_together"]
+__all__ = ["publish"]
 
 
-async def end_together(
+async def publish(
+    session: SaveSession,
+    engine: Engine,
+    request: SaveRequest,
+    entries: Mapping[str, ItemEntry],
+) -> Manifest:
+    """Write the manifest over items that are durable, and publish the step.
+
+    Returns:
+        The manifest; where another process has published, without its leaves and files.
+    """
+    # A process that cannot write to the attempt must not report, not even that it wrote nothing.
+    await session.opened()
+    joint = session.joint
+    if isinstance(joint, SoloSave):
+        return await _publish_alone(session, engine, request, entries)
+    if joint.own_disks:
+        return await _publish_apart(joint, session, engine, request, entries)
+    return await _publish_together(joint, session, engine, request, entries)
+
+
+async def _publish_alone(
+    session: SaveSession,
+    engine: Engine,
+    request: SaveRequest,
+    entries: Mapping[str, ItemEntry],
+) -> Manifest:
+    with session.recorder.phase("record"), session.hooks.watch.taking("merged"):
+        entries = await joined(
+            session, engine.handlers, entries, [own_report(session, engine, entries)]
+        )
+        manifest = await record(session, engine, request, entries)
+    with session.recorder.phase("publish"), anyio.CancelScope(shield=True):
+        await _give_name(session, request)
+    return manifest
+
+
+async def _publish_together(
+    joint: MultihostSave,
     session: SaveSession,
     engine: Engine,
     request: SaveRequest,
     entries: Mapping[str, ItemEntry],
 ) -> Manifest:
     """Tell the primary what was written; it writes the manifest over all of it, and publishes."""
-    joint, watch = session.joint, session.hooks.watch
-    # Who cannot write to the attempt must not report, not even that it has written nothing.
-    await session.opened()
-    with session.recorder.phase("record"), watch.taking("merged"):
+    with session.recorder.phase("record"), session.hooks.watch.taking("merged"):
         reports = await joint.report(own_report(session, engine, entries))
         if reports is not None:
             async with joint.busy():
@@ -43,15 +78,15 @@ async def end_together(
     with session.recorder.phase("publish"):
         if reports is None:
             return await joint.outcome()
-        # From here to the end nothing may come between the store and our knowing what it did.
         with anyio.CancelScope(shield=True):
             async with joint.busy():
-                await _publish(session, request)
+                await _give_name(session, request)
             await joint.conclude(manifest)
     return manifest
 
 
-async def end_apart(
+async def _publish_apart(
+    joint: MultihostSave,
     session: SaveSession,
     engine: Engine,
     request: SaveRequest,
@@ -59,11 +94,10 @@ async def end_apart(
 ) -> Manifest:
     """Write a manifest over what this process has written, and publish it when all are ready.
 
-    A process may fail to publish when others have: their step then is not one, since not all have
-    it. All hear of it.
+    If one process fails to publish after others have, all hear of it, and what those others have
+    does not count as a step, since not all processes have it.
     """
-    joint, watch = session.joint, session.hooks.watch
-    with session.recorder.phase("record"), watch.taking("merged"):
+    with session.recorder.phase("record"), session.hooks.watch.taking("merged"):
         entries = own_entries(session, engine.handlers, entries)
         async with joint.busy():
             manifest = await record(session, engine, request, entries)
@@ -74,15 +108,19 @@ async def end_apart(
                 await anyio.to_thread.run_sync(check_alike, session.trees, reports)
     with session.recorder.phase("publish"):
         await joint.ready()
-        # Also until all have: what is on some disks only is no step.
+        # Until all have published: a step counts only if all processes have it.
         with anyio.CancelScope(shield=True):
             async with joint.busy():
-                await _publish(session, request)
+                await _give_name(session, request)
             await joint.published()
     return manifest
 
 
-async def _publish(session: SaveSession, request: SaveRequest) -> None:
+async def _give_name(session: SaveSession, request: SaveRequest) -> None:
+    """Publish the attempt; shielded by the callers.
+
+    A cancellation between the store's act and our knowing of it would remove a published step.
+    """
     with session.hooks.watch.taking("published"):
         await session.storage.publish(await session.opened(), overwrite=request.overwrite)
     session.attempt = None

@@ -62,7 +62,7 @@ class SaveCall:
 
     items: dict[str, Any]
     unnamed: bool
-    on_safe: Callable[[], None]
+    on_safe: Callable[[], None] = _do_nothing
     on_staged: Callable[[], None] = _do_nothing
     began: float = field(default_factory=time.perf_counter)
     returned: anyio.Event = field(default_factory=anyio.Event)

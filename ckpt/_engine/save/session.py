@@ -15,7 +15,7 @@ from ckpt._commit import CommitHooks
 from ckpt._engine.memory.arena import Arena, Block
 from ckpt._engine.plan_cache import PlanCache
 from ckpt._engine.save.merged_items import ItemParts, WrittenTree
-from ckpt._engine.save.multihost import MultihostSave
+from ckpt._engine.save.multihost import JointSave
 from ckpt._engine.save.request import SaveCall
 from ckpt._events import EventRecorder
 from ckpt._format.digests import digest
@@ -90,7 +90,7 @@ class SaveSession:
     plans: PlanCache
     tasks: TaskGroup
     created_ns: int
-    joint: MultihostSave
+    joint: JointSave
     save: str = ""
     parts: dict[str, ItemParts] | None = None
     attempt_ready: anyio.Event = field(default_factory=anyio.Event)

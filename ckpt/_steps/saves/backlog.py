@@ -1,4 +1,4 @@
-"""Back-to-back saves: who stages, who writes, and what a save does while another is under way.
+"""`Backlog`: the queue of back-to-back saves: which may stage, which writes, what a full one does.
 
 A bounded queue: one save writes, and at most one more waits for that with its snapshot taken, so
 that a save blocks its caller for the copy and not for the commit before it. Saves are published in
@@ -8,7 +8,7 @@ the order of their calls. Used on the engine's loop only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import anyio
@@ -19,32 +19,30 @@ BacklogPolicy = Literal["wait", "skip", "supersede"]
 
 # One that writes and one that waits: with more, a program that saves faster than its disk writes
 # would only run later into the same wall, with more memory in use.
-_PLACES = 2
+_SLOTS = 2
 
 
 @dataclass(slots=True, eq=False)
 class BacklogSlot:
-    """The place of one save in the queue.
+    """The slot of one save in the queue.
 
     Attributes:
         entry: What is being saved.
         step: Its step.
         give_up: Asks the save to end.
-        may_write: Set when it is this save's turn to write.
-        left: Set when the save has ended.
-        may_be_superseded: Whether a newer save may take its place.
+        kept_seconds: Of a save at preemption: how long ago the save before it, or the run, began.
+            Such a save is never superseded.
+        state: `queued` until there is room, `staging` until it needs no more staging memory, then
+            `staged`. Set by `Backlog`, which wakes all that wait.
         superseded_by: The step for which this save was given up, or None.
     """
 
     entry: str
-    step: int | None
+    step: int
     give_up: Callable[[], None]
-    may_be_superseded: bool = True
-    may_write: anyio.Event = field(default_factory=anyio.Event)
-    left: anyio.Event = field(default_factory=anyio.Event)
+    kept_seconds: float | None = None
+    state: Literal["queued", "staging", "staged"] = "queued"
     superseded_by: int | None = None
-    _admitted: bool = False
-    _staging: bool = False
 
 
 class Backlog:
@@ -54,6 +52,7 @@ class Backlog:
         """Queue saves by `policy`."""
         self._policy = policy
         self._queue: list[BacklogSlot] = []
+        # Set, and replaced, whenever a slot changes: all that wait look again.
         self._changed = anyio.Event()
         # Held from the decision about a save until it has joined.
         self.deciding = anyio.Lock()
@@ -61,7 +60,7 @@ class Backlog:
     @property
     def under_way(self) -> list[BacklogSlot]:
         """Those that were admitted, in order; the first of them writes."""
-        return [place for place in self._queue if place._admitted]
+        return [slot for slot in self._queue if slot.state != "queued"]
 
     @property
     def is_empty(self) -> bool:
@@ -74,58 +73,51 @@ class Backlog:
             return None
         return f"step {self._queue[0].step} is still being saved (backlog='skip')"
 
-    def join(
-        self,
-        entry: str,
-        step: int | None,
-        give_up: Callable[[], None],
-        *,
-        may_be_superseded: bool = True,
-    ) -> BacklogSlot:
-        """Take the last place of the queue; whoever joins must `leave`, however the save ends."""
+    def join(self, slot: BacklogSlot) -> None:
+        """Put a slot at the end of the queue; it must `leave`, however its save ends."""
         if self._policy == "supersede":
-            for place in self._queue[1:]:
+            for other in self._queue[1:]:
                 # The first writes already, and goes on: so the queue never starves.
-                if place.superseded_by is None and place.may_be_superseded:
-                    place.superseded_by = step
-                    place.give_up()
-        place = BacklogSlot(entry, step, give_up, may_be_superseded)
-        self._queue.append(place)
-        return place
+                if other.superseded_by is None and other.kept_seconds is None:
+                    other.superseded_by = slot.step
+                    other.give_up()
+        self._queue.append(slot)
 
-    async def admitted(self, place: BacklogSlot) -> None:
-        """Wait until the save may stage: there is room for it, and nobody before it still stages.
+    async def admitted(self, slot: BacklogSlot) -> None:
+        """Wait until the save may stage: there is room for it, and no save before it still stages.
 
-        Cancellation leaves the place as it is.
+        Cancellation leaves the slot as it is.
         """
-        while not self._may_stage(place):
-            await self._changed.wait()
-        place._admitted = place._staging = True
-        self._advance()
+        await self._until(lambda: self._may_stage(slot))
+        slot.state = "staging"
 
-    def staged(self, place: BacklogSlot) -> None:
+    def staged(self, slot: BacklogSlot) -> None:
         """The save needs no more staging memory; the next one may take its snapshot. Idempotent."""
-        place._staging = False
-        self._advance()
+        slot.state = "staged"
+        self._wake()
 
-    def leave(self, place: BacklogSlot) -> None:
-        """The save has ended. Idempotent."""
-        if place in self._queue:
-            self._queue.remove(place)
-            place.left.set()
-        self._advance()
+    async def first(self, slot: BacklogSlot) -> None:
+        """Wait until the save may write: those before it have left."""
+        await self._until(lambda: self._queue[0] is slot)
+
+    def leave(self, slot: BacklogSlot) -> None:
+        """The save has ended."""
+        self._queue.remove(slot)
+        self._wake()
 
     async def idle(self) -> None:
         """Wait until every save that has joined by now has left."""
-        for place in list(self._queue):
-            await place.left.wait()
+        joined = list(self._queue)
+        await self._until(lambda: not any(slot in self._queue for slot in joined))
 
-    def _may_stage(self, place: BacklogSlot) -> bool:
-        before = self._queue[: self._queue.index(place)]
-        return len(before) < _PLACES and all(p._admitted and not p._staging for p in before)
+    def _may_stage(self, slot: BacklogSlot) -> bool:
+        before = self._queue[: self._queue.index(slot)]
+        return len(before) < _SLOTS and all(each.state == "staged" for each in before)
 
-    def _advance(self) -> None:
-        if self._queue and self._queue[0]._admitted:
-            self._queue[0].may_write.set()
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            await self._changed.wait()
+
+    def _wake(self) -> None:
         changed, self._changed = self._changed, anyio.Event()
         changed.set()

@@ -1,4 +1,4 @@
-"""Saves in parts that are open: several calls that together make one step, and their end."""
+"""`OpenSave`: a step that is saved over several calls, from its first part to its end."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ import anyio
 
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, CommitHooks
-from ckpt._engine.engine import Engine
-from ckpt._engine.save.multihost import MultihostSave
+from ckpt._engine.save.multihost import SoloSave
+from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._events import EventRecorder
-from ckpt._runtime.loop import EngineLoop, Job
-from ckpt._steps.saves.history import Root
-from ckpt._steps.saves.overwrite import make_way, remove_others, save_entry
+from ckpt._runtime.loop import Job
+from ckpt._steps.saves.overwrite import make_way, remove_others, with_plain_metrics
 from ckpt._steps.saves.queue import SaveQueue
 from ckpt._steps.saves.requests import make_request
 from ckpt.errors import (
@@ -28,9 +27,8 @@ from ckpt.errors import (
     CommitCancelledError,
     InvalidArgumentError,
 )
-from ckpt.storage._base import Storage
 
-__all__ = ["OpenSave", "PartialSaves", "partial_request"]
+__all__ = ["OpenSave", "partial_request"]
 
 
 def partial_request(
@@ -45,69 +43,27 @@ def partial_request(
     return replace(request, items={})
 
 
-class PartialSaves:
-    """The saves in parts of one root. Its methods may be called from any thread."""
-
-    def __init__(
-        self, loop: EngineLoop, storage: Storage, engine: Engine, saves: SaveQueue
-    ) -> None:
-        """Save to `storage`; `saves` tells of errors that nobody has fetched."""
-        self.loop = loop
-        self.storage = storage
-        self.engine = engine
-        self.saves = saves
-        self._guard = threading.Lock()
-        self._open: set[OpenSave] = set()
-
-    def new(self, request: SaveRequest, root: Root) -> OpenSave:
-        """Return a save in parts that has not begun yet."""
-        return OpenSave(self, request, root)
-
-    def start(self, save: OpenSave) -> None:
-        """Let one begin."""
-        # Whoever ends all of them sees it either not at all or with its job.
-        with self._guard:
-            save.job = self.loop.submit(save.run)
-            self._open.add(save)
-
-    def forget(self, save: OpenSave) -> None:
-        """One has ended."""
-        with self._guard:
-            self._open.discard(save)
-
-    def end_all(self) -> None:
-        """Discard all that nobody has finalized.
-
-        To be called when the loop takes no more jobs (`EngineLoop.stop`) and before its end is
-        waited for: they would wait for their next part for ever.
-        """
-        with self._guard:
-            for save in self._open:
-                save.give_up("the manager was closed before it was finalized")
-
-
 class OpenSave:
-    """One save in parts, whatever its face. Its methods may be called from any thread."""
+    """One partial save, for both of its faces. Its methods may be called from any thread."""
 
-    def __init__(self, saves: PartialSaves, request: SaveRequest, root: Root) -> None:
-        """Made by `PartialSaves.new`."""
+    def __init__(self, saves: SaveQueue, request: SaveRequest) -> None:
+        """Make one that has not begun yet; `saves` tells of its error if no caller does."""
         self.request = request
         self.commit = Commit(request.step, self.cancel, saves.loop.check_caller)
         self.loop = saves.loop
         # Done once parts may come; holds the error where they may not.
         self.opened: Future[None] = Future()
         self._saves = saves
-        self._root = root
         self._guard = threading.Lock()
         self.job: Job[None] | None = None
         # Made on the engine's loop.
         self._calls: SaveCalls | None = None
-        # Parts whose snapshot somebody waits for.
+        # Parts for whose snapshot a caller waits.
         self._waiting: set[Future[None]] = set()
         self._unnamed: bool | None = None
         # How many parts there are; one that was only checked may still come too late.
         self._count = 0
-        # How its owner ended it; or why somebody else did.
+        # How its owner ended it; or why it was ended for the owner.
         self._ended: str | None = None
         self._reason: str | None = None
 
@@ -134,7 +90,8 @@ class OpenSave:
         with self._guard:
             self._check_open()
             if self.job is None:
-                self._saves.start(self)
+                with self._saves.opening(self.give_up):
+                    self.job = self.loop.submit(self.run)
         return self.opened
 
     def check_part(self, state: Any, items: Mapping[str, Any] | None) -> SaveRequest:
@@ -266,21 +223,28 @@ class OpenSave:
 
     async def run(self) -> None:
         """Run it to its end, on the engine's loop."""
-        saves, storage, request = self._saves.saves, self._saves.storage, self.request
+        saves, root, request = self._saves, self._saves.root, self.request
+        step = check_step(request.step)
         began_ns = time.perf_counter_ns()
-        recorder = EventRecorder("save", request.step, self._saves.engine.observers)
+        recorder = EventRecorder("save", request.step, saves.engine.observers)
         hooks = CommitHooks(self.commit)
         self._calls = SaveCalls(in_parts=True)
         saves.adopt(hooks, self.commit)
         try:
-            await self._root.open()
-            others = await self._root.other_entries(check_step(request.step))
-            await make_way(storage, request, others)
+            await root.open()
+            others = await root.other_entries(step)
+            await make_way(root.storage, request, others)
             self.opened.set_result(None)
-            engine = self._saves.engine
-            alone = MultihostSave.alone(engine.arena.capacity)
-            manifest = await save_entry(engine, storage, request, hooks, alone, calls=self._calls)
-            await remove_others(storage, others)
+            engine = saves.engine
+            manifest = await save_step(
+                engine,
+                root.storage,
+                await with_plain_metrics(request),
+                hooks,
+                self._calls,
+                SoloSave(engine.arena.capacity),
+            )
+            await remove_others(root.storage, others)
         except BaseException as error:
             self._end_badly(error, hooks)
             if not isinstance(error, Exception):
@@ -289,15 +253,10 @@ class OpenSave:
             recorder.end(began_ns, "failed", reason=str(error))
             return
         finally:
-            self._saves.forget(self)
+            saves.closed(self.give_up)
         tidied = anyio.Event()
         saves.tidying.append(tidied)
-        try:
-            saves.end_well(request, manifest, hooks, recorder, began_ns)
-            await saves.tidy(self._root, request, manifest, hooks)
-        finally:
-            saves.tidying.remove(tidied)
-            tidied.set()
+        await saves.finish(tidied, request, manifest, hooks, recorder, began_ns)
 
     def _end_badly(self, error: BaseException, hooks: CommitHooks) -> None:
         seen = not self.opened.done()
@@ -310,7 +269,7 @@ class OpenSave:
             error = kind(f"{self._reason or 'it was cancelled'}; {what}", step=self.request.step)
         hooks.fail(error, seen=seen)
         if not self.opened.done():
-            # To those who wait to bring a part, its owner's end of it says more.
+            # A caller that waits is told how the owner ended it, if that came first.
             self.opened.set_exception(error if self._ended is None else self._closed_error())
         self._refuse_waiting()
         if self._calls is not None:

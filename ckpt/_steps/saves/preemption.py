@@ -1,4 +1,4 @@
-"""The notice that this run is to end soon, and the one last step that follows from it.
+"""`Preemption`: the notice that this run is to end soon, and the last step that follows from it.
 
 Where `jax.distributed` is initialised, JAX's preemption service takes SIGTERM and lets all
 processes agree on a step. Elsewhere a handler of our own notes the signals that were asked for.
@@ -63,7 +63,7 @@ class Preemption:
         self._denied: int | None = None
         # Reentrant: a handler of the program's own may ask while the main thread asks.
         self._guard = threading.RLock()
-        # Dropped without being closed: nobody listens any more, so nothing may be swallowed.
+        # Dropped without being closed: there is no listener left, so signals must pass through.
         weakref.finalize(self, _retire, self._notices).atexit = False
 
     def open(self) -> None:
@@ -123,7 +123,7 @@ class Preemption:
         process until the others have answered, which takes milliseconds while they are alive.
 
         Raises:
-            InvalidArgumentError: As `open`, which this calls where nobody has yet.
+            InvalidArgumentError: As `open`, which this calls if it was not called before.
         """
         with self._guard:
             if step == self._denied:

@@ -1,91 +1,124 @@
-"""Saves under way on one root, and who hears of their errors."""
+"""`SaveQueue`: the saves of one root that are under way, and where their errors go.
+
+A save goes through these states, from top to bottom:
+
+    state        Commit.stage  slot.state  ends when
+    -----------  ------------  ----------  ---------------------------------------------------
+    called       waiting       no slot     `_decide` holds `backlog.deciding`
+    deciding     waiting       no slot     policy and backlog agree, and it has its slot
+    queued       waiting       queued      `Backlog.admitted`: there is room to stage
+    staging      staging       staging     `call.on_safe`: the call of save() returns
+    held         writing       staging     `call.on_staged`: all is in host memory
+    writing      writing       staged      all items are durable
+    publishing   publishing    staged      the step has its name
+    tidying      done          left        older steps are deleted
+
+While it is staging the attempt is opened, and nothing is written until `Backlog.first` lets it: the
+saves before have left then. A save that is refused or superseded ends as `skipped`, one that fails
+or is cancelled as `failed`; both leave their slot, from whatever state they are in.
+
+What keeps the state, who sets it, and who waits for it:
+
+    what                   is set by                              is waited for by
+    ---------------------  -------------------------------------  ----------------------------
+    staged (Future)        `_save`: at `on_safe`, or an error     the caller of save()
+    Job.future             the engine's loop, at the very end     a caller that cancels
+    Commit                 `finish`, `_skip`, or `_end_badly`     all that await the commit
+    tidied                 `finish`, after the deletions          `idle`
+    slot.state             `Backlog`                              `admitted` of later slots
+    slot.superseded_by     `Backlog.join` of a newer save         nothing: it cancels the save
+    call.stagings          handlers' calls, and staging after     nothing: 0 calls `on_staged`
+    call.returned          the pipeline, at `on_safe`             digests and encoding
+    call.pressed           a wait for memory or durable items     encoding
+    session.attempt_ready  the pipeline, when it may write        everything that writes
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import anyio
 
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, CommitHooks, step_info
 from ckpt._engine.engine import Engine
-from ckpt._engine.save.multihost import MultihostSave
-from ckpt._engine.save.request import SaveRequest
+from ckpt._engine.save.multihost import JointSave
+from ckpt._engine.save.pipeline import save_step
+from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._events import EventRecorder
 from ckpt._format.manifest import Manifest
 from ckpt._redaction import redact
+from ckpt._runtime.exit import fail_exit
 from ckpt._runtime.loop import EngineLoop, Job
-from ckpt._steps.late_statistics import keep_late
+from ckpt._steps.root import Root
 from ckpt._steps.saves.backlog import Backlog, BacklogPolicy, BacklogSlot
-from ckpt._steps.saves.history import Root, SaveHistory
+from ckpt._steps.saves.history import SaveHistory
 from ckpt._steps.saves.overwrite import (
     make_way,
     remove_others,
     replacing_part,
-    save_entry,
+    with_plain_metrics,
 )
 from ckpt._steps.saves.preemption import Preemption
-from ckpt.coordination._peers import Peers
+from ckpt._steps.saves.requests import make_request
 from ckpt.errors import (
     CheckpointError,
     CommitCancelledError,
     StepExistsError,
-    StorageError,
 )
-from ckpt.storage._base import Storage
 
 __all__ = ["SaveQueue"]
 
 logger = logging.getLogger("ckpt")
 
-
-@dataclass(frozen=True, slots=True)
-class _Decision:
-    """What was decided about a save.
-
-    Attributes:
-        place: Its place in the backlog, or None if it is not to be.
-        refusal: Why not.
-        kept_seconds: Of a save at preemption how long ago the save before it, or the run, began.
-    """
-
-    place: BacklogSlot | None
-    refusal: str | None = None
-    kept_seconds: float | None = None
+# At exit, for input and output under way to end, and for removing what was written.
+_GIVING_UP_SECONDS = 0.5
 
 
 class SaveQueue:
-    """The saves of one root. Its coroutines run on the engine's loop."""
+    """The saves of one root. Its coroutines run on the engine's loop.
+
+    Saves under way keep it alive, and nothing above it: so it is what finishes them at interpreter
+    exit, and tells of errors in the end, also where the manager was dropped without being closed.
+    """
 
     def __init__(
         self,
         loop: EngineLoop,
-        storage: Storage,
+        root: Root,
         engine: Engine,
         backlog: BacklogPolicy,
         preemption: Preemption,
-        peers: Peers,
+        exit_seconds: float,
     ) -> None:
-        """Save to `storage`, together with the other processes of the job."""
-        self._loop = loop
-        self._storage = storage
-        self._engine = engine
+        """Save to `root`, together with the other processes of the job.
+
+        At interpreter exit, saves that are under way have `exit_seconds` to end.
+        """
+        self.loop = loop
+        self.root = root
+        self.engine = engine
+        self._exit_seconds = exit_seconds
         self._policy: BacklogPolicy = backlog
-        self._peers = peers
+        self._preemption = preemption
         # Made on the engine's loop.
         self._backlog: Backlog | None = None
-        self._joining: anyio.Lock | None = None
-        # Saves under way, and ended ones whose error nobody has fetched yet.
+        # Saves under way, and ended ones whose error was not fetched yet.
         self._commits: dict[CommitHooks, Commit] = {}
+        # Gives up each partial save that is open, since it would wait for its next part for ever.
+        self._open: set[Callable[[str], None]] = set()
+        self._guard = threading.Lock()
         # Set when the deletions after a commit have ended; the next save does not wait for them.
         self.tidying: list[anyio.Event] = []
-        self.moments = SaveHistory(engine.now_ns, preemption)
+        self.history = SaveHistory(engine.now_ns, preemption)
 
     @property
     def is_saving(self) -> bool:
@@ -93,241 +126,242 @@ class SaveQueue:
         return any(not commit.done() for commit in list(self._commits.values()))
 
     def start(
-        self, request: SaveRequest, root: Root, *, force: bool
+        self,
+        step: int,
+        state: Any,
+        items: Mapping[str, Any] | None,
+        metrics: Mapping[str, Any] | None,
+        metadata: Any,
+        *,
+        force: bool,
+        overwrite: bool,
     ) -> tuple[Commit, Job[None], Future[None]]:
-        """Start a save that `root` may refuse, from any thread.
+        """Start a save that may be refused, from any thread.
 
         Returns:
             The commit, the job behind it, and a future that is done once the caller may change or
             donate what it passed, or holds the error that the call itself must raise.
         """
+        step = check_step(step)
+        entry = self.root.names.name(step)
+        try:
+            request = make_request(
+                entry, step, state, items, metrics, metadata, overwrite=overwrite
+            )
+            self.root.refuse_writing()
+        except Exception as error:
+            self.root.processes.withdraw(self.loop, _kind_of(entry), _what(step), error)
+            raise
+        # Asked on the caller's thread, which may install signal handlers; the answer is kept.
+        self._preemption.open()
+        self._preemption.reached(step)
         staged: Future[None] = Future()
         jobs: list[Job[None]] = []
-        commit = Commit(request.step, lambda: jobs[0].cancel(), self._loop.check_caller)
+        commit = Commit(step, lambda: jobs[0].cancel(), self.loop.check_caller)
         hooks = CommitHooks(commit)
-        self._forget_seen()
-        self._commits[hooks] = commit
+        self.adopt(hooks, commit)
         try:
-            jobs.append(self._loop.submit(self._save, request, root, force, hooks, staged))
+            jobs.append(self.loop.submit(self._save, request, force, hooks, staged))
         except BaseException:
             del self._commits[hooks]
             raise
         return commit, jobs[0], staged
 
     def adopt(self, hooks: CommitHooks, commit: Commit) -> None:
-        """Count a save that runs elsewhere among those under way, and tell of its error."""
+        """Count a save among those under way, and tell of its error."""
         self._forget_seen()
         self._commits[hooks] = commit
 
-    def withdraw(self, entry: str, step: int, error: Exception) -> None:
-        """Tell the others that a save which they may wait for cannot begin here; does not wait."""
-        if not self._peers.is_alone:
-            # Of a manager that is closed they heard when it was.
-            with contextlib.suppress(CheckpointError):
-                self._loop.submit(self._peers.withdraw, _kind_of(entry), _what(step), error)
+    @contextlib.contextmanager
+    def opening(self, give_up: Callable[[str], None]) -> Iterator[None]:
+        """Submit a partial save in the body; `give_up` ends it if it is open at `close`."""
+        # Held meanwhile: `close` sees a save that can be given up, or none.
+        with self._guard:
+            yield
+            self._open.add(give_up)
+
+    def closed(self, give_up: Callable[[str], None]) -> None:
+        """Say that a partial save is not open any more."""
+        with self._guard:
+            self._open.discard(give_up)
 
     async def _save(
-        self,
-        request: SaveRequest,
-        root: Root,
-        force: bool,
-        hooks: CommitHooks,
-        staged: Future[None],
+        self, request: SaveRequest, force: bool, hooks: CommitHooks, staged: Future[None]
     ) -> None:
         """Run one save to its end; every outcome goes to its commit, or to the waiting call."""
         began_ns = time.perf_counter_ns()
-        # Of the step, so that a call more or fewer in one process harms no other step. Before
-        # anything is awaited: the turns are those of the calls.
-        kind = _kind_of(request.entry)
-        turn = self._peers.turn(kind)
-        recorder = EventRecorder("save", request.step, self._engine.observers)
+        step = check_step(request.step)
+        # Before anything is awaited, because it takes the turn of this call. Turns are counted by
+        # step, so that a call more or fewer in one process harms no other step.
+        joint = self.root.processes.save(_kind_of(request.entry), _what(step))
+        recorder = EventRecorder("save", step, self.engine.observers)
         backlog = self._backlog = self._backlog or Backlog(self._policy)
+        slot, refusal, committed = None, None, False
         scope = anyio.CancelScope()
         tidied = anyio.Event()
-        place, reason, committed, joint = None, None, False, None
-        joining = self._joining = self._joining or anyio.Lock()
-        is_asked = root.has_policy or self._policy == "skip"
-        has_come = False
+        may_refuse = (self.root.has_policy or self._policy == "skip") and not force
         try:
+            # Cancelled where a newer save supersedes this one.
             with scope:
-                # In turn, so that all processes save in the order of their calls.
-                async with joining:
-                    has_come = True
-                    joint = await self._joint(request, kind, turn)
-                async with joint.watched(hears=is_asked and not force):
-                    decision = await self._decide(
-                        request, root, force, backlog, scope.cancel, joint
-                    )
-                    place, reason = decision.place, decision.refusal
-                    if place is not None:
-                        manifest = await self._save_in_turn(
-                            request, root, hooks, staged, place, joint
+                async with joint.taking_part(hears=may_refuse):
+                    slot, refusal = await self._decide(request, force, scope.cancel, joint)
+                    if slot is not None:
+                        request, others = await self._admitted(request, hooks, slot, joint)
+                        call = SaveCall(
+                            request.items,
+                            request.unnamed,
+                            on_safe=partial(staged.set_result, None),
+                            on_staged=partial(backlog.staged, slot),
+                            began=hooks.watch.began,
                         )
-                if place is not None:
+                        manifest = await save_step(
+                            self.engine,
+                            self.root.storage,
+                            request,
+                            hooks,
+                            SaveCalls.of(call),
+                            joint,
+                            may_write=partial(self._until_first, slot, hooks),
+                        )
+                        await remove_others(self.root.storage, others)
+                if slot is not None:
+                    # Before the slot is left, so that `idle` sees the one or the other.
                     self.tidying.append(tidied)
                     committed = True
-                await self._peers.ended(joint.whole)
         except BaseException as error:
-            # All processes raise what the first one met.
-            told = error
-            if joint is not None:
-                told = await joint.settle(error)
-                await self._peers.failed(joint.whole)
-                await self._peers.ended(joint.whole)
-            elif not has_come:
-                await self._peers.withdraw(kind, _what(request.step), error, turn)
-            self._end_badly(told, request, hooks, staged)
+            self._end_badly(error, request, hooks, staged)
             if not isinstance(error, Exception):
                 recorder.end(began_ns, "cancelled")
                 raise
-            recorder.end(began_ns, "failed", reason=str(told))
+            recorder.end(began_ns, "failed", reason=str(error))
             return
         finally:
-            if place is not None:
-                backlog.leave(place)
+            if slot is not None:
+                backlog.leave(slot)
                 blocked = hooks.watch.taken.blocked or 0.0
-                self.moments.end(place, blocked if committed else None)
-        if place is not None and scope.cancelled_caught:
-            reason = f"superseded by step {place.superseded_by} (backlog='supersede')"
-        if reason is not None:
-            self._skip(reason, request, hooks, staged)
-            recorder.end(began_ns, "skipped", reason=reason)
+                self.history.end(slot, blocked if committed else None)
+        if slot is None or scope.cancelled_caught:
+            if slot is not None:
+                refusal = f"superseded by step {slot.superseded_by} (backlog='supersede')"
+            assert refusal is not None
+            self._skip(refusal, request, hooks, staged)
+            recorder.end(began_ns, "skipped", reason=refusal)
             return
-        try:
-            self.end_well(request, manifest, hooks, recorder, began_ns, decision.kept_seconds)
-            if joint is not None and joint.publishes:
-                await self.tidy(root, request, manifest, hooks)
-        finally:
-            self.tidying.remove(tidied)
-            tidied.set()
-        # In the pause before the next save; nobody waits for it.
-        await self._engine.arena.warm(lambda: backlog.is_empty and not self._loop.closed)
-
-    async def _joint(self, request: SaveRequest, kind: str, turn: int) -> MultihostSave:
-        peers = self._peers
-        operation = await peers.operation(kind, turn, _what(request.step))
-        then = operation.part("end") if peers.own_disks else None
-        return MultihostSave(operation, peers.team, peers.budget_bytes, peers.advance, then)
+        kept, tidies = slot.kept_seconds, joint.publishes
+        await self.finish(tidied, request, manifest, hooks, recorder, began_ns, kept, tidies=tidies)
+        # In the pause before the next save; nothing waits for it.
+        await self.engine.arena.warm(lambda: backlog.is_empty and not self.loop.closed)
 
     async def _decide(
-        self,
-        request: SaveRequest,
-        root: Root,
-        force: bool,
-        backlog: Backlog,
-        give_up: Callable[[], None],
-        joint: MultihostSave,
-    ) -> _Decision:
-        """Ask policy and backlog about a save, and give it its place if they agree.
+        self, request: SaveRequest, force: bool, give_up: Callable[[], None], joint: JointSave
+    ) -> tuple[BacklogSlot | None, str | None]:
+        """Ask policy and backlog about a save; return its slot, or why there is no save.
 
         Of several processes the primary asks its own, and the others do as it says.
         """
-        step = check_step(request.step)
-        # So that the next decision knows of this save.
-        async with backlog.deciding:
-            context = self.moments.context(step)
-            is_final = self.moments.is_final(context)
-            if not (force or is_final):
-                refusal = None
-                if joint.leads:
-                    async with joint.busy():
-                        refusal = await root.refusal(step, context) or backlog.refusal()
-                elif root.has_policy or self._policy == "skip":
-                    refusal = await joint.refusal()
-                if refusal is not None:
-                    if joint.leads:
-                        await joint.refuse(refusal)
-                    return _Decision(None, refusal)
-            kept_seconds = await self.moments.kept_by(context, root) if is_final else None
-            # Who has a place gives it back: so nothing may fail, or be awaited, from here on.
-            place = backlog.join(request.entry, step, give_up, may_be_superseded=not is_final)
-            self.moments.begin(place, step, context)
-        return _Decision(place, None, kept_seconds)
-
-    async def _save_in_turn(
-        self,
-        request: SaveRequest,
-        root: Root,
-        hooks: CommitHooks,
-        staged: Future[None],
-        place: BacklogSlot,
-        joint: MultihostSave,
-    ) -> Manifest:
-        """Save once there is room for it; what bears the step's name may have to be replaced."""
         assert self._backlog is not None
-        backlog = self._backlog
+        root, backlog, step = self.root, self._backlog, check_step(request.step)
+        # Held until this save has joined, so that the next decision knows of it.
+        async with backlog.deciding:
+            context = self.history.context(step)
+            is_final = self.history.is_final(context)
+
+            async def ask() -> str | None:
+                return await root.refusal(step, context) or backlog.refusal()
+
+            if not (force or is_final):
+                refusal = await joint.refusal(ask)
+                if refusal is not None:
+                    return None, refusal
+            kept_seconds = await self.history.kept_by(context, root) if is_final else None
+            # A slot has to be left again: so nothing may fail, or be awaited, from here on.
+            slot = BacklogSlot(request.entry, step, give_up, kept_seconds)
+            backlog.join(slot)
+            self.history.begin(slot, context)
+        return slot, None
+
+    async def _admitted(
+        self, request: SaveRequest, hooks: CommitHooks, slot: BacklogSlot, joint: JointSave
+    ) -> tuple[SaveRequest, list[str]]:
+        """Wait until there is room for a save, and make way for it in the root.
+
+        Returns:
+            The request as it is to be saved, and the entries that it replaces under other names.
+        """
+        assert self._backlog is not None
+        root, backlog = self.root, self._backlog
         others: list[str] = []
-        # The others may wait for this process to begin, while it waits for the save before.
+        # The other processes may wait for this one to begin, while it waits for the save before.
         async with joint.busy():
-            with EventRecorder("save", request.step, self._engine.observers).phase("wait"):
-                await backlog.admitted(place)
+            with EventRecorder("save", slot.step, self.engine.observers).phase("wait"):
+                await backlog.admitted(slot)
             hooks.watch.add_wait(hooks.watch.elapsed)
             await root.open()
-            before = [other for other in backlog.under_way if other is not place]
+            before = [other for other in backlog.under_way if other is not slot]
             if joint.publishes:
-                others = await root.other_entries(check_step(request.step))
-                request = await replacing_part(self._storage, self._peers, request, joint)
-                await make_way(self._storage, request, others)
-        if not request.overwrite and any(other.entry == request.entry for other in before):
-            raise StepExistsError(
-                "this step is being saved at the moment. Choose another step, or pass "
-                "overwrite=True to replace it once it is there",
-                step=request.step,
-            )
+                others = await root.other_entries(slot.step)
+                request = await replacing_part(self.root.storage, request, joint)
+                await make_way(self.root.storage, request, others)
+            if not request.overwrite and any(other.entry == request.entry for other in before):
+                raise StepExistsError(
+                    "this step is being saved at the moment. Choose another step, or pass "
+                    "overwrite=True to replace it once it is there",
+                    step=request.step,
+                )
+            return await with_plain_metrics(request), others
 
-        async def may_write() -> None:
-            began = time.perf_counter()
-            await place.may_write.wait()
-            hooks.watch.add_wait(time.perf_counter() - began)
+    async def _until_first(self, slot: BacklogSlot, hooks: CommitHooks) -> None:
+        assert self._backlog is not None
+        began = time.perf_counter()
+        await self._backlog.first(slot)
+        hooks.watch.add_wait(time.perf_counter() - began)
 
-        manifest = await save_entry(
-            self._engine,
-            self._storage,
-            request,
-            hooks,
-            joint,
-            on_safe=lambda: staged.set_result(None),
-            on_staged=lambda: backlog.staged(place),
-            may_write=may_write,
-        )
-        await remove_others(self._storage, others)
-        return manifest
-
-    def end_well(
+    async def finish(
         self,
+        tidied: anyio.Event,
         request: SaveRequest,
         manifest: Manifest,
         hooks: CommitHooks,
         recorder: EventRecorder,
         began_ns: int,
         kept_seconds: float | None = None,
+        *,
+        tidies: bool = True,
     ) -> None:
-        """Tell of a step that was published; `kept_seconds` is that of `_Decision`."""
-        self._commits.pop(hooks)
-        info = step_info(manifest, f"{self._storage.location}/{request.entry}", hooks.watch.taken)
-        # Before anybody is told.
-        self.moments.committed(manifest)
-        hooks.finish(info)
-        recorder.end(began_ns, "ok", nbytes=info.nbytes)
-        seconds = hooks.watch.elapsed
-        kept = ""
-        if kept_seconds is not None:
-            recorder.preempted(kept_seconds)
-            kept = f"; the run was preempted, and {kept_seconds:.0f} s of training are kept"
-        logger.info("saved step %s: %d bytes in %.2f s%s", info.step, info.nbytes, seconds, kept)
+        """Tell of a step that was published, then delete what is not kept any more.
 
-    async def tidy(
-        self, root: Root, request: SaveRequest, manifest: Manifest, hooks: CommitHooks
-    ) -> None:
-        """Delete what is not kept any more, and add to the step what is known only now."""
-        seconds = await root.preserve(check_step(request.step))
-        if seconds is not None:
-            hooks.watch.note(deleted=seconds)
+        Args:
+            tidied: Is in `tidying` until that has ended.
+            request: What was saved.
+            manifest: The manifest of the step.
+            hooks: Its commit.
+            recorder: Takes the end of the save.
+            began_ns: When it began, by `time.perf_counter_ns`.
+            kept_seconds: As of `BacklogSlot`.
+            tidies: Whether the deletions are for this process.
+        """
         try:
-            taken = hooks.watch.taken
-            await keep_late(self._storage, request.entry, manifest.attempt, taken)
-        except StorageError as error:
-            logger.debug("the statistics of step %s were not kept: %s", request.step, error)
+            self._commits.pop(hooks)
+            path = f"{self.root.storage.location}/{request.entry}"
+            info = step_info(manifest, path, hooks.watch.taken)
+            # Before the commit is done: a deletion that its caller starts then must know of it.
+            self.root.retention.newest = manifest.step
+            self.history.committed(manifest)
+            hooks.finish(info)
+            recorder.end(began_ns, "ok", nbytes=info.nbytes)
+            seconds = hooks.watch.elapsed
+            kept = ""
+            if kept_seconds is not None:
+                recorder.preempted(kept_seconds)
+                kept = f"; the run was preempted, and {kept_seconds:.0f} s of training are kept"
+            logger.info(
+                "saved step %s: %d bytes in %.2f s%s", info.step, info.nbytes, seconds, kept
+            )
+            if tidies:
+                await self.root.preserve(check_step(request.step))
+        finally:
+            self.tidying.remove(tidied)
+            tidied.set()
 
     def _skip(
         self, reason: str, request: SaveRequest, hooks: CommitHooks, staged: Future[None]
@@ -356,7 +390,7 @@ class SaveQueue:
             hooks.fail(error, seen=not staged.done())
         if not staged.done():
             staged.set_exception(error)
-        # A failure that is still to be told must not keep the state alive until then.
+        # A commit that waits for its error to be fetched must not keep the arrays alive.
         request.items.clear()
         if hooks.is_seen:
             self._commits.pop(hooks, None)
@@ -375,14 +409,14 @@ class SaveQueue:
                 self._commits.pop(hooks, None)
 
     def take_errors(self) -> list[BaseException]:
-        """Return the errors of ended saves that nobody has fetched yet; each is given out once."""
+        """Return the errors of ended saves that were not fetched yet; each is given out once."""
         errors = []
         for hooks, commit in list(self._commits.items()):
             if commit.done():
                 error = hooks.unseen_error()
                 if error is not None:
                     errors.append(error)
-        # Who waits for one now may still be cancelled before it hears: that one stays.
+        # An error that is being awaited stays: its waiter may still be cancelled.
         self._forget_seen()
         return errors
 
@@ -391,14 +425,56 @@ class SaveQueue:
         return [commit for commit in list(self._commits.values()) if commit.cancel()]
 
     def tell_unseen(self) -> bool:
-        """Write to standard error what failed and nobody fetched; return whether there was any."""
-        if not self._commits or self._loop.is_forked:
+        """Write errors that were not fetched to standard error; return whether there were any."""
+        if not self._commits or self.loop.is_forked:
             return False
         errors = self.take_errors()
-        where = redact(self._storage.location)
+        where = redact(self.root.storage.location)
         for error in errors:
             sys.stderr.write(f"ckpt: a save to {where} failed and nobody looked: {error}\n")
         return bool(errors)
+
+    def close(self, timeout: float | None = None) -> bool:
+        """End the loop once all saves have ended; partial saves that are open are discarded.
+
+        Args:
+            timeout: Seconds to wait at most; None waits for as long as it takes.
+
+        Returns:
+            Whether the loop has ended.
+        """
+        if not self.loop.is_forked:
+            self.loop.check_caller()
+        # First, so that no partial save is opened after those that are open were given up.
+        self.loop.stop()
+        with self._guard:
+            for give_up in self._open:
+                give_up("the manager was closed before it was finalized")
+        return self.loop.close(timeout)
+
+    def finish_at_exit(self) -> None:
+        """At interpreter exit: finish what is under way, and report errors that were not fetched.
+
+        What has not ended in time is given up. The exit status then tells, as after a failure.
+        """
+        given_up = []
+        if not self.close(self._exit_seconds):
+            given_up = self.cancel_all()
+            self.loop.close(_GIVING_UP_SECONDS)
+        for commit in given_up:
+            outcome = "may be there" if commit.stage == "publishing" else "was given up"
+            sys.stderr.write(
+                f"ckpt: the save of step {commit.step} to {redact(self.root.storage.location)} had "
+                f"not ended {self._exit_seconds} s after the program had; it {outcome}\n"
+            )
+        if self.tell_unseen() or given_up:
+            fail_exit()
+
+    def __del__(self) -> None:
+        # The last chance to tell: no one can close the manager any more. Nothing else is touched,
+        # because at interpreter exit the modules may be gone already.
+        if getattr(self, "_commits", None) and self.tell_unseen():
+            fail_exit()
 
 
 def _kind_of(entry: str) -> str:

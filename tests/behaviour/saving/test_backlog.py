@@ -76,7 +76,7 @@ def test_a_third_save_waits_for_the_first(tmp_path: Path) -> None:
         assert queue is not None
         while len(queue._queue) < 3:
             os.sched_yield()
-        assert [place.step for place in queue.under_way] == [0, 1]
+        assert [slot.step for slot in queue.under_way] == [0, 1]
         assert not third.done()
         gates[0].open()
         commits.append(third.result(PATIENCE_S))

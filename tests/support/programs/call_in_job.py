@@ -20,8 +20,7 @@ from jax.sharding import PartitionSpec as P
 import ckpt
 import ckpt.sync
 from ckpt import policies
-from ckpt.coordination._default import default_coordinator
-from ckpt.coordination._single import SingleProcess
+from ckpt.coordination._jobs import SingleProcess, default_coordinator
 from ckpt.errors import CheckpointError
 from ckpt.storage._local.storage import LocalStorage
 from tests.support.real_jobs import tell

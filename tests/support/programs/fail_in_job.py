@@ -28,9 +28,9 @@ from jax.sharding import PartitionSpec as P
 import ckpt
 import ckpt._steps.reader
 import ckpt.sync
-from ckpt.coordination._default import default_coordinator
+from ckpt.coordination._heartbeat import introduce
+from ckpt.coordination._jobs import default_coordinator
 from ckpt.coordination._operation import Operation
-from ckpt.coordination._signs import introduce
 from ckpt.handlers._pytree import PyTreeHandler
 from ckpt.storage._local.storage import LocalStorage
 from tests.support.real_jobs import at, tell

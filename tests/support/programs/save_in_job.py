@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import ckpt
 import ckpt.sync
 from ckpt.coordination._jax_service import JaxDistributed
-from ckpt.coordination._own_disks import OwnDisks
+from ckpt.coordination._jobs import OwnDisks
 from ckpt.errors import CheckpointError
 from tests.support.real_jobs import tell
 

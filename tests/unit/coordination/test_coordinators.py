@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt.coordination import _jax_service as jax_service
 from ckpt.coordination._base import Coordinator, KeyValues
-from ckpt.coordination._default import default_coordinator
 from ckpt.coordination._failures import unpack_error
 from ckpt.coordination._jax_service import JaxDistributed
+from ckpt.coordination._jobs import SingleProcess, default_coordinator
 from ckpt.coordination._long_values import PART_BYTES, join, split
 from ckpt.coordination._memory import MemoryKeyValues
-from ckpt.coordination._single import SingleProcess
 from ckpt.errors import CheckpointError, CoordinationError, InvalidArgumentError
 from tests.unit.coordination.key_value_suite import check_key_values
 

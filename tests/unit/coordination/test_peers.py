@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import anyio
 import anyio.lowlevel
 import pytest
 
+from ckpt._engine.save.multihost import MultihostSave
 from ckpt._format.manifest import JsonValue
+from ckpt._steps.processes import SeparateRoots, SharedRoot
+from ckpt.coordination._collectives import gathered
 from ckpt.coordination._memory import MemoryKeyValues
 from ckpt.coordination._operation import Operation
 from ckpt.coordination._peers import Peers
@@ -80,10 +83,17 @@ async def left(values: MemoryKeyValues) -> list[str]:
     return [each for each in names if not each.startswith(("processes/", "ckpt/opened/"))]
 
 
+def processes_of(peers: Peers) -> Any:
+    """Return what a manager sees of `peers`; the root is not looked at."""
+    return (SeparateRoots if peers.own_disks else SharedRoot)(peers, cast("Any", None))
+
+
 def test_who_publishes_and_in_which_order_calls_count() -> None:
     shared, apart = (peers_of(MemoryKeyValues(), own_disks=own) for own in (False, True))
-    assert [each.publishes for each in shared] == [True, False]
-    assert [each.publishes for each in apart] == [True, True]
+    assert [processes_of(each).owns_root for each in shared] == [True, False]
+    assert [processes_of(each).owns_root for each in apart] == [True, True]
+    assert [MultihostSave(each, "s", "s").publishes for each in shared] == [True, False]
+    assert [MultihostSave(each, "s", "s").publishes for each in apart] == [True, True]
     assert [shared[0].turn(kind) for kind in "abab"] == [0, 0, 1, 1]
 
 
@@ -189,7 +199,9 @@ def test_what_cannot_be_removed_spoils_nothing(error: Exception | None, own_disk
         async def act() -> JsonValue:
             return 5
 
-        assert await together(*(lambda p=p: p.act("x", "x", act) for p in pair)) == [5, 5]
+        assert await together(
+            *(lambda p=p: processes_of(p).everywhere("x", 1, "x", act) for p in pair)
+        ) == [5, 5]
         assert anyio.current_time() < 5.0
 
     in_made_up_time(main)
@@ -294,7 +306,7 @@ def test_own_disks_are_all_acted_on() -> None:
                 acted.append(peers.index)
                 return peers.index
 
-            return lambda: peers.act("x", "x", act)
+            return lambda: processes_of(peers).everywhere("x", 1, "x", act)
 
         assert await together(*map(acting, peers_of(values, own_disks=True))) == [0, 1]
         assert sorted(acted) == [0, 1]
@@ -308,7 +320,7 @@ def test_all_or_none_waits_for_who_moves_and_raises_what_the_first_one_met() -> 
         pair = peers_of(MemoryKeyValues(), own_disks=True)
 
         async def gathers(operation: Operation) -> list[Any]:
-            return await pair[0].gathered(operation, 0)
+            return await gathered(operation, 0, "gathered")
 
         def call(index: int, act: Callable[[Operation], Awaitable[Any]]) -> Any:
             return lambda: pair[index].all_or_none("x", "x", act)
@@ -319,7 +331,7 @@ def test_all_or_none_waits_for_who_moves_and_raises_what_the_first_one_met() -> 
         assert await together(call(0, nothing), call(1, moves_only(pair[1]))) == ["done"] * 2
         assert anyio.current_time() >= 3 * LIMIT
         assert (
-            await together(call(0, gathers), call(1, lambda o: pair[1].gathered(o, 1)))
+            await together(call(0, gathers), call(1, lambda o: gathered(o, 1, "gathered")))
             == [[0, 1]] * 2
         )
 

@@ -1,17 +1,37 @@
-"""A job whose processes do not see one root: each keeps its part of a step on a disk of its own."""
+"""Jobs a process can be part of: alone, that of `jax.distributed`, or one with private disks."""
 
 from __future__ import annotations
 
 from ckpt.coordination._base import Coordinator, KeyValues
+from ckpt.coordination._jax_service import JaxDistributed, job_size
+from ckpt.coordination._memory import MemoryKeyValues
 
-__all__ = ["OwnDisks", "has_own_disks", "name_of_disks"]
+__all__ = ["OwnDisks", "SingleProcess", "default_coordinator", "has_own_disks", "name_of_disks"]
+
+
+class SingleProcess:
+    """This process is alone; nothing is shared."""
+
+    @property
+    def process_index(self) -> int:
+        """0."""
+        return 0
+
+    @property
+    def process_count(self) -> int:
+        """1."""
+        return 1
+
+    def key_values(self) -> KeyValues:
+        """Return values that no other process sees."""
+        return MemoryKeyValues()
 
 
 class OwnDisks:
-    """Says of a job that every process has a root of its own, and sees no other's.
+    """A job in which every process has a root of its own, and sees no other's.
 
-    Roots on disks of their own may be called differently in each process, so nothing tells which of
-    them belong together. Where a program has several, each gets a name.
+    Private disks may be mounted at different paths, so paths do not say which roots belong
+    together. A program that has several gives each a name.
 
     A process then keeps what its own devices hold, and everything else (numpy arrays, Python
     scalars, items with files) as well. A step counts if all processes have it; it can be restored
@@ -44,6 +64,17 @@ class OwnDisks:
     def key_values(self) -> KeyValues:
         """Return what the processes share beside their disks."""
         return self._job.key_values()
+
+
+def default_coordinator() -> Coordinator:
+    """Return the job of `jax.distributed` where it has several processes, else that of this one.
+
+    Raises:
+        CoordinationError: There are several processes that cannot talk to each other:
+            `jax.distributed` was not initialized, or is one of a version that this library does not
+            know.
+    """
+    return JaxDistributed() if job_size() > 1 else SingleProcess()
 
 
 def has_own_disks(coordinator: Coordinator) -> bool:

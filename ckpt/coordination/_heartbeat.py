@@ -1,4 +1,8 @@
-"""Signs of life: what each process says of itself, and who has said nothing for too long."""
+"""Heartbeats: signs of life that processes give each other, and who has been silent too long.
+
+`Pulse` gives those of this process in one operation, `Signs` notes when the others gave theirs, and
+`beating` gives them in phases that transfer no bytes.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,23 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import TYPE_CHECKING, Literal
 
 import anyio
 
 from ckpt.coordination._base import KeyValues
-from ckpt.errors import CoordinationError, CoordinationTimeoutError
+from ckpt.coordination._deadline import DeadlineKeyValues
+from ckpt.errors import CoordinationError, CoordinationTimeoutError, located
+
+if TYPE_CHECKING:
+    from ckpt.coordination._operation import Operation
 
 __all__ = [
+    "Pulse",
     "Signs",
     "Stage",
+    "beating",
     "hello",
     "introduce",
     "missing_text",
@@ -35,6 +45,10 @@ _STAGES: dict[Stage, str] = {
     "write": "for every process to finish its part",
     "publish": "for the primary to publish",
 }
+# Beats within one time limit, and in all. There is a limit because a phase that takes ten times the
+# time limit hangs, and the other processes have to notice that.
+_BEATS = 8
+_MOST_BEATS = 10 * _BEATS
 
 
 def hello(beat: int = 0, doing: str = "") -> bytes:
@@ -71,6 +85,79 @@ async def _introductions(key_values: KeyValues, processes: Iterable[int]) -> dic
             if sign is not None:
                 found[index] = sign
     return found
+
+
+class Pulse:
+    """Signs of life of this process in an operation and all parts of it: one counts for all."""
+
+    def __init__(self, shared: DeadlineKeyValues, index: int) -> None:
+        """Make it; no sign is given yet.
+
+        Args:
+            shared: The values of the operation.
+            index: Which process this is.
+        """
+        self._shared = shared
+        self._index = index
+        self._moved = 0
+        self._shown = 0
+        self._beat = 0
+        self._beat_at = 0.0
+
+    def advance(self, amount: int) -> None:
+        """Say that so many bytes were moved; `show_moves` lets the others know."""
+        self._moved += amount
+
+    def is_due(self, seconds: float) -> bool:
+        """Tell whether the last sign was given as long ago."""
+        return anyio.current_time() - self._beat_at >= seconds
+
+    async def show_moves(self) -> None:
+        """Give a sign if something has moved since the last one for which it had."""
+        if self._moved != self._shown:
+            self._shown = self._moved
+            await self.show()
+
+    async def show(self) -> None:
+        """Give a sign."""
+        self._beat += 1
+        self._beat_at = anyio.current_time()
+        await self._shared.touch(f"life/{self._index}", hello(self._beat))
+
+    async def of_primary(self) -> bytes | None:
+        """Return the last sign of the primary, or None."""
+        return await self._shared.wait("life/0", 0)
+
+    async def of_all(self, count: int) -> dict[int, bytes]:
+        """Return the last sign of each of `count` processes that has given one."""
+        return await self._shared.numbered("life", count)
+
+
+@contextlib.asynccontextmanager
+async def beating(
+    operation: Operation, advance: Callable[[int], None] | None = None
+) -> AsyncIterator[None]:
+    """Let the others know, while the body runs, that this process lives.
+
+    Works without `Operation.watch`, as in shielded code; ends after ten times the time limit.
+
+    Args:
+        operation: The operation in which the others wait.
+        advance: Called instead of the operation's own `advance`, where this process is waited for
+            in further operations.
+    """
+    with located():
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_beat, operation, advance or operation.advance)
+            yield
+            tasks.cancel_scope.cancel()
+
+
+async def _beat(operation: Operation, advance: Callable[[int], None]) -> None:
+    for _ in range(_MOST_BEATS):
+        await anyio.sleep(operation.seconds / _BEATS)
+        advance(1)
+        await operation.show_moves()
 
 
 class Signs:
@@ -123,7 +210,7 @@ async def missing_text(missing: list[int], count: int, signs: Signs, values: Key
 def silence(
     label: str, names: str, missing: list[int], stage: Stage, seconds: float
 ) -> CoordinationTimeoutError:
-    """Return the error of whoever has waited for `missing` in vain."""
+    """Return the error of a process that has waited for `missing` in vain."""
     error = CoordinationTimeoutError(
         f"{label} {_STAGES[stage]} (stage {stage!r}), and heard nothing for {seconds:g} s: "
         f"{names}. Where a process was killed or stopped, restart the whole job; "

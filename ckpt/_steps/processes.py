@@ -1,0 +1,360 @@
+"""The processes that use one root: one alone, several that share it, or several with private disks.
+
+`OneProcess`, `SharedRoot` and `SeparateRoots` have the same methods, so that a manager does not ask
+how many processes there are. With one process every method acts at once, and nothing is shared.
+
+                  one process   several, one root            several, a root each
+    open          here          on the primary               on each
+    steps         all           all                          those that every process has
+    restoring     finds         the primary finds            all find what they have in common
+    on_step       here          on the primary               on each, if all have the step
+    everywhere    here          on the primary               on each, all or none
+    delete        here          on the primary               on each that has the step
+    save          SoloSave      MultihostSave: one manifest  MultihostSave: a manifest each
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+import anyio
+
+from ckpt._arguments import check_step
+from ckpt._engine.restore.shared_reads import Broadcast
+from ckpt._engine.save.multihost import JointSave, MultihostSave, SoloSave
+from ckpt._events import Observer
+from ckpt._format.manifest import JsonValue, Manifest
+from ckpt._runtime.futures import CallingThread
+from ckpt._runtime.loop import EngineLoop
+from ckpt._steps.index import IndexedStep, StepIndex
+from ckpt._steps.restore_requests import check_broadcast
+from ckpt._steps.retention import Retention
+from ckpt.coordination._collectives import gathered
+from ckpt.coordination._heartbeat import beating
+from ckpt.coordination._operation import Operation
+from ckpt.coordination._peers import Peers
+from ckpt.errors import (
+    CheckpointError,
+    CoordinationError,
+    StepDeletedError,
+    StepNotFoundError,
+)
+
+__all__ = ["FoundStep", "OneProcess", "Processes", "SeparateRoots", "SharedRoot"]
+
+Act = Callable[[], Awaitable[JsonValue]]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundStep:
+    """The step that all processes restore.
+
+    Attributes:
+        entry: Its entry.
+        manifest: Its manifest.
+        broadcast: How they share what they read; None where each reads what it needs.
+    """
+
+    entry: str
+    manifest: Manifest
+    broadcast: Broadcast | None = None
+
+
+class OneProcess:
+    """This process is alone.
+
+    Attributes:
+        process: Number of this process in its job.
+        count: How many there are.
+        owns_root: Whether this process keeps a root tidy.
+        steps: The steps that count.
+        observers: Take the phases of a restore, beside the engine's.
+    """
+
+    process, count = 0, 1
+    owns_root = True
+    observers: tuple[Observer, ...] = ()
+
+    def __init__(self, index: StepIndex, budget_bytes: int) -> None:
+        """Use the root that `index` lists, with a staging budget of `budget_bytes`."""
+        self.steps = index
+        self._budget_bytes = budget_bytes
+
+    async def open(self, act: Callable[[], Awaitable[None]]) -> None:
+        """Open the root with `act`."""
+        await act()
+
+    @contextlib.asynccontextmanager
+    async def restoring(
+        self, step: int | None, broadcast_bytes: int | None, caller: CallingThread
+    ) -> AsyncIterator[FoundStep]:
+        """Find `step`, or the latest one, for the body to restore."""
+        check_broadcast(broadcast_bytes, own_disks=False)
+        yield FoundStep(*await self.steps.found(step))
+
+    async def on_primary(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
+        """Return what `act` gives."""
+        return await act()
+
+    on_step = everywhere = delete = on_primary
+
+    async def superfluous(self, saved: int, retention: Retention) -> None:
+        """Leave it to the retention to find out what is to be deleted."""
+
+    def save(self, kind: str, what: str) -> JointSave:
+        """Return the processes' side of a save."""
+        return SoloSave(self._budget_bytes)
+
+    def withdraw(self, loop: EngineLoop, kind: str, what: str, error: Exception) -> None:
+        """Do nothing: no process waits for a save that cannot begin."""
+
+
+class _SeveralProcesses:
+    """What several processes do in the same way, with one root and with a root each."""
+
+    def __init__(self, peers: Peers, index: StepIndex) -> None:
+        """Use the root that `index` lists together with `peers`."""
+        self.peers = peers
+        self.process, self.count = peers.index, peers.count
+        # What is read shows the others that this process lives.
+        self.observers: tuple[Observer, ...] = (lambda event: peers.advance(event.nbytes),)
+        self._index = index
+        # Made on the engine's loop.
+        self._order: anyio.Lock | None = None
+
+    async def on_primary(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
+        """Return what `act` gives on the primary; see `Peers.on_primary`."""
+        return await self.peers.on_primary(f"{kind}-{step}", what, act)
+
+    def save(self, kind: str, what: str) -> JointSave:
+        """Return the processes' side of a save, which takes its turn now."""
+        self._order = self._order or anyio.Lock()
+        return MultihostSave(self.peers, kind, what, self._order)
+
+    def withdraw(self, loop: EngineLoop, kind: str, what: str, error: Exception) -> None:
+        """Tell the others that a save which they may wait for cannot begin here; does not wait."""
+        # Where the manager is closed, they heard that when it was.
+        with contextlib.suppress(CheckpointError):
+            loop.submit(self.peers.withdraw, kind, what, error)
+
+    def _check_same(self, step: int | None, other: int | None) -> None:
+        """Raise if this process restores another step than one of the others."""
+        if step != other and step is not None:
+            raise CoordinationError(
+                f"process {self.process} restores step {step} while another one restores step "
+                f"{other}. All processes must restore the same step; restore() without a step "
+                "takes the latest on all of them"
+            )
+
+
+class SharedRoot(_SeveralProcesses):
+    """Several processes that see the same root; the primary acts for all of them."""
+
+    def __init__(self, peers: Peers, index: StepIndex) -> None:
+        """Use the root that `index` lists together with `peers`."""
+        super().__init__(peers, index)
+        self.owns_root = peers.index == 0
+        self.steps = index
+
+    async def open(self, act: Callable[[], Awaitable[None]]) -> None:
+        """Open the root on the primary, which makes it and keeps it tidy."""
+        if self.owns_root:
+            try:
+                await act()
+            except BaseException as error:
+                # The others would wait for this process.
+                await self.peers.cannot_open(error)
+                raise
+
+    @contextlib.asynccontextmanager
+    async def restoring(
+        self, step: int | None, broadcast_bytes: int | None, caller: CallingThread
+    ) -> AsyncIterator[FoundStep]:
+        """Agree on the step that the primary finds; the body succeeds on all processes or none."""
+        async with self.peers.all_of("restore", _restore_of(step)) as operation:
+            check_broadcast(broadcast_bytes, own_disks=False)
+            entry, manifest = await self._led(step, broadcast_bytes, operation)
+            broadcast = None
+            if broadcast_bytes is not None:
+                broadcast = Broadcast(self.peers, operation, broadcast_bytes, caller)
+            yield FoundStep(entry, manifest, broadcast)
+
+    async def _led(
+        self, step: int | None, nbytes: int | None, operation: Operation
+    ) -> tuple[str, Manifest]:
+        """Return entry and manifest of the step that the primary finds."""
+        if self.process == 0:
+            entry, manifest = await self._index.found(step)
+            about = {"step": manifest.step, "attempt": manifest.attempt, "broadcast": nbytes}
+            await operation.lead(json.dumps(about).encode())
+            return entry, manifest
+        about = json.loads(await operation.lead(None))
+        self._check_same(step, about["step"])
+        if about["broadcast"] != nbytes:
+            raise CoordinationError(
+                f"process {self.process} restores with broadcast_bytes={nbytes} while process "
+                f"0 does with {about['broadcast']}; give all processes the same",
+                step=about["step"],
+            )
+        try:
+            entry, manifest = await self._index.found(about["step"])
+        except StepNotFoundError as error:
+            # It was there a moment ago.
+            raise StepDeletedError(
+                f"{self._index.location}: it was deleted while it was read, or process "
+                f"{self.process} sees another root than process 0",
+                step=about["step"],
+            ) from error
+        if manifest.attempt != about["attempt"]:
+            raise StepDeletedError(
+                f"{self._index.location}/{entry} was replaced while it was read, or process "
+                f"{self.process} sees another root than process 0",
+                step=manifest.step,
+            )
+        return entry, manifest
+
+    on_step = everywhere = delete = _SeveralProcesses.on_primary
+
+    async def superfluous(self, saved: int, retention: Retention) -> None:
+        """Leave it to the retention to find out what is to be deleted."""
+
+
+class SeparateRoots(_SeveralProcesses):
+    """Several processes with a root each. Only what all of them have counts as a step."""
+
+    owns_root = True
+
+    @property
+    def steps(self) -> SeparateRoots:
+        """This: `refresh`, `latest` and `found` tell of the steps that all processes have."""
+        return self
+
+    async def open(self, act: Callable[[], Awaitable[None]]) -> None:
+        """Open the root of every process."""
+        try:
+            await act()
+        except BaseException as error:
+            # The others would wait for this process.
+            await self.peers.cannot_open(error)
+            raise
+
+    async def refresh(self) -> dict[int, IndexedStep]:
+        """Return the steps that all processes have, ascending."""
+        look = partial(self._in_common, None)
+        return await self.peers.all_or_none("steps", "listing the steps", look)
+
+    async def latest(self) -> IndexedStep | None:
+        """Return the greatest step that all processes have, or None."""
+        return next(reversed((await self.refresh()).values()), None)
+
+    async def found(self, step: int | None) -> tuple[str, Manifest]:
+        """Return entry and manifest of `step`, or of the latest one that all processes have."""
+        if step is None:
+            latest = await self.latest()
+            if latest is None:
+                raise self._index.no_step()
+            step = latest.step
+        return await self._index.found(step)
+
+    @contextlib.asynccontextmanager
+    async def restoring(
+        self, step: int | None, broadcast_bytes: int | None, caller: CallingThread
+    ) -> AsyncIterator[FoundStep]:
+        """Find a step that all processes have; the body succeeds on all of them or none."""
+        async with self.peers.all_of("restore", _restore_of(step)) as operation:
+            check_broadcast(broadcast_bytes, own_disks=True)
+            yield FoundStep(*await self._index.found(await self._common(step, operation)))
+
+    async def on_step(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
+        """Do something to a step on every disk.
+
+        Raises:
+            StepNotFoundError: Not all processes have it; nothing was done anywhere.
+        """
+        async with self.peers.all_of(f"{kind}-{step}", what) as operation:
+            await self._common(step, operation)
+            return await act()
+
+    async def everywhere(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
+        """Do something to the root of every process."""
+        return await self.peers.all_or_none(f"{kind}-{step}", what, lambda _: act())
+
+    async def delete(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
+        """Delete what some of the disks have.
+
+        Raises:
+            StepNotFoundError: None has it.
+        """
+        async with self.peers.all_of(f"{kind}-{step}", what) as operation:
+            missing = None
+            try:
+                async with beating(operation):
+                    await act()
+            except StepNotFoundError as error:
+                missing = error
+            deleted = await gathered(operation, missing is None, "deleted")
+            if missing is not None and not any(deleted):
+                raise missing
+        return None
+
+    async def superfluous(self, saved: int, retention: Retention) -> dict[int, IndexedStep] | None:
+        """Return what is to be deleted after `saved`, as it is on this disk.
+
+        Policies see the steps that all processes have; only those that none wants to keep go.
+        """
+        if retention.keeps_all:
+            return None
+        async with self.peers.all_of(
+            f"preserve-{saved}", f"what to delete after step {saved}"
+        ) as operation:
+            own = await retention.superfluous(await self._in_common(None, operation))
+            every = await gathered(operation, list(own), "superfluous")
+            return {step: own[step] for step in sorted(set.intersection(*map(set, every)))}
+
+    async def _in_common(self, asked: int | None, operation: Operation) -> dict[int, IndexedStep]:
+        """Return the steps that all processes have, as they are on this disk.
+
+        Args:
+            asked: A step that all of them ask for, or None.
+            operation: What they do it for.
+        """
+        async with beating(operation):
+            found = await self._index.refresh()
+        # A step that not all have published does not count, nor one whose parts are from
+        # different saves.
+        own: JsonValue = [[each.step, each.save] for each in found.values()]
+        every = await gathered(operation, [asked, own], "steps")
+        for other, _ in every:
+            self._check_same(asked, other)
+        common = set.intersection(*({tuple(each) for each in steps} for _, steps in every))
+        return {step: found[step] for step in sorted(step for step, save in common if save)}
+
+    async def _common(self, step: int | None, operation: Operation) -> int:
+        """Return the step that all processes have; None finds the greatest.
+
+        Raises:
+            StepNotFoundError: There is none; says which there are.
+        """
+        asked = None if step is None else check_step(step)
+        steps = list(await self._in_common(asked, operation))
+        if asked is None and steps:
+            return steps[-1]
+        if asked is not None and asked in steps:
+            return asked
+        listed = ", ".join(map(str, steps[-10:])) or "none"
+        raise StepNotFoundError(
+            "there is no such step that all processes have on disks of their own; steps that they "
+            f"have in common: {listed}",
+            step=asked,
+        )
+
+
+Processes = OneProcess | SharedRoot | SeparateRoots
+
+
+def _restore_of(step: int | None) -> str:
+    return "the restore" if step is None else f"the restore of step {step}"

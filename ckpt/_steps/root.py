@@ -1,0 +1,151 @@
+"""`Root`: one root below its saves: what it holds, what may be saved to it, what stays in it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import anyio
+
+from ckpt._events import EventRecorder, Observer
+from ckpt._steps.index import StepIndex
+from ckpt._steps.pins import forget_expired
+from ckpt._steps.previous_steps import PreviousSteps, saved_step
+from ckpt._steps.processes import Processes
+from ckpt._steps.retention import Retention
+from ckpt._steps.root_metadata import write_root_metadata
+from ckpt.errors import CheckpointError, ReadOnlyError, StorageError
+from ckpt.policies import SaveContext, SavePolicyLike, refusal_of
+from ckpt.step_names import Standard, StepNames
+from ckpt.storage._base import Storage
+
+__all__ = ["Root"]
+
+logger = logging.getLogger("ckpt")
+
+
+class Root:
+    """One root. Its coroutines run on the engine's loop.
+
+    Attributes:
+        storage: Where it is.
+        names: How the entries of its steps are called.
+        index: Its committed steps.
+        processes: The processes that use it.
+        retention: Deletes its steps.
+        is_read_only: Whether nothing may be written.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        names: StepNames,
+        index: StepIndex,
+        processes: Processes,
+        retention: Retention,
+        *,
+        save_policy: SavePolicyLike | None,
+        metadata: Mapping[str, Any] | None,
+        read_only: bool,
+        observers: tuple[Observer, ...],
+    ) -> None:
+        """Take the parts of a root; does no input or output."""
+        self.storage = storage
+        self.names = names
+        self.index = index
+        self.processes = processes
+        self.retention = retention
+        self._save_policy = save_policy
+        self._metadata = metadata
+        self.is_read_only = read_only
+        self._observers = observers
+        self._opened = False
+        self._swept = 0.0
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether a policy decides about saves."""
+        return self._save_policy is not None
+
+    def refuse_writing(self) -> None:
+        """Raise if nothing may be written.
+
+        Raises:
+            ReadOnlyError: The manager was opened so.
+        """
+        if self.is_read_only:
+            raise ReadOnlyError(f"{self.storage.location} was opened with read_only=True")
+
+    async def open(self) -> None:
+        """Make the root, and remove what dead writers left in it; only the first call does."""
+        if not self._opened:
+            await self.processes.open(self._open)
+            self._opened = True
+
+    async def _open(self) -> None:
+        if self.is_read_only:
+            # Raises where there is no root, since none is to be made.
+            await self.storage.entries()
+            return
+        await self.storage.prepare()
+        await self._sweep()
+        await write_root_metadata(self.storage, self._metadata)
+        await self.retention.prepare()
+
+    async def _sweep(self) -> None:
+        """Remove what dead writers left in the root."""
+        self._swept = time.monotonic()
+        removed = await self.storage.sweep()
+        try:
+            await forget_expired(self.storage)
+        except StorageError as error:
+            # In a shared root these files may belong to another user.
+            logger.warning("pins that have run out were left: %s", error)
+        if removed:
+            logger.debug("removed %d attempts of dead writers: %s", len(removed), removed)
+
+    async def refusal(self, step: int, context: SaveContext) -> str | None:
+        """Return why the save policy turns `step` down, or None."""
+        if self._save_policy is None:
+            return None
+        previous = PreviousSteps(self.index)
+        # In a thread, because a policy may be slow, or look at earlier steps. Shielded, because
+        # those are read on this loop, where a cancelled scope could read nothing; and because a
+        # thread cannot be interrupted anyway.
+        with anyio.CancelScope(shield=True):
+            found = await anyio.to_thread.run_sync(
+                refusal_of, self._save_policy, step, previous, context
+            )
+        return found
+
+    async def newest_time(self) -> float | None:
+        """Return when the save of the greatest committed step began, in Unix seconds."""
+        latest = await self.index.latest()
+        return None if latest is None else saved_step(latest).time
+
+    async def other_entries(self, step: int) -> list[str]:
+        """Return the entries of `step` under other names than the one it is written to."""
+        if isinstance(self.names, Standard):
+            # It gives a step one name only, so nothing needs to be looked at.
+            return []
+        written = self.names.name(step)
+        return [entry for entry in await self.index.entries_of(step) if entry != written]
+
+    async def preserve(self, saved: int) -> None:
+        """Delete what the policy does not keep; a failure is logged, since the save is done.
+
+        From time to time it also removes what writers on other machines left when they vanished,
+        once their leases have run out.
+        """
+        try:
+            going = await self.processes.superfluous(saved, self.retention)
+            if time.monotonic() - self._swept > self.storage.lease_seconds:
+                await self._sweep()
+            with EventRecorder("save", saved, self._observers).phase("preserve"):
+                await self.retention.preserve(going)
+        except CheckpointError as error:
+            logger.warning("steps that are no longer kept could not be deleted: %s", error)
+        except Exception:
+            logger.warning("steps that are no longer kept could not be deleted", exc_info=True)
