@@ -18,12 +18,7 @@ if TYPE_CHECKING:
     from ckpt import testing as testing
     from ckpt import types as types
     from ckpt._api.manager import CheckpointManager
-    from ckpt._api.oneshot import (
-        load,
-        metadata,
-        save,
-        verify,
-    )
+    from ckpt._api.oneshot import load, metadata, save, verify
     from ckpt._api.watch import watch
     from ckpt._commit import Commit, Progress, StepInfo
     from ckpt._events import Event

@@ -11,20 +11,6 @@ from typing import Any, TypeVar
 from ckpt._redaction import redact
 from ckpt.errors import InvalidArgumentError
 
-__all__ = [
-    "as_int",
-    "check_step",
-    "instance_of",
-    "invalid",
-    "number_of_seconds",
-    "one_of",
-    "plain_json",
-    "set_of_steps",
-    "shown",
-    "true_or_false",
-    "whole_number",
-]
-
 T = TypeVar("T")
 
 # Nineteen digits hold every step a 64-bit counter can; no count needs to be greater.

@@ -16,17 +16,6 @@ from ckpt._format.manifest import Manifest
 from ckpt._runtime.futures import settled, settled_here
 from ckpt.errors import CommitTimeoutError
 
-__all__ = [
-    "Commit",
-    "CommitHooks",
-    "Progress",
-    "SaveStatistics",
-    "Stage",
-    "StepInfo",
-    "Stopwatch",
-    "step_info",
-]
-
 logger = logging.getLogger("ckpt")
 
 Stage = Literal["waiting", "staging", "writing", "publishing", "done", "failed", "skipped"]

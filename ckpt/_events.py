@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["Event", "EventRecorder", "Observer", "Outcome", "emit", "unix_offset_ns"]
-
 logger = logging.getLogger("ckpt")
 
 Outcome = Literal["ok", "failed", "skipped", "cancelled"]

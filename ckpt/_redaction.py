@@ -13,8 +13,6 @@ import re
 from collections.abc import Iterator
 from urllib.parse import quote
 
-__all__ = ["redact"]
-
 _HIDDEN = "***"
 
 # `://`, `:/` (a URL that was made a Path) or `:\/\/` (within JSON), and what follows up to a space.

@@ -10,14 +10,6 @@ from typing import Literal, get_args
 
 from ckpt._arguments import number_of_seconds, one_of, whole_number
 
-__all__ = [
-    "LONGEST_LEASE_SECONDS",
-    "Staging",
-    "StagingMode",
-    "Timeouts",
-    "host_memory_bytes",
-]
-
 StagingMode = Literal["auto", "copy", "view", "device"]
 
 MIN_BUDGET_BYTES = 1 << 20

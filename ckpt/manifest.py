@@ -2,5 +2,46 @@
 
 from __future__ import annotations
 
-from ckpt._format.manifest import *  # noqa: F403
-from ckpt._format.manifest import __all__ as __all__
+from ckpt._format.manifest import (
+    COMPRESSION,
+    FILE_NAME,
+    FOLDER,
+    FORMAT_VERSION,
+    MAX_BYTES,
+    OWN_DISKS,
+    FileEntry,
+    ItemEntry,
+    JsonValue,
+    LeafEntry,
+    Manifest,
+    Node,
+    ShardingEntry,
+    Summary,
+    decode,
+    encode,
+    is_whole,
+    peek,
+    peek_files,
+)
+
+__all__ = [
+    "COMPRESSION",
+    "FILE_NAME",
+    "FOLDER",
+    "FORMAT_VERSION",
+    "MAX_BYTES",
+    "OWN_DISKS",
+    "FileEntry",
+    "ItemEntry",
+    "JsonValue",
+    "LeafEntry",
+    "Manifest",
+    "Node",
+    "ShardingEntry",
+    "Summary",
+    "decode",
+    "encode",
+    "is_whole",
+    "peek",
+    "peek_files",
+]

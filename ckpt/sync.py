@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 from ckpt._api.manager import ManagerBase
 from ckpt._api.oneshot import Call, load_call, metadata_call, save_call, verify_call
 from ckpt._api.partial import SyncPartialSave
-from ckpt._api.watch import SyncWatch, Until, watcher_of
+from ckpt._api.watch import SyncWatch, watcher_of
 from ckpt._commit import Commit, StepInfo
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._plan.adapt import Adapt
@@ -25,7 +25,7 @@ from ckpt._settings import Staging, Timeouts
 from ckpt._steps.pins import Pin
 from ckpt._steps.saves.requests import make_request
 from ckpt._steps.step_metadata import StepMetadata
-from ckpt._steps.watcher import WatchOptions
+from ckpt._steps.watcher import Until, WatchOptions
 from ckpt.coordination._base import Coordinator
 from ckpt.handlers._registry import HandlersLike
 from ckpt.policies import Metric, Mode

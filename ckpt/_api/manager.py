@@ -43,8 +43,6 @@ from ckpt.policies import (
 from ckpt.step_names import Standard, StepNames, checked
 from ckpt.storage._resolve import PathLike, check_trash, open_root
 
-__all__ = ["CheckpointManager", "ManagerBase"]
-
 logger = logging.getLogger("ckpt")
 
 

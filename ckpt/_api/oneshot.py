@@ -34,18 +34,6 @@ from ckpt.handlers._registry import HandlersLike
 from ckpt.storage._manifests import read_manifest, while_read
 from ckpt.storage._resolve import PathLike, open_entry
 
-__all__ = [
-    "Call",
-    "load",
-    "load_call",
-    "metadata",
-    "metadata_call",
-    "save",
-    "save_call",
-    "verify",
-    "verify_call",
-]
-
 logger = logging.getLogger("ckpt")
 
 T = TypeVar("T")

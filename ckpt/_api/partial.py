@@ -15,8 +15,6 @@ from ckpt._runtime.futures import settled, settled_here
 from ckpt._steps.saves.partial import OpenSave
 from ckpt.errors import CheckpointError
 
-__all__ = ["PartialSave", "SyncPartialSave"]
-
 # Why a save was discarded that its owner dropped.
 _DROPPED = "it was dropped without finalize() or discard()"
 

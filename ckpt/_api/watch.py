@@ -19,8 +19,6 @@ from ckpt.errors import CommitCancelledError, InvalidArgumentError
 from ckpt.step_names import Standard, StepNames, checked
 from ckpt.storage._resolve import PathLike, open_root
 
-__all__ = ["SyncWatch", "Until", "Watch", "watch", "watcher_of"]
-
 _EXIT_SECONDS = 5.0
 
 

@@ -22,8 +22,6 @@ from ckpt._format.manifest import LeafEntry
 from ckpt._plan.write_batches import encoded_bound
 from ckpt.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["decode_chunk", "encode_chunk"]
-
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _KEY = "c/0"

@@ -16,10 +16,6 @@ from ckpt._events import Observer
 from ckpt._settings import Staging
 from ckpt.handlers._registry import Handlers
 
-__all__ = [
-    "Engine",
-]
-
 
 @functools.cache
 def _known_versions() -> tuple[tuple[str, str], ...]:

@@ -32,8 +32,6 @@ from ckpt._tree.flatten import Structure, unboxed_names
 from ckpt._tree.leaf_specs import SHAREABLE, Classifier, LeafSpec
 from ckpt.errors import CheckpointError
 
-__all__ = ["ItemPlan", "PlanCache"]
-
 # How many problems of one tree one error names.
 _MOST_PROBLEMS = 20
 

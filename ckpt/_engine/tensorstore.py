@@ -16,8 +16,6 @@ import tensorstore as ts
 from ckpt._redaction import redact
 from ckpt.errors import CorruptCheckpointError, StorageError
 
-__all__ = ["new_context", "translated"]
-
 _STATUS = re.compile(r"^([A-Z_]{5,}): ")
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _NAMED_ERRORS = {"RESOURCE_EXHAUSTED": errno.ENOSPC, "PERMISSION_DENIED": errno.EACCES}

@@ -12,18 +12,6 @@ from typing import Any, Literal, get_args
 from ckpt._arguments import invalid, one_of, whole_number
 from ckpt._format.dtypes import UNROUNDED, storable_dtype
 
-__all__ = [
-    "CODECS",
-    "MIN_CHUNK_BYTES",
-    "ArrayFormat",
-    "Blosc",
-    "BloscName",
-    "BloscShuffle",
-    "Compression",
-    "Zstd",
-    "cast_refusal",
-]
-
 BloscName = Literal["blosclz", "lz4", "lz4hc", "snappy", "zlib", "zstd"]
 BloscShuffle = Literal["noshuffle", "shuffle", "bitshuffle"]
 # Names of codecs in manifests; a closed list.

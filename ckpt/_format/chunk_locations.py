@@ -10,18 +10,6 @@ from ckpt._format.dtypes import parse_dtype
 from ckpt._format.manifest import FileEntry, ItemEntry, LeafEntry
 from ckpt._format.regions import Region, chunk_region
 
-__all__ = [
-    "ChunkLocation",
-    "ChunkSlice",
-    "FileSegment",
-    "misplaced_leaves",
-    "parts_inside",
-    "parts_of",
-    "places_in",
-    "region_of",
-    "segments",
-]
-
 Shape = tuple[int, ...]
 
 

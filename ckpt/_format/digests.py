@@ -7,8 +7,6 @@ from typing import Protocol
 
 import xxhash
 
-__all__ = ["Digester", "digest", "new_digest"]
-
 
 class Digester(Protocol):
     """A digest that is taken piece by piece."""

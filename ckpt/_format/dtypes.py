@@ -9,8 +9,6 @@ import numpy as np
 
 from ckpt.errors import CorruptCheckpointError
 
-__all__ = ["DTYPES", "UNROUNDED", "parse_dtype", "storable_dtype"]
-
 # Dtypes are parsed from files, and a file can name only these.
 _NUMPY_DTYPES = [
     "bool",

@@ -9,8 +9,6 @@ from ckpt._arguments import shown
 from ckpt._format.manifest import FILE_NAME
 from ckpt.errors import InvalidArgumentError
 
-__all__ = ["check_file_path", "check_item_name", "is_item_name"]
-
 _ITEM = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\Z")
 # What Orbax or this library keep in the directory of a step or a root.
 RESERVED_ITEMS = frozenset(

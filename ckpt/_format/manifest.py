@@ -14,32 +14,11 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic import JsonValue as JsonValue
 
 from ckpt._format.digests import digest
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
-
-__all__ = [
-    "COMPRESSION",
-    "FILE_NAME",
-    "FOLDER",
-    "FORMAT_VERSION",
-    "MAX_BYTES",
-    "OWN_DISKS",
-    "FileEntry",
-    "ItemEntry",
-    "JsonValue",
-    "LeafEntry",
-    "Manifest",
-    "Node",
-    "ShardingEntry",
-    "Summary",
-    "decode",
-    "encode",
-    "is_whole",
-    "peek",
-    "peek_files",
-]
 
 FILE_NAME = "ckpt.json"
 FORMAT_VERSION = 1

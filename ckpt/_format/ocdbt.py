@@ -18,8 +18,6 @@ from itertools import pairwise
 
 import google_crc32c
 
-__all__ = ["MAX_KEY_BYTES", "Database", "DatabaseIndex", "KeyValue"]
-
 # The format's own limit; TensorStore refuses a node with a longer key.
 MAX_KEY_BYTES = 65_535
 _MANIFEST_MAGIC = 0x0CDB3A2A

@@ -9,16 +9,6 @@ from dataclasses import dataclass
 
 import jax
 
-__all__ = [
-    "Region",
-    "addressable_regions",
-    "chunk_grid",
-    "chunk_region",
-    "chunks_touching",
-    "position_in_grid",
-    "whole",
-]
-
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]
 

@@ -10,8 +10,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 from ckpt._format.manifest import ShardingEntry
 
-__all__ = ["describe_sharding", "rebuild_sharding"]
-
 
 def describe_sharding(sharding: jax.sharding.Sharding) -> ShardingEntry:
     """Return the manifest entry of `sharding`."""

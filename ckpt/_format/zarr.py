@@ -16,8 +16,6 @@ from typing import Any
 from ckpt._format.array_format import Compression
 from ckpt._format.dtypes import DTYPES
 
-__all__ = ["choose_chunk", "chunk_key", "stored_dtype", "zarr_metadata", "zarr_metadata_bytes"]
-
 # An even cut may take this many times as many pieces as an uneven one.
 _MOST_PIECES = 8
 _NOT_IN_ZARR = frozenset({"uint2", "uint4", "float8_e4m3"})

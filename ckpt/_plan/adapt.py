@@ -13,24 +13,9 @@ from ckpt._format.dtypes import storable_dtype
 from ckpt._format.manifest import ItemEntry
 from ckpt._plan.virtual_arrays import VirtualArray
 from ckpt._tree.flatten import unboxed_names
-from ckpt._tree.patterns import (
-    PathRule,
-    compile_pattern,
-    compile_rule,
-    fill_stars,
-)
+from ckpt._tree.patterns import PathRule, compile_pattern, compile_rule, fill_stars
 from ckpt._tree.suggestions import suggestion
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMismatchError
-
-__all__ = [
-    "Adapt",
-    "Resize",
-    "RestoreReport",
-    "Stored",
-    "Transform",
-    "adapted",
-    "mismatch",
-]
 
 # From leaf paths to their arrays; see `ckpt.surgery`.
 Transform = Callable[[Mapping[str, VirtualArray]], Mapping[str, VirtualArray]]

@@ -25,17 +25,6 @@ from ckpt._plan.targets import ArrayRead
 from ckpt._plan.virtual_arrays import ArraySlice
 from ckpt.errors import TargetMismatchError
 
-__all__ = [
-    "ByteRange",
-    "ChunkRead",
-    "ReadRequest",
-    "Use",
-    "is_read_whole",
-    "plan_chunk_reads",
-    "plan_requests",
-    "regions_of",
-]
-
 # Larger chunks get a request of their own, straight into their place in memory. Up to this size a
 # copy costs less than a request: 500 leaves of 512 KiB took twice the processor time singly.
 _COALESCED_BYTES = 1 << 20

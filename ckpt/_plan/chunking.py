@@ -24,20 +24,6 @@ from ckpt._plan.write_batches import CHUNK_ALIGNMENT, SECTOR, Chunk, ChunkPart
 from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import UnsupportedLeafError
 
-__all__ = [
-    "BATCH_BYTES",
-    "METADATA_KEY",
-    "PACKED_BYTES",
-    "LeafPlan",
-    "Limits",
-    "add_leaf",
-    "has_chunks",
-    "limits_of",
-    "plan_leaf",
-    "shared_chunks",
-    "whole_leaf_chunks",
-]
-
 Shape = tuple[int, ...]
 
 # A leaf up to this size is packed. Gathering a whole leaf costs a few microseconds; a larger one is

@@ -15,8 +15,6 @@ from ckpt._tree.patterns import Pattern, compile_pattern
 from ckpt._tree.suggestions import near_miss
 from ckpt.errors import CheckpointError, InvalidArgumentError, UnsupportedLeafError
 
-__all__ = ["FormatRules", "Formats", "Formatted", "compile_formats", "format_leaves"]
-
 # By pattern of leaf paths, of which the first that covers a leaf counts; or a function of the leaf
 # path and the shape and dtype of the array.
 Formats = Mapping[str, ArrayFormat] | Callable[[str, jax.ShapeDtypeStruct], ArrayFormat | None]

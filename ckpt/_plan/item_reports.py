@@ -26,18 +26,6 @@ from ckpt._plan.write_batches import FileSpans, WriteBatch
 from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, SCALAR_KINDS, encode_scalar
 from ckpt.errors import CheckpointError
 
-__all__ = [
-    "DIGEST_BYTES",
-    "ROW",
-    "ItemReport",
-    "PlannedTree",
-    "StoredChunks",
-    "fill_entry",
-    "key_values",
-    "merge_reports",
-    "report_chunks",
-]
-
 Array = np.ndarray[Any, Any]
 
 ROW = np.dtype(

@@ -9,15 +9,8 @@ from ckpt._format.array_format import CODECS
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.manifest import ItemEntry, LeafEntry
 from ckpt._format.regions import chunk_grid
-from ckpt._tree.leaf_specs import (
-    ARRAY_KINDS,
-    CALLABLE,
-    SCALAR_KINDS,
-    decode_scalar,
-)
+from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, SCALAR_KINDS, decode_scalar
 from ckpt.errors import CorruptCheckpointError
-
-__all__ = ["check_leaves"]
 
 # numpy's own limit of dimensions; zarr and jax have none lower.
 _MAX_RANK = 64

@@ -39,8 +39,6 @@ from ckpt._tree.leaf_specs import (
 )
 from ckpt._tree.suggestions import near_miss
 
-__all__ = ["Match", "match_as_saved", "match_target"]
-
 # Looking for a similar name takes milliseconds.
 _MOST_HINTS = 20
 

@@ -19,8 +19,6 @@ from ckpt._tree.leaf_names import join_keys, sibling_names
 from ckpt._tree.static_values import decode_key
 from ckpt.errors import InvalidArgumentError
 
-__all__ = ["MergedTree", "TreeParts", "merge_parts"]
-
 _SORTED = frozenset({"dict", "default_dict"})
 _DICTS = _SORTED | {"ordered_dict"}
 

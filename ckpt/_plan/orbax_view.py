@@ -14,22 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ckpt._format.manifest import (
-    ItemEntry,
-    LeafEntry,
-    Node,
-    ShardingEntry,
-)
+from ckpt._format.manifest import ItemEntry, LeafEntry, Node, ShardingEntry
 from ckpt._tree.leaf_names import sibling_names
-from ckpt._tree.leaf_specs import (
-    ARRAY_KINDS,
-    CALLABLE,
-    decode_scalar,
-    scalar_array,
-)
+from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, decode_scalar, scalar_array
 from ckpt._tree.static_values import decode_key
-
-__all__ = ["item_view", "root_view", "step_view"]
 
 # Orbax stores private Python paths as handler names; both of its APIs resolve these.
 _HANDLERS = "orbax.checkpoint._src.handlers"

@@ -19,17 +19,6 @@ from ckpt._arguments import invalid
 from ckpt._format.digests import digest
 from ckpt.errors import InvalidArgumentError, UnsupportedLeafError
 
-__all__ = [
-    "ArrayPlacement",
-    "HeldShard",
-    "Ownership",
-    "Partitioner",
-    "ProcessGroup",
-    "ReplicaGroup",
-    "held_by",
-    "holders_of",
-]
-
 Shape = tuple[int, ...]
 
 

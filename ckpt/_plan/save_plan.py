@@ -26,8 +26,6 @@ from ckpt._plan.write_batches import SECTOR, Chunk, WriteBatch, pack_chunks, to_
 from ckpt._tree.leaf_specs import ARRAY_KINDS, LeafSpec
 from ckpt.errors import InvalidArgumentError
 
-__all__ = ["MOST_CHUNKS", "SavePlan", "plan_save"]
-
 # A chunk takes about 55 bytes of the manifest, a file 130; it may have 256 MiB in all.
 MOST_CHUNKS = 3_000_000
 

@@ -16,20 +16,6 @@ from ckpt._plan.virtual_arrays import ArraySlice, VirtualArray
 from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE
 from ckpt.errors import CorruptCheckpointError
 
-__all__ = [
-    "PYTHON_TYPES",
-    "ArrayRead",
-    "ArrayTarget",
-    "array_problem",
-    "array_target",
-    "key_shape",
-    "python_target",
-    "same_category",
-    "scalar_value",
-    "stored_text",
-    "wanted_text",
-]
-
 # Python scalars that arrays without dimensions can be restored as.
 PYTHON_TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, complex)}
 _CATEGORIES: dict[type, str] = {

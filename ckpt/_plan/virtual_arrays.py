@@ -13,16 +13,6 @@ from dataclasses import dataclass, replace
 from ckpt._format.manifest import LeafEntry
 from ckpt._format.regions import Region, whole
 
-__all__ = [
-    "ArraySlice",
-    "VirtualArray",
-    "concatenated",
-    "cut",
-    "drop_axis",
-    "insert_axis",
-    "resize",
-]
-
 Shape = tuple[int, ...]
 
 

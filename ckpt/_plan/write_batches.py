@@ -7,22 +7,6 @@ from dataclasses import dataclass, replace
 
 from ckpt._format.regions import Region
 
-__all__ = [
-    "CHUNK_ALIGNMENT",
-    "SECTOR",
-    "Chunk",
-    "ChunkPart",
-    "FileSpan",
-    "FileSpans",
-    "WriteBatch",
-    "aligned",
-    "alignment_of",
-    "encoded_bound",
-    "file_size",
-    "pack_chunks",
-    "to_encode",
-]
-
 # Chunks start on cache lines, so that copies and hashes run at full speed and jax can take over the
 # memory they are read into; larger ones start on sectors, so that they can be read past the page
 # cache.

@@ -16,9 +16,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["fail_exit", "run_at_exit"]
-
-
 # What to call, oldest first. One hook serves all objects, because a hook cannot be taken back and
 # would outlive its object.
 _CALLS: weakref.WeakKeyDictionary[object, Callable[[Any], None]] = weakref.WeakKeyDictionary()

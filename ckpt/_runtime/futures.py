@@ -18,8 +18,6 @@ from typing import Any, TypeVar
 import anyio
 import anyio.lowlevel
 
-__all__ = ["CallingThread", "settled", "settled_here", "waker"]
-
 T = TypeVar("T")
 
 _LOOK_SECONDS = 1.0

@@ -23,14 +23,7 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from ckpt._runtime.futures import CallingThread
-from ckpt.errors import (
-    ClosedError,
-    CommitCancelledError,
-    ForkedProcessError,
-    InvalidArgumentError,
-)
-
-__all__ = ["EngineLoop", "Job"]
+from ckpt.errors import ClosedError, CommitCancelledError, ForkedProcessError, InvalidArgumentError
 
 T = TypeVar("T")
 

@@ -19,8 +19,6 @@ from ckpt.coordination._peers import Peers
 from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike, find_handlers
 
-__all__ = ["job_of", "make_engine", "make_peers"]
-
 
 def make_engine(
     staging: Staging,

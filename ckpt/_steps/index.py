@@ -13,19 +13,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckpt._arguments import check_step
-from ckpt._format.manifest import (
-    FILE_NAME,
-    MAX_BYTES,
-    Manifest,
-    Summary,
-    peek,
-)
+from ckpt._format.manifest import FILE_NAME, MAX_BYTES, Manifest, Summary, peek
 from ckpt.errors import CorruptCheckpointError, StepNotFoundError
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import read_manifest
-
-__all__ = ["IndexedStep", "StepIndex"]
 
 T = TypeVar("T")
 _PLAIN = Standard()

@@ -38,19 +38,6 @@ from ckpt.errors import (
 )
 from ckpt.storage._base import Storage
 
-__all__ = [
-    "Pin",
-    "PinLease",
-    "check_pin_name",
-    "deletion_of",
-    "forget_expired",
-    "hold",
-    "pin",
-    "pins",
-    "refuse_pinned",
-    "unpin",
-]
-
 logger = logging.getLogger("ckpt")
 
 T = TypeVar("T")

@@ -10,8 +10,6 @@ import anyio.from_thread
 from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt.policies import SavedStep
 
-__all__ = ["PreviousSteps", "saved_step"]
-
 
 def saved_step(indexed: IndexedStep) -> SavedStep:
     """Return a committed step as policies see it."""

@@ -37,14 +37,7 @@ from ckpt.coordination._collectives import gathered
 from ckpt.coordination._heartbeat import beating
 from ckpt.coordination._operation import Operation
 from ckpt.coordination._peers import Peers
-from ckpt.errors import (
-    CheckpointError,
-    CoordinationError,
-    StepDeletedError,
-    StepNotFoundError,
-)
-
-__all__ = ["FoundStep", "OneProcess", "Processes", "SeparateRoots", "SharedRoot"]
+from ckpt.errors import CheckpointError, CoordinationError, StepDeletedError, StepNotFoundError
 
 Act = Callable[[], Awaitable[JsonValue]]
 

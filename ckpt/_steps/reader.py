@@ -23,21 +23,10 @@ from ckpt._steps.previous_steps import saved_step
 from ckpt._steps.processes import Processes
 from ckpt._steps.restore_requests import result_of, wanted_items
 from ckpt._steps.step_metadata import StepMetadata, describe_step
-from ckpt.errors import (
-    InvalidArgumentError,
-    StepDeletedError,
-    StepNotFoundError,
-)
-from ckpt.policies import (
-    BestN,
-    Metric,
-    Mode,
-    best_of,
-)
+from ckpt.errors import InvalidArgumentError, StepDeletedError, StepNotFoundError
+from ckpt.policies import BestN, Metric, Mode, best_of
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import while_read
-
-__all__ = ["StepReader"]
 
 logger = logging.getLogger("ckpt")
 

@@ -12,13 +12,6 @@ from ckpt._plan.adapt import Adapt
 from ckpt._steps.step_metadata import ItemInfo
 from ckpt.errors import InvalidArgumentError
 
-__all__ = [
-    "check_broadcast",
-    "result_of",
-    "wanted_items",
-]
-
-
 # Smaller budgets would need too many rounds of exchange.
 _LEAST_BROADCAST_BYTES = 1 << 20
 

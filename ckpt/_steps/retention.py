@@ -24,16 +24,9 @@ from ckpt.errors import (
     StorageError,
     located,
 )
-from ckpt.policies import (
-    Deletion,
-    PreservationPolicyLike,
-    PreserveAll,
-    steps_kept,
-)
+from ckpt.policies import Deletion, PreservationPolicyLike, PreserveAll, steps_kept
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import while_read
-
-__all__ = ["Retention", "is_ours", "spare_others"]
 
 logger = logging.getLogger("ckpt")
 

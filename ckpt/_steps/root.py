@@ -21,8 +21,6 @@ from ckpt.policies import SaveContext, SavePolicyLike, refusal_of
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage
 
-__all__ = ["Root"]
-
 logger = logging.getLogger("ckpt")
 
 

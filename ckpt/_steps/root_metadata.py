@@ -12,8 +12,6 @@ from ckpt._plan.orbax_view import root_view
 from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.storage._base import Storage
 
-__all__ = ["read_root_metadata", "write_root_metadata"]
-
 logger = logging.getLogger("ckpt")
 
 _NOTE = "metadata/_ROOT_METADATA"

@@ -16,12 +16,7 @@ from ckpt._engine.engine import Engine
 from ckpt._runtime.loop import EngineLoop
 from ckpt._settings import Timeouts
 from ckpt._steps.index import StepIndex
-from ckpt._steps.pins import (
-    Pin,
-    pin,
-    pins,
-    unpin,
-)
+from ckpt._steps.pins import Pin, pin, pins, unpin
 from ckpt._steps.processes import OneProcess, Processes, SeparateRoots, SharedRoot
 from ckpt._steps.reader import StepReader
 from ckpt._steps.retention import Retention
@@ -32,19 +27,10 @@ from ckpt._steps.saves.partial import OpenSave, partial_request
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.saves.queue import SaveQueue
 from ckpt.coordination._peers import Peers
-from ckpt.errors import (
-    InvalidArgumentError,
-)
-from ckpt.policies import (
-    Deletion,
-    PreservationPolicyLike,
-    SavePolicyLike,
-    ranking_of,
-)
+from ckpt.errors import InvalidArgumentError
+from ckpt.policies import Deletion, PreservationPolicyLike, SavePolicyLike, ranking_of
 from ckpt.step_names import StepNames
 from ckpt.storage._base import Storage
-
-__all__ = ["RootService"]
 
 logger = logging.getLogger("ckpt")
 

@@ -14,32 +14,13 @@ import numpy as np
 from ckpt._arguments import invalid
 from ckpt._commit import StepInfo, step_info
 from ckpt._format.dtypes import DTYPES
-from ckpt._format.manifest import (
-    ItemEntry,
-    JsonValue,
-    LeafEntry,
-    Manifest,
-    ShardingEntry,
-)
+from ckpt._format.manifest import ItemEntry, JsonValue, LeafEntry, Manifest, ShardingEntry
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.targets import key_shape
 from ckpt._tree.flatten import unboxed_names
 from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, decode_scalar
-from ckpt._tree.table import (
-    LeafRow,
-    html_table,
-    sharding_text,
-    size_text,
-    text_table,
-)
+from ckpt._tree.table import LeafRow, html_table, sharding_text, size_text, text_table
 from ckpt._tree.unflatten import unflatten
-
-__all__ = [
-    "ItemInfo",
-    "LeafInfo",
-    "StepMetadata",
-    "describe_step",
-]
 
 logger = logging.getLogger("ckpt")
 

@@ -15,12 +15,7 @@ from dataclasses import dataclass
 
 import anyio
 
-from ckpt._arguments import (
-    check_step,
-    invalid,
-    number_of_seconds,
-    true_or_false,
-)
+from ckpt._arguments import check_step, invalid, number_of_seconds, true_or_false
 from ckpt._commit import StepInfo, step_info
 from ckpt._format.manifest import Manifest
 from ckpt._steps.index import IndexedStep, StepIndex
@@ -29,8 +24,6 @@ from ckpt.errors import InvalidArgumentError, StepNotFoundError, StorageError
 from ckpt.step_names import StepNames
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import read_manifest
-
-__all__ = ["Until", "WatchOptions", "Watcher"]
 
 logger = logging.getLogger("ckpt")
 

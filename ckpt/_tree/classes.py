@@ -17,8 +17,6 @@ import jax
 from ckpt._arguments import invalid
 from ckpt._format.manifest import JsonValue
 
-__all__ = ["Classes", "UnknownNode", "class_name", "find_class", "known_classes"]
-
 # Classes that were passed, by the name that is in files.
 Classes = Mapping[str, type]
 

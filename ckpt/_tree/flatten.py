@@ -22,8 +22,6 @@ from ckpt._tree.registered_nodes import is_box, is_plain_namedtuple, open_regist
 from ckpt._tree.static_values import encode_key
 from ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 
-__all__ = ["FACTORIES", "Structure", "describe", "unboxed_names"]
-
 PyTree = Any
 
 # Exactly these classes: a subclass can be registered with jax as a node.

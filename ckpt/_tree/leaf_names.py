@@ -21,8 +21,6 @@ from typing import Any
 from ckpt._format.digests import digest
 from ckpt.errors import InvalidArgumentError
 
-__all__ = ["ROOT", "escape_key", "join_keys", "nested", "sibling_names", "unescape_key"]
-
 ROOT = "%root"
 _EMPTY = "%e"
 _MARK = "%k"

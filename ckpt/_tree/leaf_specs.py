@@ -18,22 +18,6 @@ from ckpt._format.dtypes import DTYPES
 from ckpt._format.manifest import LeafEntry
 from ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 
-__all__ = [
-    "ARRAY_KINDS",
-    "CALLABLE",
-    "SCALAR_KINDS",
-    "SHAREABLE",
-    "Classifier",
-    "LeafSpec",
-    "classify",
-    "decode_scalar",
-    "encode_scalar",
-    "is_function",
-    "kind_of_type",
-    "scalar_array",
-    "scalar_kind",
-]
-
 # `key` is a typed PRNG key: the array of its key data.
 ARRAY_KINDS = frozenset({"jax", "key", "numpy", "numpy_scalar"})
 SCALAR_KINDS = frozenset(

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from ckpt._tree.leaf_names import ROOT
 from ckpt.errors import InvalidArgumentError
 
-__all__ = ["PathRule", "Pattern", "compile_pattern", "compile_rule", "fill_stars", "natural_key"]
-
 # A pattern, a predicate of leaf paths, or several of them.
 PathRule = str | Callable[[str], bool] | Sequence[str | Callable[[str], bool]]
 _DIGITS = re.compile(r"(\d+)")

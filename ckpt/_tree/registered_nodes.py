@@ -19,29 +19,9 @@ from typing import Any
 import jax
 
 from ckpt._format.manifest import JsonValue, Node
-from ckpt._tree.classes import (
-    Classes,
-    UnknownNode,
-    class_name,
-    find_class,
-)
-from ckpt._tree.static_values import (
-    ClassNotHereError,
-    decode_value,
-    encode_key,
-    encode_value,
-)
+from ckpt._tree.classes import Classes, UnknownNode, class_name, find_class
+from ckpt._tree.static_values import ClassNotHereError, decode_value, encode_key, encode_value
 from ckpt.errors import CorruptCheckpointError
-
-__all__ = [
-    "RegisteredNode",
-    "UnknownReason",
-    "build_namedtuple",
-    "build_registered",
-    "is_box",
-    "is_plain_namedtuple",
-    "open_registered",
-]
 
 # Static data is a few numbers and names; anything larger does not belong into a manifest.
 _MAX_STATIC = 64 << 10

@@ -21,8 +21,6 @@ from ckpt._format.manifest import JsonValue
 from ckpt._tree.classes import Classes, class_name, find_class
 from ckpt.errors import CorruptCheckpointError
 
-__all__ = ["ClassNotHereError", "decode_key", "decode_value", "encode_key", "encode_value"]
-
 _MAX_DEPTH = 16
 # Keys that earlier versions wrote may be nested deeper.
 _MAX_STORED_DEPTH = 150

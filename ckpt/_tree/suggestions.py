@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from ckpt._tree.patterns import compile_pattern
 
-__all__ = ["near_miss", "suggestion"]
-
 # Looking for close matches among more names takes seconds.
 _MOST_NAMES = 10_000
 _MOST_LISTED = 8

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from ckpt._format.manifest import ShardingEntry
 
-__all__ = ["LeafRow", "html_table", "sharding_text", "size_text", "text_table"]
-
 _SHOWN = 40
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 

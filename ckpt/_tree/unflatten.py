@@ -18,8 +18,6 @@ from ckpt._tree.registered_nodes import UnknownReason, build_namedtuple, build_r
 from ckpt._tree.static_values import decode_key
 from ckpt.errors import CorruptCheckpointError
 
-__all__ = ["unflatten"]
-
 PyTree = Any
 _NO_CLASSES: Classes = MappingProxyType({})
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Coordinator", "KeyValues"]
-
 
 @runtime_checkable
 class KeyValues(Protocol):

@@ -13,8 +13,6 @@ from ckpt.coordination._heartbeat import beating
 from ckpt.coordination._operation import Operation
 from ckpt.errors import located
 
-__all__ = ["acted", "gathered", "together"]
-
 T = TypeVar("T")
 
 

@@ -10,8 +10,6 @@ import anyio
 from ckpt.coordination._base import KeyValues
 from ckpt.errors import CheckpointError, CoordinationError, CoordinationTimeoutError
 
-__all__ = ["DeadlineKeyValues"]
-
 T = TypeVar("T")
 
 

@@ -17,8 +17,6 @@ from ckpt.errors import (
     TargetMismatchError,
 )
 
-__all__ = ["pack_error", "unpack_error"]
-
 # What another process says may choose between these, and nothing else.
 _KINDS: dict[str, type[CheckpointError]] = {
     name: kind

@@ -22,17 +22,6 @@ from ckpt.errors import CoordinationError, CoordinationTimeoutError, located
 if TYPE_CHECKING:
     from ckpt.coordination._operation import Operation
 
-__all__ = [
-    "Pulse",
-    "Signs",
-    "Stage",
-    "beating",
-    "hello",
-    "introduce",
-    "missing_text",
-    "silence",
-    "who",
-]
 
 Stage = Literal["begin", "write", "publish"]
 

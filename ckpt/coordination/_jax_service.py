@@ -29,8 +29,6 @@ from ckpt.coordination._base import KeyValues
 from ckpt.coordination._long_values import Part, join, split
 from ckpt.errors import CheckpointError, CoordinationError
 
-__all__ = ["JaxDistributed", "job_size"]
-
 T = TypeVar("T")
 
 _CALLS = (

@@ -6,8 +6,6 @@ from ckpt.coordination._base import Coordinator, KeyValues
 from ckpt.coordination._jax_service import JaxDistributed, job_size
 from ckpt.coordination._memory import MemoryKeyValues
 
-__all__ = ["OwnDisks", "SingleProcess", "default_coordinator", "has_own_disks", "name_of_disks"]
-
 
 class SingleProcess:
     """This process is alone; nothing is shared."""

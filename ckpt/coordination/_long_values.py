@@ -12,8 +12,6 @@ from collections.abc import Callable
 
 from ckpt.errors import CoordinationError
 
-__all__ = ["PART_BYTES", "Part", "join", "split"]
-
 # gRPC takes messages of up to 4 MB by default, and a service that hands out
 # long messages keeps everybody else waiting.
 PART_BYTES = 1 << 20

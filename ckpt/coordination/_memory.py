@@ -5,8 +5,6 @@ from __future__ import annotations
 import anyio
 import anyio.lowlevel
 
-__all__ = ["MemoryKeyValues"]
-
 
 class MemoryKeyValues:
     """`KeyValues` in memory: for one process, and for tests of several without starting any."""

@@ -37,8 +37,6 @@ from ckpt.coordination._jobs import has_own_disks, name_of_disks
 from ckpt.coordination._operation import FAILED, Operation
 from ckpt.errors import CheckpointError, CoordinationError, CoordinationTimeoutError
 
-__all__ = ["Peers"]
-
 logger = logging.getLogger("ckpt")
 
 T = TypeVar("T")

@@ -6,12 +6,7 @@ The built-in ones, and what a handler of your own needs; see the page on items.
 from __future__ import annotations
 
 from ckpt._format.manifest import ItemEntry
-from ckpt.handlers._base import (
-    Deferred,
-    Handler,
-    ItemReader,
-    ItemWriter,
-)
+from ckpt.handlers._base import Deferred, Handler, ItemReader, ItemWriter
 from ckpt.handlers._json import JsonHandler
 from ckpt.handlers._protobuf import ProtobufHandler
 from ckpt.handlers._pytree import PyTreeHandler

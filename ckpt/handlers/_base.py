@@ -14,24 +14,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 from ckpt._format.manifest import ItemEntry, JsonValue
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.targets import ArrayRead
-from ckpt.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    HandlerError,
-    located,
-)
-
-__all__ = [
-    "Deferred",
-    "FileData",
-    "Handler",
-    "ItemReader",
-    "ItemWriter",
-    "entry_data",
-    "errors_of",
-    "is_per_process",
-    "text_of",
-]
+from ckpt.errors import CheckpointError, CorruptCheckpointError, HandlerError, located
 
 T = TypeVar("T")
 # What a file can be written from; never changed while it is written.

@@ -10,14 +10,7 @@ from typing import Any
 from ckpt._format.manifest import ItemEntry, JsonValue
 from ckpt._plan.adapt import Adapt
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMismatchError
-from ckpt.handlers._base import (
-    Deferred,
-    ItemReader,
-    ItemWriter,
-    entry_data,
-)
-
-__all__ = ["JsonHandler", "json_bytes", "json_value"]
+from ckpt.handlers._base import Deferred, ItemReader, ItemWriter, entry_data
 
 # The name under which both APIs of Orbax look for an item of JSON.
 _FILE = "metadata"

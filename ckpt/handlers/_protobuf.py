@@ -9,15 +9,7 @@ from typing import Any
 from ckpt._format.manifest import ItemEntry
 from ckpt._plan.adapt import Adapt
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMismatchError
-from ckpt.handlers._base import (
-    Deferred,
-    ItemReader,
-    ItemWriter,
-    entry_data,
-    text_of,
-)
-
-__all__ = ["ProtobufHandler"]
+from ckpt.handlers._base import Deferred, ItemReader, ItemWriter, entry_data, text_of
 
 _FILE = "message.binpb"
 

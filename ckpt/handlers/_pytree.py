@@ -9,12 +9,7 @@ from typing import Any
 import jax
 
 from ckpt._format.manifest import ItemEntry
-from ckpt._plan.adapt import (
-    Adapt,
-    RestoreReport,
-    Stored,
-    adapted,
-)
+from ckpt._plan.adapt import Adapt, RestoreReport, Stored, adapted
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.match import Match, match_as_saved, match_target
 from ckpt._tree.classes import known_classes
@@ -23,8 +18,6 @@ from ckpt._tree.leaf_names import nested
 from ckpt._tree.leaf_specs import is_function
 from ckpt._tree.unflatten import unflatten
 from ckpt.handlers._base import Deferred, ItemReader, ItemWriter
-
-__all__ = ["PyTreeHandler"]
 
 logger = logging.getLogger("ckpt")
 

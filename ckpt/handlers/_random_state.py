@@ -11,16 +11,8 @@ import numpy as np
 from ckpt._format.manifest import ItemEntry
 from ckpt._plan.adapt import Adapt
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMismatchError
-from ckpt.handlers._base import (
-    Deferred,
-    ItemReader,
-    ItemWriter,
-    entry_data,
-    text_of,
-)
+from ckpt.handlers._base import Deferred, ItemReader, ItemWriter, entry_data, text_of
 from ckpt.handlers._json import json_bytes, json_value
-
-__all__ = ["RandomStateHandler"]
 
 _FILE = "state.json"
 # A name from a file is looked up only here.

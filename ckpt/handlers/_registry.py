@@ -20,8 +20,6 @@ from ckpt.handlers._random_state import RandomStateHandler
 from ckpt.handlers._stateful import StatefulHandler
 from ckpt.handlers._text import BytesHandler
 
-__all__ = ["ENTRY_POINTS", "Handlers", "HandlersLike", "find_handlers", "installed_handlers"]
-
 logger = logging.getLogger("ckpt")
 
 # The group in which packages register handlers.

@@ -21,19 +21,11 @@ import jax
 from ckpt._format.manifest import ItemEntry, JsonValue
 from ckpt._plan.adapt import Adapt
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMismatchError
-from ckpt.handlers._base import (
-    Deferred,
-    ItemReader,
-    ItemWriter,
-    entry_data,
-    text_of,
-)
+from ckpt.handlers._base import Deferred, ItemReader, ItemWriter, entry_data, text_of
 from ckpt.handlers._json import json_bytes, json_value
 from ckpt.handlers._pytree import PyTreeHandler
 from ckpt.handlers._tree_file import encode_tree, load_tree
 from ckpt.handlers._two_phase import begin_save, finish_load
-
-__all__ = ["StatefulHandler"]
 
 # The files are named as those of one process, as Grain names its own. If several processes save,
 # the engine keeps their files apart.

@@ -8,15 +8,7 @@ from typing import Any
 from ckpt._format.manifest import ItemEntry
 from ckpt._plan.adapt import Adapt
 from ckpt.errors import CorruptCheckpointError, TargetMismatchError, UnsupportedLeafError
-from ckpt.handlers._base import (
-    Deferred,
-    ItemReader,
-    ItemWriter,
-    entry_data,
-    text_of,
-)
-
-__all__ = ["BytesHandler"]
+from ckpt.handlers._base import Deferred, ItemReader, ItemWriter, entry_data, text_of
 
 _TEXT_FILE, _BYTES_FILE = "text.txt", "data.bin"
 _BINARY = {"bytes": bytes, "bytearray": bytearray, "memoryview": memoryview}

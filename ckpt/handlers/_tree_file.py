@@ -22,18 +22,10 @@ from ckpt._plan.adapt import Adapt
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.targets import ArrayRead
 from ckpt._tree.flatten import describe
-from ckpt._tree.leaf_specs import (
-    ARRAY_KINDS,
-    SCALAR_KINDS,
-    LeafSpec,
-    classify,
-    encode_scalar,
-)
+from ckpt._tree.leaf_specs import ARRAY_KINDS, SCALAR_KINDS, LeafSpec, classify, encode_scalar
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedLeafError
 from ckpt.handlers._base import ItemReader
 from ckpt.handlers._pytree import PyTreeHandler
-
-__all__ = ["encode_tree", "load_tree"]
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]

@@ -24,8 +24,6 @@ from ckpt._plan.multihost.per_process import renamed
 from ckpt.errors import HandlerError
 from ckpt.handlers._base import ItemReader, ItemWriter
 
-__all__ = ["TwoPhaseSave", "begin_save", "finish_load"]
-
 _MOST_FILES = 10_000
 
 

@@ -7,8 +7,6 @@ from ckpt._events import Event
 from ckpt.observers._names import BYTES, JAX
 from ckpt.observers._operations import Operations
 
-__all__ = ["JaxMonitoring"]
-
 
 class JaxMonitoring:
     """Reports saves, restores and other operations to `jax.monitoring`.

@@ -16,8 +16,6 @@ from ckpt.observers._tracing.files import PathLike
 from ckpt.observers._tracing.timeline import END
 from ckpt.observers._tracing.tracks import Value, plain
 
-__all__ = ["JsonLines", "TextFile"]
-
 
 class TextFile(Protocol):
     """The part of an open file that `JsonLines` needs."""

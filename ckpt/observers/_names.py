@@ -13,18 +13,6 @@ from typing import Literal, get_args
 
 from ckpt._events import Outcome
 
-__all__ = [
-    "BUCKETS",
-    "BYTES",
-    "JAX",
-    "OPENTELEMETRY",
-    "OUTCOMES",
-    "PHASES",
-    "PROMETHEUS",
-    "Kind",
-    "MetricName",
-]
-
 Kind = Literal["event", "duration", "scalar", "counter", "histogram", "gauge"]
 
 OUTCOMES: tuple[str, ...] = get_args(Outcome)

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
     from opentelemetry.trace import TracerProvider
 
-__all__ = ["OpenTelemetry"]
-
 
 class OpenTelemetry:
     """Makes a span of every operation, with one below it for each kind of phase, and metrics.

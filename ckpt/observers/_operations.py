@@ -13,8 +13,6 @@ from ckpt._events import Event
 from ckpt.observers._tracing.intervals import Interval, measure, merge
 from ckpt.observers._tracing.timeline import END, PREEMPTED
 
-__all__ = ["ObservedOperation", "Operations", "Phase"]
-
 # Operations in progress at once. One that never ends is forgotten when that many others began.
 _MOST_UNDER_WAY = 256
 # Phases outside the save they belong to: old steps are deleted after it has ended, and the time

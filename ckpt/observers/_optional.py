@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ckpt.errors import CheckpointError
 
-__all__ = ["missing"]
-
 
 def missing(name: str, library: str, extra: str) -> CheckpointError:
     """Return the error of `name`, which needs a library that is not installed.

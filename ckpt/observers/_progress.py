@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-__all__ = ["ProgressBar"]
 
 # Shorter operations are not shown, since they would only flicker.
 _DELAY_NS = 300_000_000

@@ -17,8 +17,6 @@ from ckpt.observers._optional import missing
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-__all__ = ["Prometheus"]
-
 
 class Prometheus:
     """Keeps Prometheus metrics of saves, restores and other operations.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from ckpt.policies._context import SaveContext, SavedStep
 from ckpt.policies._deletion import Deletion
+from ckpt.policies._intervals import EveryNSeconds, EveryNSteps, EveryNStepsClosest, LatestDuration
 from ckpt.policies._overhead import BoundedOverhead
 from ckpt.policies._preservation import (
     AnyPreservation,
@@ -26,14 +27,8 @@ from ckpt.policies._preservation import (
     check_preservation,
     steps_kept,
 )
-from ckpt.policies._ranking import (
-    BestN,
-    Metric,
-    Mode,
-    best_of,
-    ranking_of,
-)
-from ckpt.policies._saving import (
+from ckpt.policies._ranking import BestN, Metric, Mode, best_of, ranking_of
+from ckpt.policies._save_policies import (
     AnySave,
     Continuous,
     EverySeconds,
@@ -45,12 +40,6 @@ from ckpt.policies._saving import (
     SpecificSteps,
     check_save_policy,
     refusal_of,
-)
-from ckpt.policies._spacing import (
-    EveryNSeconds,
-    EveryNSteps,
-    EveryNStepsClosest,
-    LatestDuration,
 )
 
 __all__ = [

@@ -9,8 +9,6 @@ from typing import TypeVar
 from ckpt._arguments import shown
 from ckpt.errors import CheckpointError, InvalidArgumentError
 
-__all__ = ["ask", "name_of", "truth_of", "why_not_a_policy"]
-
 T = TypeVar("T")
 
 

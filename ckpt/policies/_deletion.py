@@ -10,8 +10,6 @@ from pathlib import PurePath
 from ckpt._arguments import invalid, true_or_false, whole_number
 from ckpt.errors import InvalidArgumentError
 
-__all__ = ["Deletion"]
-
 _MOST_AT_ONCE = 64
 _LONGEST_NAME_BYTES = 255
 _NUMBER = re.compile(r"^[0-9]+\Z")

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from ckpt._arguments import invalid, number_of_seconds, shown
 from ckpt.policies._context import SaveContext, SavedStep
-from ckpt.policies._saving import seconds_since_last
-
-__all__ = ["BoundedOverhead"]
+from ckpt.policies._save_policies import seconds_since_last
 
 
 @dataclass(frozen=True, slots=True)

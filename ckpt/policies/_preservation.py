@@ -11,17 +11,6 @@ from ckpt.errors import InvalidArgumentError
 from ckpt.policies._answers import ask, name_of, truth_of, why_not_a_policy
 from ckpt.policies._context import SavedStep
 
-__all__ = [
-    "AnyPreservation",
-    "CustomSteps",
-    "LatestN",
-    "PreservationPolicy",
-    "PreservationPolicyLike",
-    "PreserveAll",
-    "check_preservation",
-    "steps_kept",
-]
-
 
 class PreservationPolicy(Protocol):
     """Chooses which committed steps are kept. Must be pure: a function of its arguments alone."""

@@ -13,8 +13,6 @@ from ckpt.policies._answers import ask, name_of
 from ckpt.policies._context import SavedStep
 from ckpt.policies._preservation import AnyPreservation
 
-__all__ = ["BestN", "Metric", "Mode", "best_of", "ranking_of"]
-
 Metric = str | Callable[[Mapping[str, float]], float | None]
 Mode = Literal["min", "max"]
 

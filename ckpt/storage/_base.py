@@ -13,8 +13,6 @@ from typing import Protocol, TypeVar
 
 from ckpt.errors import InvalidArgumentError
 
-__all__ = ["UNKNOWN_SIZE", "Attempt", "Storage", "note_parts"]
-
 T = TypeVar("T")
 _NOTE_PART = re.compile(r"^[A-Za-z0-9_.][A-Za-z0-9_.=+,@-]{0,199}\Z")
 # The size of a file in stores that tell sizes only to those who read the file.

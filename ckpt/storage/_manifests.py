@@ -8,12 +8,7 @@ from collections.abc import AsyncIterator
 import anyio
 
 from ckpt._format.item_file_names import is_item_name
-from ckpt._format.manifest import (
-    FILE_NAME,
-    MAX_BYTES,
-    Manifest,
-    decode,
-)
+from ckpt._format.manifest import FILE_NAME, MAX_BYTES, Manifest, decode
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -24,13 +19,6 @@ from ckpt.errors import (
     located,
 )
 from ckpt.storage._base import Storage
-
-__all__ = [
-    "lies_in",
-    "read_manifest",
-    "refuse_deleted",
-    "while_read",
-]
 
 # Smaller manifests, of about 40 leaves, are decoded in less time than a thread takes to begin.
 _SMALL_BYTES = 8 << 10

@@ -12,8 +12,6 @@ from ckpt._settings import Timeouts
 from ckpt.errors import CheckpointError, InvalidArgumentError
 from ckpt.storage._base import Storage
 
-__all__ = ["ENTRY_POINTS", "open_installed", "schemes"]
-
 # The group in which packages register schemes.
 ENTRY_POINTS = "ckpt.storage"
 _BUILT_IN = ("file", "gs", "memory", "s3")

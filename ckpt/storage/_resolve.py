@@ -14,17 +14,9 @@ from ckpt._settings import Timeouts
 from ckpt.errors import InvalidArgumentError
 from ckpt.storage._base import Storage
 from ckpt.storage._local.storage import LocalStorage
-from ckpt.storage._object.config import (
-    GCS,
-    S3,
-    Memory,
-    StoreConfig,
-    parent_of,
-)
+from ckpt.storage._object.config import GCS, S3, Memory, StoreConfig, parent_of
 from ckpt.storage._object.storage import ObjectStorage
 from ckpt.storage._plugins import open_installed, schemes
-
-__all__ = ["PathLike", "check_trash", "open_entry", "open_root"]
 
 # A path, a URL, or a store.
 PathLike = str | os.PathLike[str] | S3 | GCS | Memory

@@ -12,11 +12,7 @@ import ckpt
 import ckpt.sync
 from tests.reliability.races import different_steps, same_steps, sweeps
 from tests.reliability.readers import latest_beside_a_trainer, steps_beside_a_trainer
-from tests.reliability.threads import (
-    managers_in_tasks,
-    managers_in_threads,
-    one_manager_in_threads,
-)
+from tests.reliability.threads import managers_in_tasks, managers_in_threads, one_manager_in_threads
 from tests.support.kills import can_watch
 
 # Programs are started here, which takes its time on a machine that does other things.

@@ -10,19 +10,9 @@ import anyio
 import pytest
 
 import ckpt
-from ckpt._engine.save.multihost import (
-    WriteReport,
-    _pack,
-    _unpack,
-    same_items,
-)
+from ckpt._engine.save.multihost import WriteReport, _pack, _unpack, same_items
 from ckpt._format.manifest import FileEntry, ItemEntry
-from ckpt.errors import (
-    CoordinationError,
-    InvalidArgumentError,
-    StepNotFoundError,
-    StorageError,
-)
+from ckpt.errors import CoordinationError, InvalidArgumentError, StepNotFoundError, StorageError
 from tests.support.simulated_job import (
     STATE,
     closed,

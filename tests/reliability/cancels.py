@@ -12,14 +12,7 @@ from pathlib import Path
 
 import ckpt
 from ckpt.errors import CommitCancelledError
-from ckpt.testing.faults import (
-    SYNCS,
-    WRITES,
-    Effect,
-    FaultyFiles,
-    FileOperation,
-    Wait,
-)
+from ckpt.testing.faults import SYNCS, WRITES, Effect, FaultyFiles, FileOperation, Wait
 from tests.reliability.faults import copied, watched
 from tests.reliability.scenarios import (
     HANDLERS,

@@ -20,13 +20,7 @@ from ckpt.errors import (
 )
 from tests.reliability.specimens import Specimen, specimens
 from tests.reliability.tally import Tally
-from tests.support.damage import (
-    Damage,
-    FlipBit,
-    Replace,
-    damaged,
-    sampled_damages,
-)
+from tests.support.damage import Damage, FlipBit, Replace, damaged, sampled_damages
 
 __all__ = ["damage", "flips"]
 

@@ -24,12 +24,7 @@ from hypothesis.stateful import (
 )
 
 import ckpt.sync
-from ckpt.errors import (
-    CheckpointError,
-    CommitCancelledError,
-    StepExistsError,
-    StepNotFoundError,
-)
+from ckpt.errors import CheckpointError, CommitCancelledError, StepExistsError, StepNotFoundError
 from ckpt.policies import SaveContext, SavedStep
 from ckpt.testing.compare import differences
 from ckpt.testing.faults import Crash, FaultyFiles, at

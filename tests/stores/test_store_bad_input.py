@@ -16,12 +16,7 @@ import pytest
 import ckpt
 import ckpt.storage
 import ckpt.sync
-from ckpt.errors import (
-    CheckpointError,
-    InvalidArgumentError,
-    NotACheckpointError,
-    StorageError,
-)
+from ckpt.errors import CheckpointError, InvalidArgumentError, NotACheckpointError, StorageError
 from tests.stores import servers
 from tests.stores.places import Place
 

@@ -28,14 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.testing.faults import FileOperation
-from tests.support.disk_model import (
-    NEVER,
-    DataEffect,
-    DiskModel,
-    Effect,
-    NameEffect,
-    Tree,
-)
+from tests.support.disk_model import NEVER, DataEffect, DiskModel, Effect, NameEffect, Tree
 
 __all__ = ["CrashState", "crash_states", "read_tree", "write_tree"]
 

@@ -18,8 +18,6 @@ import numpy as np
 
 from ckpt.errors import StorageError
 
-__all__ = ["Arena", "Block"]
-
 # Blocks start on page boundaries: whole pages are warmed, and direct I/O stays possible.
 _ALIGNMENT = mmap.PAGESIZE
 # A piece must not delay the end of a program for long: cold memory comes at 0.4 GB/s or faster.

@@ -20,8 +20,6 @@ import numpy as np
 from ckpt._engine.memory.arena import Arena
 from ckpt.errors import CheckpointError
 
-__all__ = ["Buffers"]
-
 Array = np.ndarray[Any, Any]
 
 # jax takes over a host buffer without a copy if it is aligned to a cache line, and files can be

@@ -8,8 +8,6 @@ import numpy as np
 
 from ckpt._format.dtypes import DTYPES
 
-__all__ = ["cast", "cast_into", "is_narrowed"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -14,8 +14,6 @@ from ckpt._plan.targets import ArrayRead, ArrayTarget
 from ckpt._settings import host_memory_bytes
 from ckpt.errors import InvalidArgumentError
 
-__all__ = ["check_memory"]
-
 
 def check_memory(reads: Sequence[ArrayRead], leaves: Sequence[LeafEntry]) -> None:
     """Refuse arrays that do not fit, before any memory is taken.

@@ -23,18 +23,6 @@ from ckpt._settings import StagingMode
 from ckpt._tree.leaf_specs import ARRAY_KINDS, LeafSpec, scalar_array
 from ckpt.errors import CheckpointError
 
-__all__ = [
-    "Source",
-    "batch_digests",
-    "copies_on_host",
-    "copy_batch",
-    "host_bytes",
-    "snapshot",
-    "sources_of",
-    "to_page_locked",
-    "wait_until_computed",
-]
-
 Array = np.ndarray[Any, Any]
 # What a chunk is copied from: a leaf, or what a snapshot holds instead.
 Source = Any

@@ -12,8 +12,6 @@ from ckpt._format.digests import digest
 from ckpt._format.manifest import LeafEntry
 from ckpt.errors import CorruptCheckpointError
 
-__all__ = ["DamagedLeaves", "check_chunk"]
-
 _MOST_ERRORS = 1000
 
 

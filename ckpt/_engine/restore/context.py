@@ -13,8 +13,6 @@ from ckpt._format.manifest import Manifest
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import lies_in
 
-__all__ = ["RestoreContext"]
-
 # Requests in progress, of all items: enough to keep two cores and the queue of a disk busy.
 CONCURRENT_REQUESTS = 4
 

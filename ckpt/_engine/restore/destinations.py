@@ -18,8 +18,6 @@ from ckpt._plan.chunk_reads import ChunkRead, ReadRequest, Use, regions_of
 from ckpt._plan.targets import ArrayRead
 from ckpt.errors import CorruptCheckpointError
 
-__all__ = ["Destination", "deliver", "direct_memory"]
-
 Array = np.ndarray[Any, Any]
 
 

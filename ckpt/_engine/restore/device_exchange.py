@@ -21,8 +21,6 @@ from ckpt._plan.multihost.read_groups import Grouping
 from ckpt._runtime.futures import CallingThread
 from ckpt.errors import CoordinationError, CoordinationTimeoutError
 
-__all__ = ["DeviceExchange"]
-
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
 

@@ -10,8 +10,6 @@ from ckpt._format.item_file_names import check_file_path
 from ckpt._settings import host_memory_bytes
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError
 
-__all__ = ["read_item_file"]
-
 # A file up to this size is hashed on the loop: a change of threads would take longer.
 _SMALL_BYTES = 1 << 20
 

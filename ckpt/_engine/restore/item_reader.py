@@ -24,19 +24,12 @@ from ckpt._engine.restore.item_files import read_item_file
 from ckpt._engine.restore.placement import cannot_be_weak, place
 from ckpt._engine.restore.shared_reads import BlockReader, SharedReads
 from ckpt._format.manifest import ItemEntry
-from ckpt._plan.chunk_reads import (
-    ReadRequest,
-    is_read_whole,
-    plan_chunk_reads,
-    plan_requests,
-)
+from ckpt._plan.chunk_reads import ReadRequest, is_read_whole, plan_chunk_reads, plan_requests
 from ckpt._plan.chunking import BATCH_BYTES
 from ckpt._plan.multihost.per_process import ProcessPart, own_path
 from ckpt._plan.multihost.read_groups import Grouping
 from ckpt._plan.targets import ArrayRead
 from ckpt.errors import CorruptCheckpointError, located
-
-__all__ = ["EngineItemReader"]
 
 logger = logging.getLogger("ckpt")
 

@@ -33,8 +33,6 @@ from ckpt._plan.multihost.per_process import pick
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import errors_of
 
-__all__ = ["ItemTarget", "restore_items"]
-
 
 @dataclass(frozen=True, slots=True)
 class ItemTarget:

@@ -19,8 +19,6 @@ from ckpt._format.regions import Region, addressable_regions
 from ckpt._plan.targets import PYTHON_TYPES, ArrayRead, ArrayTarget
 from ckpt.errors import TargetMismatchError
 
-__all__ = ["cannot_be_weak", "place"]
-
 Array = np.ndarray[Any, Any]
 
 _ZEROS = {"i": 0, "f": 0.0, "c": 0j}

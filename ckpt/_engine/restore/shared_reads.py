@@ -41,8 +41,6 @@ from ckpt.coordination._operation import Operation
 from ckpt.coordination._peers import Peers
 from ckpt.errors import CoordinationError, CorruptCheckpointError
 
-__all__ = ["BlockReader", "Broadcast", "SharedReads"]
-
 Array = np.ndarray[Any, Any]
 # Fills memory with bytes of a file of the step, from an offset on.
 BlockReader = Callable[[str, int, memoryview], Awaitable[None]]

@@ -15,8 +15,6 @@ from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.write_batches import FileSpan, WriteBatch, aligned, alignment_of, file_size
 from ckpt.errors import located
 
-__all__ = ["Encoded", "encode_batch"]
-
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 

@@ -7,19 +7,11 @@ import anyio
 from ckpt._engine.save.pipeline import keep_lease
 from ckpt._engine.save.step_manifest import features
 from ckpt._format.digests import digest
-from ckpt._format.manifest import (
-    FILE_NAME,
-    OWN_DISKS,
-    FileEntry,
-    Manifest,
-    encode,
-)
+from ckpt._format.manifest import FILE_NAME, OWN_DISKS, FileEntry, Manifest, encode
 from ckpt._plan.orbax_view import step_view
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.storage._base import Attempt, Storage
 from ckpt.storage._manifests import while_read
-
-__all__ = ["delete_item"]
 
 
 async def delete_item(storage: Storage, entry: str, manifest: Manifest, item: str) -> None:

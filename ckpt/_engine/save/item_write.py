@@ -37,8 +37,6 @@ from ckpt._plan.item_reports import ItemReport, report_chunks
 from ckpt._plan.write_batches import FileSpan, WriteBatch
 from ckpt.errors import located
 
-__all__ = ["ItemWrite"]
-
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 
 

@@ -25,8 +25,6 @@ from ckpt._tree.leaf_specs import ARRAY_KINDS
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import FileData
 
-__all__ = ["EngineItemWriter"]
-
 T = TypeVar("T")
 
 # Up to this size a file is hashed on the loop, and written in one go.

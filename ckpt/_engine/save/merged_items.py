@@ -17,29 +17,13 @@ from ckpt._engine.save.multihost import WriteReport
 from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.ocdbt import DatabaseIndex
-from ckpt._plan.item_reports import (
-    ItemReport,
-    PlannedTree,
-    fill_entry,
-    key_values,
-    merge_reports,
-)
+from ckpt._plan.item_reports import ItemReport, PlannedTree, fill_entry, key_values, merge_reports
 from ckpt._plan.merged_parts import TreeParts, merge_parts
 from ckpt._plan.multihost.tree_fingerprint import TreeFingerprint
 from ckpt._plan.multihost.write_reports import ProcessReport, disagreement
 from ckpt._plan.orbax_view import item_view
 from ckpt._tree.leaf_specs import ARRAY_KINDS
 from ckpt.errors import CoordinationError, InvalidArgumentError, located
-
-__all__ = [
-    "ItemParts",
-    "WrittenTree",
-    "check_alike",
-    "database_files",
-    "merge_item",
-    "merge_processes",
-    "own_digests",
-]
 
 # Of the arrays that every process has for itself, larger ones are not compared: on accelerators
 # they would have to be copied to the hosts of all processes, though only the primary's are stored.

@@ -23,13 +23,7 @@ from typing import Any
 
 import anyio
 
-from ckpt._format.manifest import (
-    FileEntry,
-    ItemEntry,
-    Manifest,
-    decode,
-    encode,
-)
+from ckpt._format.manifest import FileEntry, ItemEntry, Manifest, decode, encode
 from ckpt._plan.multihost.write_reports import ProcessReport, pack, unpack
 from ckpt._plan.ownership import ProcessGroup
 from ckpt.coordination._heartbeat import beating
@@ -43,8 +37,6 @@ from ckpt.errors import (
     located,
 )
 from ckpt.storage._base import Attempt
-
-__all__ = ["Begun", "JointSave", "MultihostSave", "SoloSave", "WriteReport", "same_items"]
 
 logger = logging.getLogger("ckpt")
 

@@ -26,8 +26,6 @@ from ckpt.handlers._base import Handler, errors_of, is_per_process
 from ckpt.handlers._registry import Handlers
 from ckpt.storage._base import Attempt, Storage
 
-__all__ = ["keep_lease", "save_step"]
-
 logger = logging.getLogger("ckpt")
 
 # A placeholder, so that the items keep the order in which they were given.

@@ -11,15 +11,8 @@ from ckpt._engine.save.merged_items import check_alike
 from ckpt._engine.save.multihost import MultihostSave, SoloSave, same_items
 from ckpt._engine.save.request import SaveRequest
 from ckpt._engine.save.session import SaveSession
-from ckpt._engine.save.step_manifest import (
-    joined,
-    own_entries,
-    own_report,
-    record,
-)
+from ckpt._engine.save.step_manifest import joined, own_entries, own_report, record
 from ckpt._format.manifest import ItemEntry, Manifest
-
-__all__ = ["publish"]
 
 
 async def publish(

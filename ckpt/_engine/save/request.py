@@ -12,8 +12,6 @@ import anyio
 
 from ckpt._format.manifest import JsonValue
 
-__all__ = ["SaveCall", "SaveCalls", "SaveRequest"]
-
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:

@@ -24,8 +24,6 @@ from ckpt._plan.format_rules import Formatted
 from ckpt._settings import Staging
 from ckpt.storage._base import Attempt, Storage
 
-__all__ = ["ENCODERS", "LANES", "STAGERS", "Lanes", "SaveSession"]
-
 # Measured on 2 cores: direct writes of two lanes keep a disk of 2 GB/s busy, and four do where each
 # write takes longer. Two copying threads saturate the memory of a small machine.
 LANES = 4

@@ -30,8 +30,6 @@ from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import is_per_process
 from ckpt.handlers._registry import Handlers
 
-__all__ = ["features", "joined", "own_entries", "own_report", "record"]
-
 
 def own_report(
     session: SaveSession, engine: Engine, entries: Mapping[str, ItemEntry]

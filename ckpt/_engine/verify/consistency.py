@@ -7,19 +7,11 @@ from dataclasses import dataclass
 
 from ckpt._engine.verify.report import Problem
 from ckpt._format.chunk_locations import misplaced_leaves
-from ckpt._format.manifest import (
-    FILE_NAME,
-    OWN_DISKS,
-    ItemEntry,
-    Manifest,
-    Node,
-)
+from ckpt._format.manifest import FILE_NAME, OWN_DISKS, ItemEntry, Manifest, Node
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._tree.flatten import unboxed_names
 from ckpt._tree.unflatten import unflatten
 from ckpt.errors import CorruptCheckpointError
-
-__all__ = ["Contradictions", "contradictions"]
 
 _DATABASE = "manifest.ocdbt"
 # The limit of Linux for a whole path.

@@ -20,8 +20,6 @@ from ckpt._format.manifest import ItemEntry, LeafEntry
 from ckpt._tree.flatten import unboxed_names
 from ckpt.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["DamagedFile", "problems_of_item", "role_of"]
-
 # The files of an item that only Orbax reads; see docs/format.md.
 _VIEW = frozenset({"_METADATA", "_sharding", "_strings.json", "array_metadatas/process_0"})
 _DATABASE = "manifest.ocdbt"

@@ -19,17 +19,10 @@ from ckpt._engine.verify.report import Problem, VerifyReport
 from ckpt._engine.verify.scanner import Scanner
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.chunk_locations import ChunkLocation, places_in
-from ckpt._format.manifest import (
-    FILE_NAME,
-    FileEntry,
-    LeafEntry,
-    Manifest,
-)
+from ckpt._format.manifest import FILE_NAME, FileEntry, LeafEntry, Manifest
 from ckpt.errors import CorruptCheckpointError, StorageError, located
 from ckpt.storage._base import UNKNOWN_SIZE, Storage
 from ckpt.storage._manifests import lies_in, read_manifest, refuse_deleted
-
-__all__ = ["verify_entry"]
 
 logger = logging.getLogger("ckpt")
 

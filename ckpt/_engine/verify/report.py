@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from ckpt._tree.table import size_text
 
-__all__ = ["Problem", "VerifyReport"]
-
 _SHOWN_UNLISTED = 5
 
 

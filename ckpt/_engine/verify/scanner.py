@@ -33,8 +33,6 @@ from ckpt._format.manifest import LeafEntry
 from ckpt.errors import CorruptCheckpointError
 from ckpt.storage._base import Storage
 
-__all__ = ["Scanner"]
-
 T = TypeVar("T")
 
 # Every piece opens the file again: measured on two cores, pieces of 1 MiB take twice the processor

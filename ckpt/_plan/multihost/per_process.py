@@ -14,15 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt._format.manifest import (
-    FileEntry,
-    ItemEntry,
-    JsonValue,
-    Manifest,
-)
+from ckpt._format.manifest import FileEntry, ItemEntry, JsonValue, Manifest
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMismatchError
-
-__all__ = ["ProcessPart", "apart", "combine", "own_path", "pick", "renamed"]
 
 _OWNER = re.compile(r"(^|/)process_([0-9]{1,9})-of-([0-9]{1,9})(?=[./]|$)")
 _COUNT, _PARTS = "process_count", "processes"

@@ -19,16 +19,6 @@ from ckpt._plan.chunk_reads import ByteRange
 from ckpt._plan.ownership import held_by
 from ckpt._plan.targets import ArrayRead
 
-__all__ = [
-    "BatchRead",
-    "Grouping",
-    "Groupings",
-    "ReadBatch",
-    "fill",
-    "groupings_of",
-    "shares_key",
-]
-
 Shape = tuple[int, ...]
 
 # The largest gap between two ranges that is read with them: the padding between chunks.

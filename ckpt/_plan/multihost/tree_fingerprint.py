@@ -20,23 +20,9 @@ from ckpt._format.digests import digest
 from ckpt._format.manifest import Node
 from ckpt._format.shardings import describe_sharding
 from ckpt._plan.save_plan import SavePlan
-from ckpt._tree.leaf_specs import (
-    ARRAY_KINDS,
-    CALLABLE,
-    SCALAR_KINDS,
-    LeafSpec,
-    encode_scalar,
-)
+from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, SCALAR_KINDS, LeafSpec, encode_scalar
 from ckpt._tree.table import sharding_text
 from ckpt.errors import CheckpointError
-
-__all__ = [
-    "TreeFingerprint",
-    "first_difference",
-    "line_fingerprint",
-    "tree_fingerprint",
-    "value_fingerprint",
-]
 
 # Of the fingerprints of all processes together; larger ones are reduced to digests.
 _MOST_BYTES = 64 << 20

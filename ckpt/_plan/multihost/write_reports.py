@@ -20,8 +20,6 @@ from ckpt._plan.item_reports import DIGEST_BYTES, ROW, ItemReport
 from ckpt._plan.multihost.tree_fingerprint import TreeFingerprint, first_difference
 from ckpt.errors import CorruptCheckpointError
 
-__all__ = ["ProcessReport", "disagreement", "pack", "unpack"]
-
 Array = np.ndarray[Any, Any]
 
 _MAGIC = b"ckr1"

@@ -13,8 +13,6 @@ from typing import Literal
 
 import anyio
 
-__all__ = ["Backlog", "BacklogPolicy", "BacklogSlot"]
-
 BacklogPolicy = Literal["wait", "skip", "supersede"]
 
 # One that writes and one that waits: with more, a program that saves faster than its disk writes

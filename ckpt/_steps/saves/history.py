@@ -14,8 +14,6 @@ from ckpt._steps.saves.preemption import Preemption
 from ckpt.errors import CheckpointError
 from ckpt.policies import SaveContext, SavedStep
 
-__all__ = ["SaveHistory"]
-
 logger = logging.getLogger("ckpt")
 
 

@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-__all__ = ["OverheadEstimate"]
-
 _SAVES = 5
 _STEPS = 50
 

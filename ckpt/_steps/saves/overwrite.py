@@ -12,21 +12,11 @@ import anyio
 from ckpt._arguments import shown
 from ckpt._engine.save.multihost import JointSave, MultihostSave
 from ckpt._engine.save.request import SaveRequest
-from ckpt._format.manifest import (
-    FILE_NAME,
-    MAX_BYTES,
-    peek,
-)
+from ckpt._format.manifest import FILE_NAME, MAX_BYTES, peek
 from ckpt._steps.retention import is_ours, spare_others
 from ckpt.coordination._collectives import gathered
-from ckpt.errors import (
-    InvalidArgumentError,
-    StepExistsError,
-    StorageError,
-)
+from ckpt.errors import InvalidArgumentError, StepExistsError, StorageError
 from ckpt.storage._base import Storage
-
-__all__ = ["make_way", "remove_others", "replacing_part", "with_plain_metrics"]
 
 logger = logging.getLogger("ckpt")
 

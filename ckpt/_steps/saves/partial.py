@@ -21,14 +21,7 @@ from ckpt._runtime.loop import Job
 from ckpt._steps.saves.overwrite import make_way, remove_others, with_plain_metrics
 from ckpt._steps.saves.queue import SaveQueue
 from ckpt._steps.saves.requests import make_request
-from ckpt.errors import (
-    CheckpointError,
-    ClosedError,
-    CommitCancelledError,
-    InvalidArgumentError,
-)
-
-__all__ = ["OpenSave", "partial_request"]
+from ckpt.errors import CheckpointError, ClosedError, CommitCancelledError, InvalidArgumentError
 
 
 def partial_request(

@@ -24,8 +24,6 @@ import jax
 from ckpt._arguments import invalid
 from ckpt.errors import InvalidArgumentError
 
-__all__ = ["Preemption"]
-
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 # They cannot be handled, or come from the program's own faults: to go on after those is a loop.

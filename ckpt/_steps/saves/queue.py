@@ -61,21 +61,10 @@ from ckpt._runtime.loop import EngineLoop, Job
 from ckpt._steps.root import Root
 from ckpt._steps.saves.backlog import Backlog, BacklogPolicy, BacklogSlot
 from ckpt._steps.saves.history import SaveHistory
-from ckpt._steps.saves.overwrite import (
-    make_way,
-    remove_others,
-    replacing_part,
-    with_plain_metrics,
-)
+from ckpt._steps.saves.overwrite import make_way, remove_others, replacing_part, with_plain_metrics
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.saves.requests import make_request
-from ckpt.errors import (
-    CheckpointError,
-    CommitCancelledError,
-    StepExistsError,
-)
-
-__all__ = ["SaveQueue"]
+from ckpt.errors import CheckpointError, CommitCancelledError, StepExistsError
 
 logger = logging.getLogger("ckpt")
 

@@ -10,8 +10,6 @@ from ckpt._engine.save.request import SaveRequest
 from ckpt._format.item_file_names import check_item_name
 from ckpt.errors import InvalidArgumentError
 
-__all__ = ["UNNAMED_ITEM", "make_request"]
-
 # The name that Orbax's v1 API gives to, and looks for as, the one item of an unnamed save.
 UNNAMED_ITEM = "state"
 

@@ -11,22 +11,8 @@ from dataclasses import dataclass
 
 from ckpt.errors import InvalidArgumentError
 from ckpt.observers._tracing.intervals import Interval, measure
-from ckpt.observers._tracing.timeline import (
-    BLOCKED,
-    PREEMPTED,
-    SaveTimes,
-    Timeline,
-)
-from ckpt.observers._tracing.tracks import (
-    SPANS,
-    WHOLE,
-    Track,
-    TrackEntry,
-    rate,
-    tracks,
-)
-
-__all__ = ["LEFT", "RIGHT", "WIDTH", "Band", "Bar", "Chart", "ChartRow", "Tick", "chart"]
+from ckpt.observers._tracing.timeline import BLOCKED, PREEMPTED, SaveTimes, Timeline
+from ckpt.observers._tracing.tracks import SPANS, WHOLE, Track, TrackEntry, rate, tracks
 
 WIDTH = 1080.0
 # Where the bars begin and end. Labels are to the left, sums to the right.

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from ckpt.errors import StorageError
 
-__all__ = ["PathLike", "write_file"]
-
 PathLike = str | os.PathLike[str]
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["Interval", "intersect", "measure", "merge", "pack"]
-
 Interval = tuple[int, int]
 
 

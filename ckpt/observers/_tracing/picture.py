@@ -20,7 +20,6 @@ from ckpt.observers._tracing.timeline import Timeline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_html", "draw_png"]
 
 # The colours of Okabe and Ito, which colour-blind people can tell apart, each with the colour of
 # the text on it.

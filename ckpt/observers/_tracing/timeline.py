@@ -16,14 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt._events import Event
-from ckpt.observers._tracing.intervals import (
-    Interval,
-    intersect,
-    measure,
-    merge,
-)
-
-__all__ = ["BLOCKED", "END", "PREEMPTED", "SaveTimes", "Span", "Timeline"]
+from ckpt.observers._tracing.intervals import Interval, intersect, measure, merge
 
 BLOCKED = "blocked"
 END = "end"

@@ -16,15 +16,7 @@ from ckpt._events import Event
 from ckpt.errors import InvalidArgumentError
 from ckpt.observers._tracing.files import PathLike, write_file
 from ckpt.observers._tracing.timeline import Span, Timeline
-from ckpt.observers._tracing.tracks import (
-    SPANS,
-    TrackEntry,
-    plain,
-    rate,
-    tracks,
-)
-
-__all__ = ["Trace"]
+from ckpt.observers._tracing.tracks import SPANS, TrackEntry, plain, rate, tracks
 
 logger = logging.getLogger("ckpt")
 

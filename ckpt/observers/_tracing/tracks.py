@@ -13,15 +13,7 @@ from dataclasses import dataclass, fields
 
 from ckpt._events import Event
 from ckpt.observers._tracing.intervals import Interval, measure, pack
-from ckpt.observers._tracing.timeline import (
-    BLOCKED,
-    END,
-    PREEMPTED,
-    Span,
-    Timeline,
-)
-
-__all__ = ["SPANS", "WHOLE", "Track", "TrackEntry", "plain", "rate", "tracks"]
+from ckpt.observers._tracing.timeline import BLOCKED, END, PREEMPTED, Span, Timeline
 
 SPANS = "spans"
 # The label of the track of whole operations.

@@ -25,20 +25,6 @@ from ckpt.storage._local.data_files import write_block
 from ckpt.storage._local.leases import renew_lease, take_lease
 from ckpt.storage._local.sweep import attempt_name, lease_name, trash_name
 
-__all__ = [
-    "LocalAttempt",
-    "begin",
-    "discard",
-    "end",
-    "hide",
-    "join",
-    "link",
-    "publish",
-    "remove_hidden",
-    "renew",
-    "write",
-]
-
 logger = logging.getLogger("ckpt")
 
 # The longest name of a file in bytes, on all common file systems.
@@ -114,11 +100,11 @@ def write(attempt: LocalAttempt, path: str, data: memoryview) -> None:
     The directories are made durable when the attempt is published.
     """
     target = attempt.path / path
-    _make_directories(attempt, target.parent)
+    make_directories(attempt, target.parent)
     write_block(target, data, attempt.mode)
 
 
-def _make_directories(attempt: LocalAttempt, path: Path) -> None:
+def make_directories(attempt: LocalAttempt, path: Path) -> None:
     """Make the directories of an attempt down to `path`."""
     if path in attempt.made:
         return
@@ -143,7 +129,7 @@ def link(attempt: LocalAttempt, path: str, folder: str = "") -> None:
         raise ValueError("it does not exist") from error
     try:
         target = attempt.path / path
-        _make_directories(attempt, target.parent)
+        make_directories(attempt, target.parent)
         posix.link_file(fd, attempt.root / source, target)
     finally:
         os.close(fd)

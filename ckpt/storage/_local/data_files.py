@@ -22,8 +22,6 @@ import numpy as np
 
 from ckpt.storage._local.posix import open_regular
 
-__all__ = ["read_block", "write_block"]
-
 # Direct I/O needs offsets, lengths and addresses that are multiples of this, on common devices.
 _SECTOR = 4096
 # Below this the page cache is as fast.

@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from ckpt.errors import CheckpointError, StorageError
 
-__all__ = ["of_each", "translated"]
-
 T = TypeVar("T")
 
 

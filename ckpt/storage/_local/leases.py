@@ -21,14 +21,6 @@ from pathlib import Path
 
 from ckpt._settings import LONGEST_LEASE_SECONDS
 
-__all__ = [
-    "WITHOUT_LEASE_SECONDS",
-    "is_abandoned",
-    "opened_lease",
-    "renew_lease",
-    "take_lease",
-]
-
 _MAX_BYTES = 4096
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # One second in all. A cleaner needs less than a millisecond.

@@ -22,8 +22,6 @@ from ckpt.storage._local import attempts, posix
 from ckpt.storage._local.data_files import write_block
 from ckpt.storage._local.sweep import store_time
 
-__all__ = ["ages", "drop", "put", "put_brief", "touch"]
-
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _RENAME_NOREPLACE = 1

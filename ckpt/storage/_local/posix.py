@@ -15,22 +15,6 @@ import stat
 import sys
 from pathlib import Path
 
-__all__ = [
-    "exchange",
-    "fsync_directories",
-    "fsync_path",
-    "is_there",
-    "link_file",
-    "list_files",
-    "make_directories",
-    "make_directory",
-    "open_regular",
-    "read_regular",
-    "remove_tree",
-    "rename_new",
-    "renameat2",
-]
-
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2

@@ -19,17 +19,16 @@ import anyio
 import anyio.lowlevel
 from aiofiles.base import wrap
 
+from ckpt._runtime.threads import DaemonThreads
 from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError
 from ckpt.storage._base import Attempt, note_parts
 from ckpt.storage._local import attempts, notes, posix
 from ckpt.storage._local.attempts import LocalAttempt
-from ckpt.storage._local.data_files import read_block
+from ckpt.storage._local.data_files import read_block, write_block
 from ckpt.storage._local.errors import of_each, translated
 from ckpt.storage._local.sweep import is_unfinished, sweep_root
 from ckpt.storage._local.trash import move_to_trash, prepare_trash, set_aside
-
-__all__ = ["LocalStorage"]
 
 logger = logging.getLogger("ckpt")
 
@@ -38,6 +37,8 @@ T = TypeVar("T")
 # Files read by one call of a thread: a cancelled call waits for it.
 _BATCH = 256
 _LARGEST_FILE_BYTES = 1 << 44
+# Small operations of one root at the same time: enough for the files of a step.
+_THREADS = 8
 
 
 class LocalStorage:
@@ -60,6 +61,7 @@ class LocalStorage:
         self._create = create
         self._mode = mode
         self._prepared = False
+        self._threads = DaemonThreads(_THREADS)
 
     @property
     def location(self) -> str:
@@ -84,7 +86,7 @@ class LocalStorage:
 
     async def prepare(self) -> None:
         with translated("make the directory", self._root):
-            await _in_thread(self._prepare)
+            await self._in_thread(self._prepare)
 
     def _prepare(self) -> None:
         missing = [path for path in (self._root, *self._root.parents) if not path.exists()]
@@ -107,7 +109,7 @@ class LocalStorage:
 
     async def entries(self) -> list[str]:
         with translated("list the directory", self._root):
-            return await _in_thread(self._list_entries)
+            return await self._in_thread(self._list_entries)
 
     def _list_entries(self) -> list[str]:
         try:
@@ -129,18 +131,20 @@ class LocalStorage:
     async def exists(self, entry: str) -> bool:
         target = self._root / entry
         with translated("look at", target):
-            return await _in_thread(posix.is_there, target)
+            return await self._in_thread(posix.is_there, target)
 
     async def files(self, entry: str) -> dict[str, int | None]:
         target = self._root / entry
         with translated("list the directory", target):
-            return await _in_thread(posix.list_files, target)
+            return await self._in_thread(posix.list_files, target)
 
     async def read(self, entry: str, path: str, limit: int) -> bytes | None:
         target = self._root / entry / path
         with translated("read", target):
             try:
-                return await _in_thread(posix.read_regular, self._root, f"{entry}/{path}", limit)
+                return await self._in_thread(
+                    posix.read_regular, self._root, f"{entry}/{path}", limit
+                )
             except ValueError as error:
                 raise CorruptCheckpointError(f"{target}: {error}") from error
 
@@ -150,7 +154,7 @@ class LocalStorage:
         def stamp(name: str) -> Hashable | None:
             return posix.stamp(f"{top}/{name}/{path}")
 
-        return await _in_thread(of_each, "look at", top, entries, path, stamp)
+        return await self._in_thread(of_each, "look at", top, entries, path, stamp)
 
     async def read_each(
         self, entries: Sequence[str], path: str, limit: int, parse: Callable[[bytes], T]
@@ -165,18 +169,18 @@ class LocalStorage:
         every: list[T | None] = []
         for start in range(0, len(entries), _BATCH):
             names = entries[start : start + _BATCH]
-            every += await _in_thread(of_each, "read", str(self._root), names, path, read)
+            every += await self._in_thread(of_each, "read", str(self._root), names, path, read)
         return every
 
     async def begin(self, entry: str) -> Attempt:
         with translated("begin an attempt at", self._root / entry):
-            return await _in_thread(
+            return await self._in_thread(
                 attempts.begin, self._root, entry, self._timeouts.lease, self._mode
             )
 
     async def join(self, entry: str, attempt: str) -> Attempt:
         with translated("join an attempt at", self._root / entry):
-            return await _in_thread(attempts.join, self._root, entry, attempt, self._mode)
+            return await self._in_thread(attempts.join, self._root, entry, attempt, self._mode)
 
     async def renew(self, attempt: Attempt) -> None:
         own = _local(attempt)
@@ -187,19 +191,22 @@ class LocalStorage:
     async def write(self, attempt: Attempt, path: str, data: bytes) -> None:
         own = _local(attempt)
         with translated("write", own.path / path):
-            await _in_thread(attempts.write, own, path, memoryview(data))
+            await self._in_thread(attempts.write, own, path, memoryview(data))
 
     async def write_block(self, attempt: Attempt, path: str, data: memoryview) -> None:
         own = _local(attempt)
-        with translated("write", own.path / path):
-            await anyio.to_thread.run_sync(attempts.write, own, path, data)
+        target = own.path / path
+        with translated("write", target):
+            if target.parent not in own.made:
+                await self._in_thread(attempts.make_directories, own, target.parent)
+            await anyio.to_thread.run_sync(write_block, target, data, own.mode)
 
     async def link(self, attempt: Attempt, path: str, folder: str = "") -> None:
         own = _local(attempt)
         source = self._root / own.entry / folder / path
         with translated("link", source):
             try:
-                await _in_thread(attempts.link, own, path, folder)
+                await self._in_thread(attempts.link, own, path, folder)
             except ValueError as error:
                 raise CorruptCheckpointError(
                     f"{source}: {error}. The step was damaged after it was committed"
@@ -229,23 +236,23 @@ class LocalStorage:
     ) -> None:
         own = _local(attempt)
         with translated("publish", self._root / own.entry):
-            replaced = await _in_thread(
+            replaced = await self._in_thread(
                 attempts.publish, own, overwrite=overwrite, replacing=replacing
             )
         if replaced:
             await self._finish_removal(attempts.remove_hidden, own.path, own.path)
-        await _in_thread(attempts.end, own)
+        await self._in_thread(attempts.end, own)
 
     async def discard(self, attempt: Attempt, *, joined: bool = False) -> None:
         own = _local(attempt)
         try:
             await self._finish_removal(attempts.discard, own, own.path)
         finally:
-            await _in_thread(attempts.end, own)
+            await self._in_thread(attempts.end, own)
 
     async def remove(self, entry: str, *, attempt: str | None = None) -> bool:
         with translated("delete", self._root / entry):
-            trash = await _in_thread(attempts.hide, self._root, entry, attempt)
+            trash = await self._in_thread(attempts.hide, self._root, entry, attempt)
         if trash is None:
             return False
         # Also when cancelled: nobody sees it any more, only its bytes are left.
@@ -256,33 +263,35 @@ class LocalStorage:
     async def move(self, entry: str, trash: str) -> str | None:
         with translated("move to the trash", self._root / entry):
             try:
-                path = await _in_thread(move_to_trash, self._root, entry, self._root / trash)
+                path = await self._in_thread(move_to_trash, self._root, entry, self._root / trash)
             except FileNotFoundError:
                 # It was not made yet, or somebody has emptied the trash by removing it.
                 await self.prepare_trash(trash)
-                path = await _in_thread(move_to_trash, self._root, entry, self._root / trash)
+                path = await self._in_thread(move_to_trash, self._root, entry, self._root / trash)
         return None if path is None else str(path)
 
     async def prepare_trash(self, trash: str) -> None:
         with translated("use the trash folder", self._root / trash):
-            await _in_thread(prepare_trash, self._root, self._root / trash, self._mode)
+            await self._in_thread(prepare_trash, self._root, self._root / trash, self._mode)
 
     async def set_aside(self, entry: str, paths: Sequence[str]) -> str:
         with translated("move files of others out of", self._root / entry):
-            return str(await _in_thread(set_aside, self._root, entry, list(paths), self._mode))
+            return str(await self._in_thread(set_aside, self._root, entry, list(paths), self._mode))
 
     async def sweep(self) -> list[str]:
         with translated("clean up", self._root):
-            return await _in_thread(sweep_root, self._root)
+            return await self._in_thread(sweep_root, self._root)
 
     async def put_note(
         self, name: str, data: bytes, *, replace: bool, durable: bool = True
     ) -> bool:
         with translated("write", self._root / name):
             if not durable and not replace:
-                return await _in_thread(notes.put_brief, self._root, name, data, self._mode)
+                return await self._in_thread(notes.put_brief, self._root, name, data, self._mode)
             lease, mode = self._timeouts.lease, self._mode
-            return await _in_thread(notes.put, self._root, name, data, lease, mode, replace=replace)
+            return await self._in_thread(
+                notes.put, self._root, name, data, lease, mode, replace=replace
+            )
 
     async def read_note(self, name: str, limit: int) -> bytes | None:
         folder, file = note_parts(name)
@@ -290,7 +299,7 @@ class LocalStorage:
 
     async def notes(self, folder: str) -> dict[str, float]:
         with translated("list the directory", self._root / folder):
-            return await _in_thread(notes.ages, self._root, folder)
+            return await self._in_thread(notes.ages, self._root, folder)
 
     async def touch_note(self, name: str) -> bool:
         with translated("renew", self._root / name):
@@ -299,14 +308,22 @@ class LocalStorage:
 
     async def drop_note(self, name: str, *, durable: bool = True) -> bool:
         with translated("remove", self._root / name):
-            return await _in_thread(notes.drop, self._root, name, durable=durable)
+            return await self._in_thread(notes.drop, self._root, name, durable=durable)
 
     async def _finish_removal(self, remove: Callable[[T], object], what: T, path: Path) -> None:
         """Remove what is hidden already. What cannot be removed now, a later sweep removes."""
         try:
-            await _in_thread(remove, what)
+            await self._in_thread(remove, what)
         except OSError as error:
             logger.warning("%s could not be removed, and is left to a later run: %s", path, error)
+
+    async def _in_thread(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Run a small file operation in a thread of aiofiles; one that has begun is waited for."""
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        # A thread cannot be stopped, only lost sight of.
+        with anyio.CancelScope(shield=True):
+            result: T = await _wrapped_call(function, args, options, executor=self._threads)
+        return result
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -315,15 +332,6 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str
 
 # `aiofiles.open` would take three hops to a thread for what is one here: to open, read and close.
 _wrapped_call = wrap(_call)
-
-
-async def _in_thread(function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Run a small file operation in a thread of aiofiles; one that has begun is waited for."""
-    await anyio.lowlevel.checkpoint_if_cancelled()
-    # A thread cannot be stopped, only lost sight of.
-    with anyio.CancelScope(shield=True):
-        result: T = await _wrapped_call(function, args, options)
-    return result
 
 
 def _local(attempt: Attempt) -> LocalAttempt:

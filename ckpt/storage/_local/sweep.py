@@ -21,15 +21,6 @@ from pathlib import Path
 from ckpt.storage._local.leases import WITHOUT_LEASE_SECONDS, is_abandoned, opened_lease
 from ckpt.storage._local.posix import fsync_path, remove_tree
 
-__all__ = [
-    "attempt_name",
-    "is_unfinished",
-    "lease_name",
-    "store_time",
-    "sweep_root",
-    "trash_name",
-]
-
 # Orbax skips every name that contains this, and lists it as unfinished.
 _MARK = ".orbax-checkpoint-tmp-"
 _TRASH = ".trash"

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from ckpt.storage._local import posix
 
-__all__ = ["move_to_trash", "prepare_trash", "set_aside"]
-
 _ASIDE = ".others"
 
 

@@ -19,15 +19,8 @@ from ckpt.storage._object import leases
 from ckpt.storage._object.client import MISSING, ObjectClient, StoredObject, each
 from ckpt.storage._object.errors import RequestFailed
 from ckpt.storage._object.leases import LeaseRecord
-from ckpt.storage._object.names import (
-    NAMES,
-    attempt_of,
-    deleter_of,
-    is_gone,
-)
+from ckpt.storage._object.names import NAMES, attempt_of, deleter_of, is_gone
 from ckpt.storage._object.removal import remove_data
-
-__all__ = ["ObjectAttempt", "discard", "publish"]
 
 logger = logging.getLogger("ckpt")
 

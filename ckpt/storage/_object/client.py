@@ -21,8 +21,6 @@ from ckpt._runtime.futures import waker
 from ckpt.errors import located
 from ckpt.storage._object.errors import RequestFailed, refused, timed_out
 
-__all__ = ["MISSING", "KeyValueStore", "ObjectClient", "StoredObject", "Swap", "each"]
-
 T = TypeVar("T")
 # As many tasks as there can be requests at once. One for each object of a large step would take a
 # gigabyte of memory for every 200,000 objects.

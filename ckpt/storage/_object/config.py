@@ -13,17 +13,6 @@ from urllib.parse import urlsplit
 from ckpt._arguments import invalid, number_of_seconds, shown, true_or_false, whole_number
 from ckpt.errors import InvalidArgumentError
 
-__all__ = [
-    "GCS",
-    "S3",
-    "Memory",
-    "StoreConfig",
-    "check_endpoint",
-    "check_region",
-    "parent_of",
-    "parts_of",
-]
-
 _BUCKET = re.compile(r"^[A-Za-z0-9](?:[A-Za-z0-9._-]{0,220}[A-Za-z0-9])?\Z")
 _SHORTEST_BUCKET = 3
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")

@@ -19,8 +19,6 @@ from ckpt.storage._object.config import (
     parts_of,
 )
 
-__all__ = ["Connection", "connect"]
-
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")

@@ -12,8 +12,6 @@ from typing import NamedTuple
 from ckpt._redaction import redact
 from ckpt.errors import StorageError
 
-__all__ = ["RequestFailed", "refused", "timed_out"]
-
 _STATUS = re.compile(r"^([A-Z_]{5,}): ?")
 _HTTP = re.compile(r"(?:http_response_code='|status_code=|HTTP response code: |HTTP/1.1 )(\d{3})")
 _DETAILS = re.compile(r" \[(?:source locations|http_response_|request_id|[a-z_]+=).*", re.DOTALL)

@@ -32,20 +32,6 @@ from ckpt._settings import LONGEST_LEASE_SECONDS
 from ckpt.errors import StorageError
 from ckpt.storage._object.client import MISSING, ObjectClient, StoredObject
 
-__all__ = [
-    "FOLDER",
-    "LATER",
-    "LeaseRecord",
-    "Sightings",
-    "State",
-    "later_key",
-    "lost",
-    "make",
-    "record_key",
-    "record_names",
-    "state_of",
-]
-
 State = Literal["writing", "committing", "dead", "deleting"]
 
 FOLDER = ".ckpt-attempts"

@@ -15,8 +15,6 @@ from ckpt.storage._object.client import ObjectClient
 from ckpt.storage._object.leases import record_names
 from ckpt.storage._object.names import NAMES
 
-__all__ = ["StepListing"]
-
 # A store returns that many keys at a time, so a list of fewer takes one request in any case.
 _ONE_REQUEST = 1000
 _LEAST_SECONDS = 60.0

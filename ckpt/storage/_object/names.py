@@ -7,8 +7,6 @@ import uuid
 
 from ckpt._format.manifest import peek
 
-__all__ = ["GONE", "NAMES", "attempt_of", "deleter_of", "folder_of", "gone", "is_gone", "is_id"]
-
 # The beginning of a tombstone, which replaces a manifest while a step is deleted.
 GONE = b"# "
 # The folder with the names of committed entries, for cheap lists; see `listing`.

@@ -8,8 +8,6 @@ from ckpt.storage._base import note_parts
 from ckpt.storage._object.client import MISSING, ObjectClient, each
 from ckpt.storage._object.leases import Sightings
 
-__all__ = ["ages", "drop", "put", "touch"]
-
 _NONCE_BITS = 64
 
 

@@ -8,8 +8,6 @@ import uuid
 from ckpt.errors import StorageError
 from ckpt.storage._object.client import MISSING, ObjectClient
 
-__all__ = ["FOLDER", "probe"]
-
 FOLDER = ".ckpt-probe"
 
 

@@ -26,8 +26,6 @@ from ckpt.storage._object.names import (
     is_id,
 )
 
-__all__ = ["finish", "finish_later", "finish_replaced", "remove", "remove_data", "remove_replaced"]
-
 logger = logging.getLogger("ckpt")
 
 # How long a writer may take from its commit to the removal of its record.

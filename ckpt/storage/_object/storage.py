@@ -31,8 +31,6 @@ from ckpt.storage._object.probe import probe
 from ckpt.storage._object.removal import remove, remove_replaced
 from ckpt.storage._object.sweep import sweep
 
-__all__ = ["ObjectStorage"]
-
 logger = logging.getLogger("ckpt")
 
 T = TypeVar("T")

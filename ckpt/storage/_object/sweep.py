@@ -21,8 +21,6 @@ from ckpt.storage._object.names import attempt_of
 from ckpt.storage._object.probe import FOLDER as PROBES
 from ckpt.storage._object.removal import finish, finish_later, finish_replaced
 
-__all__ = ["sweep"]
-
 
 async def sweep(keys: ObjectClient, sightings: Sightings, seconds: float) -> list[str]:
     """Remove what certainly dead writers left; return the names of their attempts.

@@ -18,14 +18,7 @@ import anyio
 
 from ckpt import sync
 from ckpt._api.manager import CheckpointManager
-from ckpt._format.manifest import (
-    FILE_NAME,
-    ItemEntry,
-    JsonValue,
-    Manifest,
-    decode,
-    encode,
-)
+from ckpt._format.manifest import FILE_NAME, ItemEntry, JsonValue, Manifest, decode, encode
 from ckpt._plan.adapt import Adapt
 from ckpt.errors import (
     CheckpointError,
@@ -34,12 +27,7 @@ from ckpt.errors import (
     HandlerError,
     UnsupportedFormatError,
 )
-from ckpt.handlers._base import (
-    Deferred,
-    Handler,
-    ItemReader,
-    ItemWriter,
-)
+from ckpt.handlers._base import Deferred, Handler, ItemReader, ItemWriter
 from ckpt.handlers._registry import find_handlers
 
 __all__ = ["CHECKS", "HandlerCase", "check_handler"]

@@ -11,16 +11,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from ckpt.testing.faults.interception import intercepted, path_of
-from ckpt.testing.faults.plans import (
-    SYNCS,
-    Crash,
-    Effect,
-    Fail,
-    FileOperation,
-    Plan,
-    Short,
-    Wait,
-)
+from ckpt.testing.faults.plans import SYNCS, Crash, Effect, Fail, FileOperation, Plan, Short, Wait
 
 __all__ = ["FaultyFiles"]
 

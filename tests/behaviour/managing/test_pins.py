@@ -28,12 +28,7 @@ from ckpt._steps.pins import (
     refuse_pinned,
     unpin,
 )
-from ckpt.errors import (
-    InvalidArgumentError,
-    StepNotFoundError,
-    StepPinnedError,
-    StorageError,
-)
+from ckpt.errors import InvalidArgumentError, StepNotFoundError, StepPinnedError, StorageError
 from ckpt.storage._local.storage import LocalStorage
 
 T = TypeVar("T")

@@ -19,12 +19,7 @@ import ckpt
 import ckpt.sync
 from ckpt import Adapt
 from ckpt.errors import InvalidArgumentError, TargetMismatchError
-from ckpt.surgery import (
-    concatenate,
-    split,
-    stack,
-    unstack,
-)
+from ckpt.surgery import concatenate, split, stack, unstack
 from ckpt.testing.compare import differences
 from tests.support.trees import P, bits, mesh, plain_id, sharded
 

@@ -15,12 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckpt._format import ocdbt
-from ckpt._format.ocdbt import (
-    MAX_KEY_BYTES,
-    Database,
-    DatabaseIndex,
-    KeyValue,
-)
+from ckpt._format.ocdbt import MAX_KEY_BYTES, Database, DatabaseIndex, KeyValue
 
 UUID = bytes(range(16))
 CREATED_NS = 1_700_000_000_123_456_789

@@ -15,12 +15,7 @@ import pytest
 
 import ckpt
 from ckpt import errors
-from ckpt.handlers import (
-    Deferred,
-    ItemEntry,
-    ItemReader,
-    ItemWriter,
-)
+from ckpt.handlers import Deferred, ItemEntry, ItemReader, ItemWriter
 from ckpt.handlers._registry import find_handlers
 from tests.support.trees import plain_id
 

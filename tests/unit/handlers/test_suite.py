@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt.errors import InvalidArgumentError, TargetMismatchError
-from ckpt.handlers import (
-    Deferred,
-    ItemEntry,
-    ItemReader,
-    ItemWriter,
-)
+from ckpt.handlers import Deferred, ItemEntry, ItemReader, ItemWriter
 from ckpt.testing.conformance import HandlerCase, check_handler
 from ckpt.testing.conformance import handlers as suite
 

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.observers._names import (
-    BYTES,
-    JAX,
-    OPENTELEMETRY,
-    PHASES,
-    PROMETHEUS,
-    MetricName,
-)
+from ckpt.observers._names import BYTES, JAX, OPENTELEMETRY, PHASES, PROMETHEUS, MetricName
 from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs" / "observing.md"

@@ -14,20 +14,8 @@ from hypothesis import strategies as st
 
 from ckpt._events import Event
 from ckpt.errors import CheckpointError, InvalidArgumentError, StorageError
-from ckpt.observers import (
-    Span,
-    Timeline,
-    draw_html,
-    draw_png,
-)
-from ckpt.observers._tracing.chart import (
-    LEFT,
-    RIGHT,
-    chart,
-    percent_text,
-    size_text,
-    ticks,
-)
+from ckpt.observers import Span, Timeline, draw_html, draw_png
+from ckpt.observers._tracing.chart import LEFT, RIGHT, chart, percent_text, size_text, ticks
 from tests.unit.observers.examples import TIMELINES, US, a_save, a_whole_save, end, event, span
 
 SAVE = Timeline(

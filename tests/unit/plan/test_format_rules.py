@@ -16,12 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt._engine.plan_cache import PlanCache
-from ckpt._format.array_format import (
-    ArrayFormat,
-    Blosc,
-    Zstd,
-    cast_refusal,
-)
+from ckpt._format.array_format import ArrayFormat, Blosc, Zstd, cast_refusal
 from ckpt._format.dtypes import DTYPES
 from ckpt._format.regions import chunk_grid, chunk_region
 from ckpt._format.zarr import choose_chunk

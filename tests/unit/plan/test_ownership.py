@@ -19,12 +19,7 @@ from benchmarks.fake_devices import devices_of
 from ckpt._format.zarr import choose_chunk
 from ckpt._plan import save_plan
 from ckpt._plan.chunking import has_chunks
-from ckpt._plan.ownership import (
-    Ownership,
-    Partitioner,
-    ProcessGroup,
-    holders_of,
-)
+from ckpt._plan.ownership import Ownership, Partitioner, ProcessGroup, holders_of
 from ckpt._plan.save_plan import SavePlan, plan_save
 from ckpt._plan.write_batches import aligned, alignment_of, encoded_bound
 from ckpt._tree.leaf_specs import LeafSpec

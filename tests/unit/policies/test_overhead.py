@@ -10,12 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt._steps.saves.overhead import OverheadEstimate
-from ckpt.policies import (
-    BoundedOverhead,
-    SaveContext,
-    SavedStep,
-    refusal_of,
-)
+from ckpt.policies import BoundedOverhead, SaveContext, SavedStep, refusal_of
 
 
 @dataclass

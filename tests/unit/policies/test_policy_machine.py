@@ -13,12 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ckpt import policies as p
 from ckpt._steps.saves.overhead import OverheadEstimate
-from ckpt.policies import (
-    SaveContext,
-    SavedStep,
-    refusal_of,
-    steps_kept,
-)
+from ckpt.policies import SaveContext, SavedStep, refusal_of, steps_kept
 from tests.unit.policies.policy_models import (
     METRICS,
     PRESERVATION,

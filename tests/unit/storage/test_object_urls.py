@@ -18,12 +18,7 @@ import ckpt.storage
 import ckpt.sync
 from ckpt.errors import InvalidArgumentError, NotACheckpointError, StorageError
 from ckpt.policies import Deletion
-from ckpt.storage._object.config import (
-    GCS,
-    S3,
-    Memory,
-    parent_of,
-)
+from ckpt.storage._object.config import GCS, S3, Memory, parent_of
 from ckpt.storage._object.connection import connect
 from ckpt.storage._object.storage import ObjectStorage
 from ckpt.storage._resolve import open_entry, open_root

@@ -11,12 +11,7 @@ import pytest
 
 from ckpt.storage._local import posix
 from ckpt.testing.faults import Fail, FaultyFiles, FileOperation, at
-from tests.support.crash_states import (
-    CrashState,
-    crash_states,
-    read_tree,
-    write_tree,
-)
+from tests.support.crash_states import CrashState, crash_states, read_tree, write_tree
 from tests.support.disk_model import Tree
 
 Act = Callable[[Path], object]

@@ -12,13 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kills import (
-    Call,
-    at_call,
-    can_watch,
-    run_watched,
-    watching,
-)
+from tests.support.kills import Call, at_call, can_watch, run_watched, watching
 
 pytestmark = pytest.mark.skipif(not can_watch(), reason="system calls cannot be watched here")
 

@@ -14,25 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt._format.manifest import (
-    ItemEntry,
-    Manifest,
-    Node,
-    decode,
-    encode,
-)
+from ckpt._format.manifest import ItemEntry, Manifest, Node, decode, encode
 from ckpt._tree.classes import UnknownNode
 from ckpt._tree.flatten import describe, unboxed_names
 from ckpt._tree.unflatten import unflatten
 from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
 from ckpt.testing.compare import differences
-from ckpt.testing.strategies import (
-    Empty,
-    Pair,
-    keys,
-    python_scalars,
-    trees,
-)
+from ckpt.testing.strategies import Empty, Pair, keys, python_scalars, trees
 
 HERE = __name__
 

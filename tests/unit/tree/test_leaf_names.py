@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt._tree.leaf_names import (
-    ROOT,
-    escape_key,
-    join_keys,
-    sibling_names,
-    unescape_key,
-)
+from ckpt._tree.leaf_names import ROOT, escape_key, join_keys, sibling_names, unescape_key
 from ckpt.testing.strategies import keys, string_keys
 
 # `characters()` has lone surrogates too, as undecodable file names do.

@@ -27,12 +27,7 @@ from ckpt._tree.leaf_specs import (
 )
 from ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckpt.testing.compare import differences
-from ckpt.testing.strategies import (
-    arrays,
-    leaves,
-    numpy_scalars,
-    python_scalars,
-)
+from ckpt.testing.strategies import arrays, leaves, numpy_scalars, python_scalars
 
 JSON = st.one_of(st.booleans(), st.text(max_size=12), st.none())
 

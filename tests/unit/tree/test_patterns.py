@@ -10,12 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckpt._tree.leaf_names import ROOT
-from ckpt._tree.patterns import (
-    compile_pattern,
-    compile_rule,
-    fill_stars,
-    natural_key,
-)
+from ckpt._tree.patterns import compile_pattern, compile_rule, fill_stars, natural_key
 from ckpt._tree.suggestions import near_miss, suggestion
 from ckpt.errors import InvalidArgumentError
 

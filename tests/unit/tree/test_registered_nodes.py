@@ -20,13 +20,7 @@ from hypothesis import strategies as st
 from jax.tree_util import GetAttrKey, register_dataclass
 
 from ckpt._format.manifest import Node
-from ckpt._tree.classes import (
-    Classes,
-    UnknownNode,
-    class_name,
-    find_class,
-    known_classes,
-)
+from ckpt._tree.classes import Classes, UnknownNode, class_name, find_class, known_classes
 from ckpt._tree.flatten import describe
 from ckpt._tree.leaf_specs import classify
 from ckpt._tree.unflatten import unflatten

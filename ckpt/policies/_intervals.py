@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from ckpt._arguments import number_of_seconds, true_or_false, whole_number
 from ckpt.policies._context import SavedStep
 
-__all__ = ["EveryNSeconds", "EveryNSteps", "EveryNStepsClosest", "LatestDuration"]
-
 
 @dataclass(frozen=True, slots=True)
 class EveryNSteps:

@@ -12,21 +12,6 @@ from ckpt.errors import InvalidArgumentError
 from ckpt.policies._answers import ask, name_of, truth_of, why_not_a_policy
 from ckpt.policies._context import SaveContext, SavedStep
 
-__all__ = [
-    "AnySave",
-    "Continuous",
-    "EverySeconds",
-    "FixedInterval",
-    "Initial",
-    "OnPreemption",
-    "SavePolicy",
-    "SavePolicyLike",
-    "SpecificSteps",
-    "check_save_policy",
-    "refusal_of",
-    "seconds_since_last",
-]
-
 
 class SavePolicy(Protocol):
     """Decides whether a step is saved. Must be pure: a function of its arguments alone."""

@@ -1,0 +1,63 @@
+"""`DaemonThreads`: an executor whose threads interpreter exit does not wait for.
+
+The threads of `concurrent.futures.ThreadPoolExecutor` are joined at exit, so one call that hangs in
+a network file system would keep the program from ending.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+# A thread costs less to keep than to start while operations follow each other.
+_IDLE_SECONDS = 2.0
+
+
+class DaemonThreads(Executor):
+    """At most so many daemon threads; each ends when it was idle for a while."""
+
+    def __init__(self, most: int) -> None:
+        """Run up to `most` calls at the same time."""
+        self._most = most
+        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._changed = threading.Condition()
+        self._threads = 0
+        self._idle = 0
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run a call in one of the threads."""
+        future: Future[T] = Future()
+        with self._changed:
+            self._calls.append((future, partial(fn, *args, **kwargs)))
+            if self._idle >= len(self._calls):
+                self._changed.notify()
+            elif self._threads < self._most:
+                threading.Thread(target=self._run, name="ckpt-files", daemon=True).start()
+                self._threads += 1
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._idle += 1
+                self._changed.wait_for(lambda: self._calls, _IDLE_SECONDS)
+                self._idle -= 1
+                if not self._calls:
+                    self._threads -= 1
+                    return
+                future, call = self._calls.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = call()
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+            # An idle thread keeps nothing of the last call alive.
+            del future, call
