@@ -27,7 +27,7 @@ from ckpt.errors import TargetMismatchError
 
 # Larger chunks get a request of their own, straight into their place in memory. Up to this size a
 # copy costs less than a request: 500 leaves of 512 KiB took twice the processor time singly.
-_COALESCED_BYTES = 1 << 20
+COALESCED_BYTES = 1 << 20
 # The largest gap that is read along with its neighbours; shorter reads would not be faster.
 _LARGEST_GAP = 64 << 10
 
@@ -218,7 +218,7 @@ def plan_requests(
     small: list[ChunkRead] = []
     large: list[ChunkRead] = []
     for chunk in chunks:
-        is_small = max(chunk.end - chunk.start, chunk.nbytes) <= _COALESCED_BYTES
+        is_small = max(chunk.end - chunk.start, chunk.nbytes) <= COALESCED_BYTES
         (small if is_small else large).append(chunk)
     small.sort(key=lambda chunk: (chunk.file, chunk.start))
     groups = [*_coalesced(small, limit), *([chunk] for chunk in large)]

@@ -11,14 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-
-import ckpt.sync
 from ckpt._format.digests import digest
-from ckpt._format.ocdbt import DatabaseIndex, KeyValue
-from ckpt._format.zarr import chunk_key
-from ckpt.errors import CorruptCheckpointError
 from tests.reliability.mutations import mutate, seal
 from tests.reliability.specimens import specimens
 from tests.support.paths import PROGRAMS
@@ -131,33 +124,3 @@ def test_opening_a_hostile_checkpoint_runs_nothing(tmp_path: Path) -> None:
     assert lines == []
     assert int(last.removeprefix("done ")) >= COUNT
     assert os.listdir(bait) == ["bait.py"]
-
-
-@pytest.mark.parametrize(
-    "way", ["../../../{0}", "{1}/{0}", "d/../../../../{0}", "/{1}/{0}", "file://{1}/{0}", "d/{0}"]
-)
-def test_a_database_leads_to_no_file_outside(tmp_path: Path, way: str) -> None:
-    """Where only a database says where chunks lie, it is a file like another and may lie, too."""
-    values = np.arange(100, dtype=np.uint8)
-    step = tmp_path / "root" / "5"
-    ckpt.sync.save(step, {"w": values})
-    document = json.loads((step / "ckpt.json").read_bytes())
-    del document["checksum"]
-    del document["items"]["state"]["leaves"][0]["offsets"]
-    (step / "ckpt.json").write_bytes(seal(document))
-    assert ckpt.sync.load(step)["w"].tolist() == values.tolist()
-    (tmp_path / "secret").write_bytes(values.tobytes())
-    entry = KeyValue(b"w/" + chunk_key((0,)).encode(), None, 0, 0, values.nbytes)
-    tree = "d/" + "a" * 32
-    place = way.format("secret", tmp_path)
-    database = DatabaseIndex([entry]).encode([place], tree, os.urandom(16), 1)
-    (step / "state" / "manifest.ocdbt").write_bytes(database.manifest)
-    (step / "state" / tree).write_bytes(database.tree)
-    with pytest.raises(CorruptCheckpointError):
-        ckpt.sync.load(step)
-    # Within the step it would have been right.
-    (step / "state" / "d" / "secret").write_bytes(values.tobytes())
-    database = DatabaseIndex([entry]).encode(["d/secret"], tree, os.urandom(16), 1)
-    (step / "state" / "manifest.ocdbt").write_bytes(database.manifest)
-    (step / "state" / tree).write_bytes(database.tree)
-    assert ckpt.sync.load(step)["w"].tolist() == values.tolist()

@@ -152,10 +152,8 @@ def test_what_does_not_fit_together_is_an_error_on_every_process(four: list[Resu
         assert told["good"] == {"problems": []}
         for given in ("True", "5", "'1 GB'", "1500000000.0"):
             assert told[given]["error"] == "InvalidArgumentError"
-            assert (
-                f"broadcast_bytes={given}: expected a whole number of bytes"
-                in (told[given]["text"])
-            )
+            wanted = "expected a whole number, 1048576 or more (1 MiB), in bytes"
+            assert f"broadcast_bytes={given}: {wanted}" in told[given]["text"]
 
 
 def test_damage_is_told_on_every_process_with_the_leaf(four: list[Result]) -> None:

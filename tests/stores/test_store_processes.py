@@ -24,7 +24,7 @@ from tests.stores.fault_proxy import Fault, Seen
 from tests.stores.places import Place
 from tests.stores.use_store import SIZE, state
 
-CHILD = Path(__file__).with_name("store_child.py")
+CHILD = Path(__file__).with_name("use_store.py")
 STEPS = range(10)
 PATIENCE_S = 60
 ALL = "CKPT_ALL_STORES" in os.environ

@@ -29,7 +29,7 @@ from tests.stores.fault_proxy import Fault, FaultProxy, Seen
 from tests.stores.places import Place
 from tests.stores.use_store import state
 
-CHILD = Path(__file__).with_name("store_child.py")
+CHILD = Path(__file__).with_name("use_store.py")
 STATE = {"w": np.arange(10_000.0), "name": "new"}
 
 

@@ -1,4 +1,4 @@
-"""A process of its own on a bucket: `store_child.py HOW ROOT`, with the root as JSON.
+"""A process of its own on a bucket: `use_store.py HOW ROOT`, with the root as JSON.
 
 `races` saves the steps that it is told on its input, and prints `won` or `taken`; `saves` saves one
 step; `watches` restores every step it is handed, and prints what it found, until step 99.

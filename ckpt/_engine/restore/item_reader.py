@@ -24,7 +24,13 @@ from ckpt._engine.restore.item_files import read_item_file
 from ckpt._engine.restore.placement import cannot_be_weak, place
 from ckpt._engine.restore.shared_reads import BlockReader, SharedReads
 from ckpt._format.manifest import ItemEntry
-from ckpt._plan.chunk_reads import ReadRequest, is_read_whole, plan_chunk_reads, plan_requests
+from ckpt._plan.chunk_reads import (
+    COALESCED_BYTES,
+    ReadRequest,
+    is_read_whole,
+    plan_chunk_reads,
+    plan_requests,
+)
 from ckpt._plan.chunking import BATCH_BYTES
 from ckpt._plan.multihost.per_process import ProcessPart, own_path
 from ckpt._plan.multihost.read_groups import Grouping
@@ -193,11 +199,12 @@ class EngineItemReader:
             with work.damage.noted():
                 memory = direct_memory(request, work.destinations)
                 in_place = memory is not None
-                if memory is None and nbytes <= engine.arena.capacity:
+                if memory is None and COALESCED_BYTES < nbytes <= engine.arena.capacity:
                     block = await engine.arena.allocate(nbytes)
                     memory = block.memory
                 elif memory is None:
-                    # A chunk written with a larger budget than this reader's still has to be whole
+                    # Little: the arena is not reserved for it, and it waits for no save. Or a chunk
+                    # written with a larger budget than this reader's, which still has to be whole
                     # in memory to be checked.
                     memory = engine.buffers.empty((nbytes,), np.dtype(np.uint8))
                 with self._recorder.phase("read", request.nbytes):

@@ -356,7 +356,7 @@ def test_any_record_of_a_node_is_an_object_with_these_children_or_corruption(
 
 
 HOSTILE = """
-from test_customs import HERE
+from test_registered_nodes import HERE
 from ckpt.errors import CheckpointError
 from ckpt._tree.unflatten import unflatten
 from ckpt.manifest import Node
