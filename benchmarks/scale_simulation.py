@@ -104,9 +104,9 @@ def run(case: Case) -> dict[str, Any]:
         "leaves": len(specs),
     }
     base = _peak_bytes()
-    team = ProcessGroup(0, case.hosts)
+    group = ProcessGroup(0, case.hosts)
     with _timed(found, "plan"):
-        plan = plan_save(names, specs, BUDGET, team if case.hosts > 1 else None)
+        plan = plan_save(names, specs, BUDGET, group if case.hosts > 1 else None)
     found["plan_peak_bytes"] = _peak_bytes() - base
     found["bytes"] = plan.nbytes
     found["share_chunks"] = sum(len(batch.chunks) for batch in plan.batches)
@@ -114,7 +114,7 @@ def run(case: Case) -> dict[str, Any]:
     found["share_bytes"] = sum(batch.nbytes for batch in plan.batches)
     with _timed(found, "outline"):
         # A process alone is compared with no other.
-        tree = tree_fingerprint(plan, []) if plan.team else line_fingerprint([], 1)
+        tree = tree_fingerprint(plan, []) if plan.group else line_fingerprint([], 1)
     packed = [pack(report) for report in _reports(plan, tree, case.hosts)]
     with _timed(found, "pack"):
         pack(next(iter(_reports(plan, tree, case.hosts))))

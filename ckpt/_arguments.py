@@ -28,7 +28,7 @@ def invalid(
         name: The parameter.
         value: What was given.
         expected: What was expected instead, and what to do if that is not obvious.
-        of: The class or function the parameter belongs to, where the name alone does not tell.
+        of: The class or function the parameter belongs to, where the name alone is not clear.
         step: The step that the call was about.
     """
     given = f"{name}={shown(value)}"

@@ -1,4 +1,4 @@
-"""`Commit`: the handle of a save that goes on in the background, and what it tells of the save."""
+"""`Commit`: the handle of a save that goes on in the background, and what is known of it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Stage = Literal["waiting", "staging", "writing", "publishing", "done", "failed",
 class SaveStatistics:
     """Where the time of a save went, in seconds; None where that is not known.
 
-    A commit tells all of them. The manifest of a step is written before the last two are known, so
-    its metadata tells the others.
+    A commit has all of them. The manifest of a step is written before the last two are known, so
+    the step's metadata has the others only.
 
     Attributes:
         blocked: From the call of `save` until it could return.
@@ -46,7 +46,7 @@ class SaveStatistics:
     published: float | None = None
 
 
-# The ones that a manifest tells.
+# The ones that a manifest holds.
 _EARLY = ("blocked", "waited", "staged", "written")
 
 
@@ -91,8 +91,8 @@ class Stopwatch:
         return {name: t for name in _EARLY if (t := getattr(self.taken, name)) is not None}
 
 
-def _told_by(early: Mapping[str, float]) -> SaveStatistics | None:
-    """Return what a manifest tells; None of a step that has no statistics."""
+def _early_statistics(early: Mapping[str, float]) -> SaveStatistics | None:
+    """Return what a manifest holds; None for a step without statistics."""
     known = {name: early[name] for name in _EARLY if name in early}
     return SaveStatistics(**known) if known else None
 
@@ -110,7 +110,7 @@ class StepInfo:
         metadata: User metadata given to `save`, or None.
         created: When the save began (UTC).
         committed: When the step was committed (UTC).
-        statistics: Where the time of the save went, or None where the step does not tell.
+        statistics: Where the time of the save went, or None for a step without statistics.
     """
 
     step: int | None
@@ -171,7 +171,7 @@ class Commit:
         Args:
             step: The step, or None for a one-shot checkpoint.
             cancel: Asks the engine to stop this save.
-            check_caller: Raises where waiting for the engine would be for ever.
+            check_caller: Raises where waiting for the engine would never end.
         """
         self.step = step
         self._cancel = cancel
@@ -312,7 +312,7 @@ class CommitHooks:
         )
 
     def finish(self, info: StepInfo) -> None:
-        """End the save well."""
+        """End the save as durable."""
         self._commit._stage = "done"
         self._commit._future.set_result(info)
 
@@ -353,7 +353,7 @@ def step_info(manifest: Manifest, path: str, statistics: SaveStatistics | None =
     Args:
         manifest: Its manifest.
         path: Where it is.
-        statistics: Where the time of the save went; None for what the manifest tells.
+        statistics: Where the time of the save went; None for those in the manifest.
     """
     metrics = manifest.metrics
     return StepInfo(
@@ -365,5 +365,5 @@ def step_info(manifest: Manifest, path: str, statistics: SaveStatistics | None =
         metadata=manifest.metadata,
         created=StepInfo.time_of(manifest.created_ns),
         committed=StepInfo.time_of(manifest.committed_ns),
-        statistics=statistics or _told_by(manifest.statistics),
+        statistics=statistics or _early_statistics(manifest.statistics),
     )

@@ -1,4 +1,4 @@
-"""Events: what the engine did and when, and how observers are told.
+"""Events: what the engine did and when, and how observers hear of it.
 
 An observer is any callable that takes an `Event`. It is called on the library's own thread and must
 return quickly. An exception that it raises is logged and otherwise ignored, so that observing a

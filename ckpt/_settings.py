@@ -16,7 +16,7 @@ MIN_BUDGET_BYTES = 1 << 20
 # A quarter of the machine's memory leaves room for the state itself, the input pipeline and the
 # page cache that the writes go through.
 _DEFAULT_SHARE = 4
-# Whoever cleans up treats a longer lease as a mistake.
+# Cleaners ignore a longer lease: it must be a mistake.
 LONGEST_LEASE_SECONDS = 7 * 86400.0
 _LONGEST_EXIT_SECONDS = 365 * 86400.0
 _LONGEST_COORDINATION_SECONDS = 86400.0

@@ -18,7 +18,7 @@ _PREFIX = re.compile(r"^[A-Za-z][A-Za-z0-9_.-]{0,99}\Z")
 _MOST_DIGITS = 19
 _NUMBER = re.compile(r"^[0-9]{1,19}\Z")
 # Other names could lead out of the root, be hidden, or have another meaning.
-_ENTRY = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.=+,@-]{0,149}\Z")
+_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.=+,@-]{0,149}\Z")
 _TAKEN = frozenset({"metadata"})
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
@@ -134,7 +134,7 @@ class _Checked:
     def name(self, step: int) -> str:
         with self._translated(step):
             name: object = self._names.name(step)
-        usable = isinstance(name, str) and _ENTRY.match(name) and _UNFINISHED not in name
+        usable = isinstance(name, str) and _NAME.match(name) and _UNFINISHED not in name
         if not isinstance(name, str) or not usable or name in _TAKEN:
             raise InvalidArgumentError(
                 f"step_names: {shown(self._names)} names it {shown(name, 160)}; expected 1 to 150 "
@@ -151,7 +151,7 @@ class _Checked:
 
     def step(self, name: str) -> int | None:
         # Other names cannot belong to a step.
-        if not _ENTRY.match(name) or name in _TAKEN:
+        if not _NAME.match(name) or name in _TAKEN:
             return None
         with self._translated(None):
             step: object = self._names.step(name)

@@ -111,8 +111,8 @@ class CheckpointManager(ManagerBase):
     ) -> SyncPartialSave:
         """Save a step in several calls; see `ckpt.CheckpointManager.partial`."""
         self._loop.check_caller()
-        begun = self._service.start_partial(step, metrics, metadata, overwrite=overwrite)
-        return SyncPartialSave(begun, self)
+        started = self._service.start_partial(step, metrics, metadata, overwrite=overwrite)
+        return SyncPartialSave(started, self)
 
     def restore(
         self,

@@ -308,8 +308,8 @@ class CheckpointManager(ManagerBase):
 
         Arguments and errors are those of `save`. The save policy is not asked.
         """
-        begun = self._service.start_partial(step, metrics, metadata, overwrite=overwrite)
-        return PartialSave(begun, self)
+        started = self._service.start_partial(step, metrics, metadata, overwrite=overwrite)
+        return PartialSave(started, self)
 
     async def restore(
         self,

@@ -17,7 +17,7 @@ from ckpt._engine.restore.pipeline import restore_items
 from ckpt._engine.save.multihost import JointSave, MultihostSave, SoloSave
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
-from ckpt._engine.verify.pipeline import verify_entry
+from ckpt._engine.verify.pipeline import verify_step_dir
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.format_rules import Formats
@@ -32,7 +32,7 @@ from ckpt.coordination._base import Coordinator
 from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike
 from ckpt.storage._manifests import read_manifest, while_read
-from ckpt.storage._resolve import PathLike, open_entry
+from ckpt.storage._resolve import PathLike, open_step_dir
 
 logger = logging.getLogger("ckpt")
 
@@ -165,39 +165,41 @@ def save_call(
     timeouts: Timeouts | None,
     coordinator: Coordinator | None,
 ) -> Call[StepInfo]:
-    """Return the call behind `save`; its `request` gets the name of the entry from `path`."""
-    storage, entry = open_entry(path)
-    request = replace(request, entry=entry)
+    """Return the call behind `save`; `path` gives its `request` the step directory."""
+    storage, step_dir = open_step_dir(path)
+    request = replace(request, step_dir=step_dir)
     staging = instance_of("staging", staging, Staging) or Staging(mode="view")
     timeouts = instance_of("timeouts", timeouts, Timeouts) or Timeouts()
     engine = make_engine(staging, handlers, (), formats)
-    peers = make_peers(coordinator, timeouts, f"{storage.location}/{entry}", engine)
+    peers = make_peers(coordinator, timeouts, f"{storage.location}/{step_dir}", engine)
 
     async def call() -> StepInfo:
         began = time.perf_counter()
-        joint: JointSave
+        processes: JointSave
         if peers is None:
-            joint = SoloSave(engine.arena.capacity)
+            processes = SoloSave(engine.arena.capacity)
         elif peers.own_disks:
             raise InvalidArgumentError(
                 "processes with disks of their own (OwnDisks) can only save with a manager, which "
                 "keeps track of all disks: use CheckpointManager(coordinator=...)"
             )
         else:
-            joint = MultihostSave(peers, f"save-{entry}", f"the save of {entry}")
-        # Nobody holds this commit: the call itself returns or raises its outcome.
+            processes = MultihostSave(peers, f"save-{step_dir}", f"the save of {step_dir}")
+        # This commit stays in here: the call itself returns or raises its outcome.
         hooks = CommitHooks(Commit(None, lambda: None))
-        async with joint.taking_part():
-            async with joint.busy():
-                if joint.publishes:
+        async with processes.taking_part():
+            async with processes.busy():
+                if processes.publishes:
                     await storage.prepare()
                     await storage.sweep()
                     await make_way(storage, request)
                 whole = await with_plain_metrics(request)
             call = SaveCall(whole.items, whole.unnamed, began=hooks.watch.began)
-            manifest = await save_step(engine, storage, whole, hooks, SaveCalls.of(call), joint)
-        info = step_info(manifest, f"{storage.location}/{entry}", hooks.watch.taken)
-        logger.info("saved %s: %d bytes in %.2f s", entry, info.nbytes, time.perf_counter() - began)
+            manifest = await save_step(engine, storage, whole, hooks, SaveCalls.of(call), processes)
+        info = step_info(manifest, f"{storage.location}/{step_dir}", hooks.watch.taken)
+        logger.info(
+            "saved %s: %d bytes in %.2f s", step_dir, info.nbytes, time.perf_counter() - began
+        )
         return info
 
     return call
@@ -212,17 +214,17 @@ def load_call(
     coordinator: Coordinator | None,
 ) -> Call[Any]:
     """Return the call behind `load`."""
-    storage, entry = open_entry(path, follow=True)
+    storage, step_dir = open_step_dir(path, follow=True)
     job = job_of(coordinator)
     engine = make_engine(Staging(), handlers, ())
 
     async def call() -> Any:
         began = time.perf_counter()
-        manifest = await read_manifest(storage, entry)
-        async with while_read(storage, entry, manifest):
+        manifest = await read_manifest(storage, step_dir)
+        async with while_read(storage, step_dir, manifest):
             restore = RestoreContext(
                 storage,
-                entry,
+                step_dir,
                 manifest,
                 engine,
                 engine.observers,
@@ -230,7 +232,7 @@ def load_call(
                 job.process_count,
             )
             loaded = await restore_items(restore, wanted_items(manifest, like, items, adapt))
-        logger.info("loaded %s in %.2f s", entry, time.perf_counter() - began)
+        logger.info("loaded %s in %.2f s", step_dir, time.perf_counter() - began)
         return result_of(manifest, loaded, named=items is not None)
 
     return call
@@ -238,11 +240,11 @@ def load_call(
 
 def metadata_call(path: PathLike) -> Call[StepMetadata]:
     """Return the call behind `metadata`."""
-    storage, entry = open_entry(path, follow=True)
+    storage, step_dir = open_step_dir(path, follow=True)
 
     async def call() -> StepMetadata:
-        manifest = await read_manifest(storage, entry)
-        where = f"{storage.location}/{entry}"
+        manifest = await read_manifest(storage, step_dir)
+        where = f"{storage.location}/{step_dir}"
         return await anyio.to_thread.run_sync(describe_step, manifest, where)
 
     return call
@@ -250,9 +252,9 @@ def metadata_call(path: PathLike) -> Call[StepMetadata]:
 
 def verify_call(path: PathLike, deep: bool) -> Call[VerifyReport]:
     """Return the call behind `verify`."""
-    storage, entry = open_entry(path, follow=True)
+    storage, step_dir = open_step_dir(path, follow=True)
 
     async def call() -> VerifyReport:
-        return await verify_entry(storage, entry, None, deep, ())
+        return await verify_step_dir(storage, step_dir, None, deep, ())
 
     return call

@@ -75,7 +75,7 @@ class _PlanKey:
 
     rules: FormatRules | None
     budget: int
-    team: ProcessGroup | None
+    group: ProcessGroup | None
     largest: int | None
     usual: int | None
 
@@ -109,7 +109,7 @@ class PlanCache:
         budget: int,
         formatted: bool = True,
         whole: bool = True,
-        team: ProcessGroup | None = None,
+        group: ProcessGroup | None = None,
         largest_file_bytes: int | None = None,
         usual_file_bytes: int | None = None,
     ) -> ItemPlan:
@@ -122,7 +122,7 @@ class PlanCache:
             formatted: Whether the rules apply.
             whole: Whether it is the whole item; a part has no index and no view of its own, and is
                 not kept.
-            team: The processes that save together; None for one alone.
+            group: The processes that save together; None for one alone.
             largest_file_bytes: Most bytes of a data file, or None.
             usual_file_bytes: About the best size of a data file, or None.
 
@@ -130,12 +130,12 @@ class PlanCache:
             UnsupportedLeafError: Leaves that cannot be stored; names the first, notes the others.
             InvalidArgumentError: The tree cannot be planned; see `plan_save`.
         """
-        is_alone = team is None or team.count == 1
+        is_alone = group is None or group.count == 1
         specs = _classify(self.classifier if is_alone else self.spanning, structure)
         key = _PlanKey(
             rules=self.rules if formatted else None,
             budget=budget,
-            team=team,
+            group=group,
             largest=largest_file_bytes,
             usual=usual_file_bytes,
         )
@@ -184,13 +184,13 @@ def _classify(classifier: Classifier, structure: Structure) -> list[LeafSpec]:
 
 def _plan(structure: Structure, specs: Sequence[LeafSpec], key: _PlanKey) -> ItemPlan:
     plan = _plan_part(structure, specs, key)
-    save, team = plan.save, plan.save.team
-    if team is not None:
+    save, group = plan.save, plan.save.group
+    if group is not None:
         plan = replace(plan, fingerprint=tree_fingerprint(save, structure.nodes))
-        if team.index and team.mode == "shared":
+        if group.index and group.mode == "shared":
             return plan
     stores_arrays = any(leaf.metadata is not None for leaf in save.leaves)
-    index = plan.index_over({}) if team is None and stores_arrays and not save.is_encoded else None
+    index = plan.index_over({}) if group is None and stores_arrays and not save.is_encoded else None
     # The view depends on nothing that changes: the places of the chunks are left out.
     blank: list[list[Any]] = [[] for _ in save.leaves]
     tree = PlannedTree(structure.nodes, save.leaves, structure.leaves)
@@ -208,6 +208,6 @@ def _plan_part(structure: Structure, specs: Sequence[LeafSpec], key: _PlanKey) -
         paths = unboxed_names(structure.nodes, structure.names)
         formatted = format_leaves(key.rules, paths, specs)
         specs = formatted.specs
-    save = plan_save(structure.names, specs, key.budget, key.team, key.largest, key.usual)
+    save = plan_save(structure.names, specs, key.budget, key.group, key.largest, key.usual)
     keys = tuple(number for number, leaf in enumerate(save.leaves) if leaf.spec.kind == "key")
     return ItemPlan(save, None, {}, formatted, keys)

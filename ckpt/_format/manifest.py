@@ -1,9 +1,9 @@
 """`ckpt.json`: the manifest of a step, its models and its bytes.
 
 A step is committed if and only if its manifest is there and whole. The file is one JSON object; its
-last member is a checksum of every byte before it, so that a cut or changed manifest is told from a
-good one without parsing it, and any JSON tool can still read it. `docs/format.md` is the
-specification; readers ignore unknown fields and refuse unknown entries of `requires`.
+last member is a checksum of every byte before it, so that a cut or changed manifest is recognized
+without parsing it, and any JSON tool can still read it. `docs/format.md` is the specification;
+readers ignore unknown fields and refuse unknown entries of `requires`.
 
 This module needs neither jax nor tensorstore, so that tools can read manifests in a few
 milliseconds.
@@ -24,7 +24,7 @@ FILE_NAME = "ckpt.json"
 FORMAT_VERSION = 1
 # Chunks may be compressed.
 COMPRESSION = "compression"
-# The files may lie in a folder of the entry.
+# The files may be in a folder of the step directory.
 FOLDER = "folder"
 # Other processes have other chunks of the arrays, on disks of their own.
 OWN_DISKS = "own_disks"
@@ -33,7 +33,7 @@ SUPPORTED_FEATURES: frozenset[str] = frozenset({COMPRESSION, FOLDER, OWN_DISKS})
 # refused before it is parsed.
 MAX_BYTES = 256 << 20
 
-# The JSON parser stops at about 200 levels; half of them are left to what stands around.
+# The JSON parser stops at about 200 levels; half of them are left to the structures around it.
 MAX_METADATA_DEPTH = 100
 
 _TRAILER_KEY = b',"checksum":"xxh3_128:'
@@ -46,7 +46,7 @@ Version = Annotated[int, Field(gt=-(10**40), lt=10**40)]
 Step = Annotated[int, Field(ge=0, lt=10**19)]
 Size = Annotated[int, Field(ge=0, le=1 << 62)]
 UnixTime = Annotated[int, Field(ge=0, le=1 << 62)]
-# A name from a file: it must not lead anywhere else.
+# A name from a file: it must not point anywhere else.
 Folder = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
 Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 Metrics = dict[str, float | Literal["nan", "inf", "-inf"]]
@@ -81,7 +81,7 @@ class Node(_Model):
 
 
 class ShardingEntry(_Model):
-    """How an array lay on the devices; enough to rebuild the sharding where today's devices can.
+    """How an array was placed on devices; enough to rebuild the sharding where they exist.
 
     Attributes:
         kind: `named`, `single` or `other` (kept as text only).
@@ -112,7 +112,7 @@ class LeafEntry(_Model):
     Attributes:
         name: The stored name (escaped leaf path); its keys in the database begin with `<name>/`.
         kind: `jax`, `key` (a typed PRNG key, stored as its key data), `numpy`, `numpy_scalar`; a
-            value that stands in `value`: `int`, `float`, `complex`, `bool`, `str`, `bytes`,
+            scalar kept in `value`: `int`, `float`, `complex`, `bool`, `str`, `bytes`,
             `numpy_str`, `numpy_bytes`; or `callable`, of which only the name is stored.
         dtype: Logical dtype of an array leaf, e.g. `bfloat16`.
         shape: Global shape of an array leaf.
@@ -189,12 +189,12 @@ class Manifest(_Model):
     Attributes:
         format: Always `ckpt`.
         version: Format version; a reader refuses one it does not know.
-        requires: Names of features a reader must know to read the step rightly.
+        requires: Names of features a reader must know to read the step.
         step: The step, or None for a one-shot checkpoint.
         attempt: Random id of the attempt that wrote the step.
-        folder: Folder of the entry in which all files but the manifest lie: its name is the id of
-            the attempt that wrote them. Empty where they lie in the entry itself.
-        unnamed: Whether the step is one object saved without a name; it lies in item `state`.
+        folder: Folder of the step directory that holds all files but the manifest: its name is the
+            id of the attempt that wrote them. Empty where they are in the step directory itself.
+        unnamed: Whether the step is one object saved without a name; it is the item `state`.
         items: The items by name.
         metrics: Metrics given to `save`; NaN and infinities as text, since JSON has none.
         metadata: User metadata given to `save`.
@@ -336,7 +336,7 @@ def decode(data: bytes, *, where: str) -> Manifest:
             f"{where}: the manifest has {len(data)} bytes, and there is not enough memory for it"
         ) from error
     except pydantic.ValidationError as error:
-        # What this version does not understand may be right in a later one.
+        # What is invalid for this version may be valid in a later one.
         _refuse_later_formats(data, where)
         raise CorruptCheckpointError(f"{where}: not a valid manifest: {_summary(error)}") from error
     if manifest.version != FORMAT_VERSION or not SUPPORTED_FEATURES.issuperset(manifest.requires):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,7 +60,13 @@ class Region:
 
 def whole(shape: Sequence[int]) -> Region:
     """Return the region that covers an array of `shape`."""
-    return Region((0,) * len(shape), tuple(shape))
+    return _whole(tuple(shape))
+
+
+# Thousands of leaves have a few shapes.
+@functools.lru_cache(maxsize=1024)
+def _whole(shape: Shape) -> Region:
+    return Region((0,) * len(shape), shape)
 
 
 def addressable_regions(

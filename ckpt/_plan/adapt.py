@@ -213,7 +213,7 @@ def _deciding(what: str, patterns: Iterable[str], names: Sequence[str]) -> dict[
         covered = _check_covers(what, text, compile_pattern(text).covers, names)
         if all(name in first for name in covered):
             raise InvalidArgumentError(
-                f"{what}: {text!r:.80} comes to nothing, since {first[covered[0]]!r:.80} stands "
+                f"{what}: {text!r:.80} has no effect, since {first[covered[0]]!r:.80} comes "
                 "before it and covers the same leaves. Put it first"
             )
         for name in covered:

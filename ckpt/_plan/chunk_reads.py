@@ -34,7 +34,9 @@ _LARGEST_GAP = 64 << 10
 _Places = dict[tuple[int, ...], list["Use"]]
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, nor is `ChunkRead`: there may be a hundred thousand, and frozen ones take three times
+# as long to make.
+@dataclass(slots=True, eq=False)
 class Use:
     """Which box of a stored chunk goes where.
 
@@ -51,7 +53,7 @@ class Use:
     target: Region
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ChunkRead:
     """One stored chunk to read.
 

@@ -114,7 +114,7 @@ def plan_leaf(
         spec: What it is.
         limits: How large chunks and batches may be.
         documents: The `zarr.json` of all kinds of arrays so far; thousands of leaves share a few.
-        placement: How it lies on several processes, or None where it is on this one alone.
+        placement: How it is placed on several processes, or None where it is on this one alone.
 
     Raises:
         UnsupportedLeafError: Its name is too long to be a key of a database.
@@ -174,7 +174,7 @@ def has_chunks(leaf: LeafPlan) -> bool:
     return leaf.metadata is not None and 0 not in leaf.spec.shape and leaf.spec.same_as is None
 
 
-def whole_leaf_chunks(number: int, leaf: LeafPlan, team: ProcessGroup | None) -> Iterable[Chunk]:
+def whole_leaf_chunks(number: int, leaf: LeafPlan, group: ProcessGroup | None) -> Iterable[Chunk]:
     """Yield the chunks of a leaf of which this process writes all."""
     spec = leaf.spec
     shape = spec.shape
@@ -184,7 +184,7 @@ def whole_leaf_chunks(number: int, leaf: LeafPlan, team: ProcessGroup | None) ->
         return
     stored, itemsize = _stored_bytes(leaf), DTYPES[spec.dtype or ""].itemsize
     parts: dict[Shape, list[ChunkPart]] = {}
-    process = None if team is None else team.index
+    process = None if group is None else group.index
     for region, holders in addressable_regions(spec.sharding, shape, process):
         for place in chunks_touching(region, leaf.chunk):
             covered = chunk_region(place, leaf.chunk, shape)
@@ -224,7 +224,7 @@ def shared_chunks(
     Args:
         number: Number of the leaf.
         leaf: Its plan.
-        placement: How it lies on the processes.
+        placement: How it is placed on the processes.
         own: The part of this process; see `Partitioner.own`.
     """
     if leaf.packed:

@@ -88,7 +88,7 @@ class FormatRules:
         if arrays:
             other = next(each for each, _ in self.patterns if each.covers(arrays[0]))
             return (
-                f"{what} comes to nothing: {other.text!r:.80} stands before it and covers all its "
+                f"{what} has no effect: {other.text!r:.80} comes before it and covers all its "
                 "arrays. Put it first"
             )
         if covered:

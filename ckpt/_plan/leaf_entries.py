@@ -1,4 +1,4 @@
-"""Leaf entries of a manifest, checked before anything is made of them. Pure."""
+"""Leaf entries of a manifest, checked before they are used. Pure."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ckpt._format.regions import chunk_grid
 from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, SCALAR_KINDS, decode_scalar
 from ckpt.errors import CorruptCheckpointError
 
-# numpy's own limit of dimensions; zarr and jax have none lower.
+# numpy's limit of dimensions; those of zarr and jax are not lower.
 _MAX_RANK = 64
 _MAX_LENGTH = 1 << 48
 _MAX_OFFSET = 1 << 62
-# Beyond twice its size an encoded chunk is not longer than this.
+# How much longer than twice its size an encoded chunk may be.
 _MOST_GROWTH = 1 << 16
-# Names come from a file: none may lead out of the step.
+# Names come from a file: none may point outside the step.
 _DATA_FILE = re.compile(r"^d/[0-9a-f]{32}\Z")
 
 
 def check_leaves(item: ItemEntry) -> None:
-    """Check that the leaf entries of an item can be true, before anything is made of them.
+    """Check that the leaf entries of an item can be true, before they are used.
 
     Raises:
         CorruptCheckpointError: An entry contradicts itself.
@@ -87,7 +87,7 @@ def _check_same(item: ItemEntry, number: int, same_as: int) -> None:
 
 
 def _is_possible(entry: LeafEntry, itemsize: int) -> bool:
-    """Tell whether shape, chunks and number of digests fit each other, and an array can be so."""
+    """Tell whether shape, chunks and number of digests agree, and such an array can exist."""
     shape, chunk = entry.shape, entry.chunks
     count = len(entry.digests)
     return (
@@ -101,7 +101,7 @@ def _is_possible(entry: LeafEntry, itemsize: int) -> bool:
 
 
 def _is_placed(entry: LeafEntry, shardings: int, files: int) -> bool:
-    """Tell whether what an entry refers to is there, and every chunk that is here has a place."""
+    """Tell whether what an entry refers to exists, and every chunk on this disk has a place."""
     offsets, numbers = entry.offsets, entry.files
     count = len(entry.digests)
     if entry.sharding is not None and not 0 <= entry.sharding < shardings:
@@ -118,7 +118,7 @@ def _is_placed(entry: LeafEntry, shardings: int, files: int) -> bool:
 
 
 def _is_encoded(entry: LeafEntry) -> bool:
-    """Tell whether chunks can be encoded as an entry says; bounds what is read for one."""
+    """Tell whether chunks can be encoded as an entry says; this bounds what is read for one."""
     count = len(entry.digests)
     stored = math.prod(entry.chunks) * parse_dtype(entry.dtype).itemsize
     return (

@@ -161,7 +161,7 @@ class _AsSaved:
         likeness = (*placed, dtype, entry.weak_type, entry.impl, source.shape)
         if likeness in self._known:
             return self._known[likeness]
-        # Of what was put together only the first part's place is known, which need not divide it.
+        # Of a composed array only the first part's place is known, which need not divide it.
         bound = entry.sharding is not None and entry.committed and source.leaf is not None
         sharding = self._shardings[entry.sharding or 0] if bound else None
         lost = bound and sharding is None

@@ -117,8 +117,8 @@ def _check(old: _Tree, new: _Tree, path: tuple[str, ...]) -> None:
     """Raise unless `new` can be put into `old`."""
     if not (isinstance(old, _Branch) and isinstance(new, _Branch) and _can_grow(old, new)):
         raise InvalidArgumentError(
-            f"{_what(new)} was given where an earlier part has {_what(old)}. Parts may only add "
-            "keys to dicts of the same kind",
+            f"{_described(new)} was given where an earlier part has {_described(old)}. Parts may "
+            "only add keys to dicts of the same kind",
             leaf=join_keys(path),
         )
     keys = list(dict.fromkeys([*old.children, *new.children]))
@@ -133,7 +133,7 @@ def _can_grow(old: _Branch, new: _Branch) -> bool:
     return len(kinds) == 1 and old.node.kind in _DICTS
 
 
-def _what(tree: _Tree) -> str:
+def _described(tree: _Tree) -> str:
     if isinstance(tree, _Leaf):
         return "a leaf"
     name = tree.node.class_name

@@ -43,7 +43,7 @@ def root_view(metadata: Mapping[str, Any]) -> bytes:
 
 
 def step_view(
-    entry: str,
+    step_dir: str,
     items: Mapping[str, ItemEntry],
     metrics: Mapping[str, float | str] | None,
     metadata: Any,
@@ -57,7 +57,7 @@ def step_view(
     words about it, since Orbax reads all items of a step or none.
 
     Args:
-        entry: Name of the step's directory.
+        step_dir: Name of the step's directory.
         items: The items.
         metrics: User metrics.
         metadata: User metadata.
@@ -89,7 +89,7 @@ def step_view(
     }
     return files | {
         "_CHECKPOINT_METADATA": _json(document),
-        "commit_success.txt": f"Checkpoint commit was successful to {entry}".encode(),
+        "commit_success.txt": f"Checkpoint commit was successful to {step_dir}".encode(),
         "orbax.checkpoint": b"",
     }
 
@@ -123,7 +123,9 @@ def item_view(item: ItemEntry) -> dict[str, bytes]:
 
 def text_view(item: ItemEntry) -> dict[str, bytes]:
     """Return the file with the values of an item that have no array; empty if there are none."""
-    texts = {leaf.name: _text(leaf) for leaf in item.leaves if _value_type(leaf) == "string"}
+    texts = {
+        leaf.name: _string_value(leaf) for leaf in item.leaves if _value_type(leaf) == "string"
+    }
     return {"_strings.json": _json(texts)} if texts else {}
 
 
@@ -176,7 +178,7 @@ def _value_metadata(leaf: LeafEntry | Node) -> dict[str, Any]:
     return found
 
 
-def _text(leaf: LeafEntry) -> str:
+def _string_value(leaf: LeafEntry) -> str:
     value = leaf.value if leaf.kind == CALLABLE else decode_scalar(leaf)
     if isinstance(value, int):
         # Python limits the length of decimal texts.

@@ -83,7 +83,7 @@ class HeldShard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayPlacement:
-    """How an array lies on the devices of several processes, as one of them sees it.
+    """How an array is placed on the devices of several processes, as one of them sees it.
 
     Attributes:
         shards: The shards that this process holds, by the group that holds them.
@@ -103,7 +103,7 @@ _EMPTY = ArrayPlacement((), is_whole_somewhere=True, whole_group=None)
 class Ownership:
     """Which process holds what of the arrays of one tree; looks at every kind of placement once."""
 
-    team: ProcessGroup
+    group: ProcessGroup
     _ranges: dict[int, tuple[object, tuple[int, int]]] = field(default_factory=dict)
     _placements: dict[tuple[int, Shape], tuple[object, ArrayPlacement]] = field(
         default_factory=dict
@@ -114,7 +114,7 @@ class Ownership:
     def placement(
         self, sharding: jax.sharding.Sharding | None, shape: Shape, name: str
     ) -> ArrayPlacement | None:
-        """Return how an array lies on several processes, or None where it is on this one alone.
+        """Return how an array is placed on several processes, or None if it is on this one alone.
 
         Args:
             sharding: Its sharding; None for anything but a jax array.
@@ -128,17 +128,17 @@ class Ownership:
         if sharding is None:
             return None
         first, last = self._range_of(sharding)
-        if first == last == self.team.index:
+        if first == last == self.group.index:
             return None
-        if last >= self.team.count:
+        if last >= self.group.count:
             raise InvalidArgumentError(
-                f"an array lies on devices of process {last}, and only {self.team.count} processes "
-                "save",
+                f"an array is on devices of process {last}, and only {self.group.count} "
+                "processes save",
                 leaf=name,
             )
-        if first == last and self.team.mode == "shared":
+        if first == last and self.group.mode == "shared":
             raise UnsupportedLeafError(
-                f"the array lies on devices of process {first} only, which cannot tell it "
+                f"the array is on devices of process {first} only, which cannot tell it "
                 "from an array of its own. Spread it over devices of several processes, or leave "
                 "it out",
                 leaf=name,
@@ -168,7 +168,7 @@ class Ownership:
 
     def _find(self, sharding: jax.sharding.Sharding, parts: Shape) -> ArrayPlacement:
         places = _places(sharding, parts)
-        index = self.team.index
+        index = self.group.index
         own: dict[Shape, int] = {}
         for shard, place in enumerate(place for process, place in places if process == index):
             own.setdefault(place, shard)
@@ -179,26 +179,26 @@ class Ownership:
         shards: dict[ReplicaGroup, list[HeldShard]] = {}
         # In the same order on all processes.
         for place in sorted(own):
-            group = self._group(holders[place])
+            group = self._replica_group(holders[place])
             shards.setdefault(group, []).append(HeldShard(place, own[place]))
         count = len({place for _, place in places})
         whole = {process for process, found in held.items() if len(found) == count}
-        if self.team.mode == "local":
+        if self.group.mode == "local":
             # No process writes for another one.
             whole = whole if len(whole) == len(held) else set()
         return ArrayPlacement(
             tuple((group, tuple(held)) for group, held in shards.items()),
             bool(whole),
-            self._group(whole) if index in whole else None,
+            self._replica_group(whole) if index in whole else None,
         )
 
-    def _group(self, processes: set[int]) -> ReplicaGroup:
+    def _replica_group(self, processes: set[int]) -> ReplicaGroup:
         """Return the group of `processes`, this one among them."""
-        members = (self.team.index,) if self.team.mode == "local" else tuple(sorted(processes))
+        members = (self.group.index,) if self.group.mode == "local" else tuple(sorted(processes))
         known = self._groups.get(members)
         if known is None:
             start = int(digest(repr(members).encode())[:8], 16) % len(members)
-            rank = members.index(self.team.index)
+            rank = members.index(self.group.index)
             known = self._groups[members] = ReplicaGroup(members, rank, start)
         return known
 

@@ -38,7 +38,7 @@ class SavePlan:
         leaves: A plan for every leaf, in tree order; the same on all processes.
         batches: The batches that this process writes, biggest first.
         nbytes: Logical bytes of all arrays, shared ones once; Python scalars do not count.
-        team: The processes that save, or None for one alone.
+        group: The processes that save, or None for one alone.
         own: Numbers of the leaves that every process has for itself. They are stored once, so they
             must be equal on all processes.
     """
@@ -46,7 +46,7 @@ class SavePlan:
     leaves: tuple[LeafPlan, ...]
     batches: tuple[WriteBatch, ...]
     nbytes: int
-    team: ProcessGroup | None = None
+    group: ProcessGroup | None = None
     own: tuple[int, ...] = ()
 
     @property
@@ -59,7 +59,7 @@ def plan_save(
     names: Sequence[str],
     specs: Sequence[LeafSpec],
     budget_bytes: int,
-    team: ProcessGroup | None = None,
+    group: ProcessGroup | None = None,
     largest_file_bytes: int | None = None,
     usual_file_bytes: int | None = None,
 ) -> SavePlan:
@@ -71,7 +71,7 @@ def plan_save(
         budget_bytes: The staging budget, the same on all processes; batches are kept to a quarter
             of it, so that staging and writing can overlap within it. (A single chunk that cannot be
             smaller may be larger.)
-        team: The processes that save together; None for one alone.
+        group: The processes that save together; None for one alone.
         largest_file_bytes: No data file is larger.
         usual_file_bytes: About the best size of a data file; None for the best on a disk.
 
@@ -85,12 +85,12 @@ def plan_save(
         raise InvalidArgumentError(
             f"largest_file_bytes={largest_file_bytes}: expected {SECTOR} or more"
         )
-    if team is not None and team.count == 1:
-        team = None
-    ownership = None if team is None else Ownership(team)
+    if group is not None and group.count == 1:
+        group = None
+    ownership = None if group is None else Ownership(group)
     stored = [spec for spec in specs if spec.kind in ARRAY_KINDS and spec.same_as is None]
     nbytes = sum(spec.nbytes for spec in stored)
-    processes = 1 if team is None else team.count
+    processes = 1 if group is None else group.count
     limits = limits_of(nbytes, budget_bytes, processes, largest_file_bytes, usual_file_bytes)
     documents: dict[tuple[object, ...], bytes] = {}
     leaves = []
@@ -108,7 +108,7 @@ def plan_save(
             placements[number] = placement
             if has_chunks(leaf):
                 add_leaf(partitioner, number, leaf, placement)
-        elif team is not None and spec.same_as is None:
+        elif group is not None and spec.same_as is None:
             own.append(number)
         chunks += math.prod(leaf.grid)
     if chunks > MOST_CHUNKS:
@@ -123,16 +123,16 @@ def plan_save(
         found = packed if leaf.packed else large if leaf.compression is None else encoded
         if number in placements:
             found.extend(shared_chunks(number, leaf, placements[number], parts))
-        elif team is None or team.index == 0 or team.mode == "local":
-            found.extend(whole_leaf_chunks(number, leaf, team))
+        elif group is None or group.index == 0 or group.mode == "local":
+            found.extend(whole_leaf_chunks(number, leaf, group))
     batches = [
         *pack_chunks(packed, limits.batch, packed=True),
         *pack_chunks(large, limits.batch),
         *map(to_encode, pack_chunks(encoded, limits.encoded)),
     ]
     batches.sort(key=lambda batch: batch.nbytes, reverse=True)
-    alike = () if team is None or team.mode == "local" else tuple(own)
-    return SavePlan(tuple(leaves), tuple(batches), nbytes, team, alike)
+    alike = () if group is None or group.mode == "local" else tuple(own)
+    return SavePlan(tuple(leaves), tuple(batches), nbytes, group, alike)
 
 
 def _too_many(chunks: int, leaves: Sequence[LeafPlan]) -> InvalidArgumentError:

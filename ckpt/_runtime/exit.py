@@ -40,7 +40,7 @@ def run_at_exit(method: Callable[[], None]) -> None:
 
 @functools.cache
 def _register() -> None:
-    # At first use: what was imported before, a pool of processes say, then ends after us.
+    # At first use: what was imported before, such as a pool of processes, then ends after us.
     register = getattr(threading, "_register_atexit", atexit.register)
     register(_call_all)
 
@@ -54,14 +54,14 @@ def _call_all() -> None:
 
 
 class _Unflushable:
-    """A stream that cannot be flushed; all else goes to the stream behind it."""
+    """A stream whose flush fails; everything else goes to the stream behind it."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def flush(self) -> None:
         self._stream.flush()
-        raise OSError("a save failed that nobody looked at")
+        raise OSError("a save failed, and was never awaited")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -75,10 +75,9 @@ def fail_exit() -> None:
     """Let this process end with exit status 120, whenever it ends by itself.
 
     Hooks of the interpreter's exit cannot change its status, and to end the process at once would
-    leave out the hooks of others. But Python flushes the standard streams last of all, and where
-    that fails ends with 120 (documented at `sys.exit`); an error of standard error is not printed.
-    A status that was given to `sys.exit` is lost by that; the one of an error that ended the
-    program is kept.
+    skip the hooks of others. But Python flushes the standard streams last of all, and if that
+    fails ends with 120 (documented at `sys.exit`); an error of standard error is not printed.
+    This replaces a status that was given to `sys.exit`, but not that of an uncaught error.
     """
     _FAILED.set()
 

@@ -1,6 +1,6 @@
 """Futures between threads: waiting for another thread from any event loop, without polling.
 
-`concurrent.futures.Future` is the one currency between threads here: it can be waited for from a
+Threads hand each other `concurrent.futures.Future` only: it can be waited for from a
 plain thread, and through `settled` from any asyncio or trio task.
 """
 
@@ -42,8 +42,8 @@ def waker(event: anyio.Event) -> Callable[[], None]:
 def settled_here(future: Future[Any], timeout: float | None = None) -> bool:
     """Wait in this thread until `future` is done; return whether it is.
 
-    An interrupt (Ctrl-C) is seen within a second. A signal that arrives between Python's last look
-    for one and the system call that waits does not end that call, so no call may wait for ever.
+    An interrupt (Ctrl-C) is seen within a second. A signal that arrives after Python's last check
+    for one and before the system call that waits does not end that call, so no call waits long.
 
     Args:
         future: What to wait for.
@@ -65,7 +65,7 @@ class _WakeUp:
 
     The waiting thread takes a single lock in a single step. The waits of `threading` and of
     `concurrent.futures` take and release several locks, in Python: an interrupt in between can
-    leave one taken that the other thread needs, and both wait for ever.
+    leave one taken that the other thread needs, and both wait forever.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class _WakeUp:
         self._lock.acquire()
 
     def ring(self, _: object = None) -> None:
-        # It may have been rung before, and not been heard yet.
+        # It may have been rung before, without a wait since.
         with contextlib.suppress(RuntimeError):
             self._lock.release()
 
@@ -100,7 +100,7 @@ class CallingThread:
     """Lets the thread that waits for a future run functions meanwhile, one after the other."""
 
     def __init__(self, future: Future[Any]) -> None:
-        """Wait for `future`, which may have begun; nothing is to be run yet."""
+        """Wait for `future`, which may be running already; there is nothing to call yet."""
         self._calls: deque[Callable[[], None]] = deque()
         self._bell = _WakeUp()
         self._wake: Callable[[], None] | None = None
@@ -120,7 +120,7 @@ class CallingThread:
         return not (self._is_over or self._calls)
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Return what `function` gives on the thread that serves; for any other thread's loop.
+        """Run `function` on the thread that serves, and return its result; for any other loop.
 
         Cancelling the wait leaves the function to be run.
         """
@@ -171,6 +171,6 @@ class CallingThread:
 
     def _run_all(self) -> None:
         while self._calls:
-            # Forgotten when it has been run: an interrupt may come before it, and be survived.
+            # Removed only after it has run: an interrupt may come before, and be survived.
             self._calls[0]()
             self._calls.popleft()

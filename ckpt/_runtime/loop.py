@@ -1,4 +1,4 @@
-"""`EngineLoop`: a thread with a private event loop and one task group, in which all work is done.
+"""`EngineLoop`: a thread with its own event loop and one task group, in which all work is done.
 
 Byte work never runs on a caller's loop: a train step that blocks its loop for seconds does not
 stall a commit, and the plain, the threaded and the asyncio API are the same calls from here on.
@@ -134,7 +134,7 @@ class EngineLoop:
             if self._running is None:
                 self._running = self._start()
             job: Job[T] = Job(self._running)
-            # Before it is scheduled: an interrupt within this could leave the future locked.
+            # Made before the job is scheduled: an interrupt in here could leave the future locked.
             caller = CallingThread(job.future)
             self._running.schedule(self._running.tasks.start_soon, job.run, function, caller)
             return job, caller
@@ -142,7 +142,7 @@ class EngineLoop:
     def _start(self) -> _Running:
         started: Future[_Running] = Future()
         # A daemon: a script that never closes its manager must not hang at exit. What is still
-        # under way then is finished by the hook of engine.exits.
+        # under way then is finished by the hook of `_runtime.exit`.
         self._thread = threading.Thread(
             target=_run_loop, args=(started,), name="ckpt-engine", daemon=True
         )
@@ -157,10 +157,10 @@ class EngineLoop:
         return await self.run_served(lambda _: function(*args))
 
     async def run_served(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """Do what `run` does; `function` gets one argument more, by which it calls back.
+        """Do what `run` does; `function` gets a `CallingThread` as its first argument.
 
-        What it gives to that `CallingThread` is run on this thread while this is awaited, also
-        while a cancelled one is waited for.
+        What it gives to that one is run on this thread while this is awaited, also while a
+        cancelled one is waited for.
         """
         job, caller = self._begin(partial(function, *args))
         try:
@@ -180,7 +180,7 @@ class EngineLoop:
         return self.call_served(lambda _: function(*args))
 
     def call_served(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """Do what `call` does; `function` gets one argument more, as by `run_served`."""
+        """Do what `call` does; `function` gets a `CallingThread`, as in `run_served`."""
         self.check_caller()
         job, caller = self._begin(partial(function, *args))
         try:
@@ -192,7 +192,7 @@ class EngineLoop:
         return job.future.result()
 
     def check_caller(self) -> None:
-        """Raise where waiting for the engine would be for ever.
+        """Raise where waiting for the engine would never end.
 
         Raises:
             ForkedProcessError: This process was forked from the one that made the engine.
@@ -228,11 +228,11 @@ class EngineLoop:
         with self._guard:
             self.stop()
             thread = self._thread
-        # Not under the guard: calls made meanwhile are told at once that this is closed.
+        # Not under the guard: calls made meanwhile fail at once, since this is closed.
         if thread is None or self.is_forked:
             return True
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        # In slices, so that an interrupt is seen; see `waiting.settled_here`.
+        # In slices, so that an interrupt is seen; see `futures.settled_here`.
         while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
             thread.join(min(left, 1.0))
         return not thread.is_alive()
@@ -244,8 +244,8 @@ def _run_loop(started: Future[_Running]) -> None:
         context = contextvars.copy_context()
 
         def schedule(function: Callable[..., object], *args: Any) -> None:
-            # In this loop's context: the caller's says, among other things, which kind of event
-            # loop it runs on (trio's, say), and that is not true here.
+            # In this loop's context: the caller's names, among other things, the kind of its event
+            # loop (such as trio's), which would be wrong here.
             loop.call_soon_threadsafe(function, *args, context=context.copy())
 
         async with anyio.create_task_group() as tasks:

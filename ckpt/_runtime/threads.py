@@ -15,12 +15,12 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# A thread costs less to keep than to start while operations follow each other.
+# While operations follow each other, keeping a thread costs less than starting one.
 _IDLE_SECONDS = 2.0
 
 
 class DaemonThreads(Executor):
-    """At most so many daemon threads; each ends when it was idle for a while."""
+    """A limited number of daemon threads; each ends when it was idle for a while."""
 
     def __init__(self, most: int) -> None:
         """Run up to `most` calls at the same time."""

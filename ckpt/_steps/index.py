@@ -1,6 +1,6 @@
 """`StepIndex`: the committed steps of a root, for lists, lookups and policies.
 
-What a manifest said is remembered for as long as the file stays the same, which the store tells
+What a manifest said is remembered for as long as the file stays the same, which the store shows
 without reading it. The store is asked every time, so nothing that others do to a root is missed:
 with 10,000 steps the first look takes about 0.2 s, and every later one 0.06 s.
 """
@@ -25,11 +25,11 @@ _PLAIN = Standard()
 
 @dataclass(frozen=True, slots=True)
 class IndexedStep:
-    """A committed step, as its manifest tells.
+    """A committed step, as its manifest describes it.
 
     Attributes:
         step: The step.
-        entry: Name of its directory.
+        step_dir: Name of its directory.
         attempt: Random id of the attempt that wrote it.
         created_ns: When its save began, in Unix nanoseconds.
         committed_ns: When it was committed, in Unix nanoseconds.
@@ -38,7 +38,7 @@ class IndexedStep:
     """
 
     step: int
-    entry: str
+    step_dir: str
     attempt: str
     created_ns: int
     committed_ns: int
@@ -95,7 +95,7 @@ class StepIndex:
         return await self._first_answer(look)
 
     async def found(self, step: int | None) -> tuple[str, Manifest]:
-        """Return entry and manifest of `step`, or of the latest one.
+        """Return step directory and manifest of `step`, or of the latest one.
 
         Raises:
             StepNotFoundError: There is no such step; says which there are.
@@ -106,14 +106,14 @@ class StepIndex:
                 raise self.no_step()
             return latest
         step = check_step(step)
-        # The one that counts first; of several damaged ones, or foreign ones, the first tells.
-        for entry in await self.entries_of(step):
+        # The one that counts comes first; of damaged or foreign ones, the first raises its error.
+        for step_dir in await self.step_dirs_of(step):
             with contextlib.suppress(StepNotFoundError):
-                return entry, await read_manifest(self._storage, entry, step=step)
+                return step_dir, await read_manifest(self._storage, step_dir, step=step)
         raise await self.not_found(step)
 
     async def latest_manifest(self) -> tuple[str, Manifest] | None:
-        """Return entry and manifest of the greatest committed step, or None; reads each once.
+        """Return directory and manifest of the greatest committed step, or None; reads each once.
 
         Raises:
             CorruptCheckpointError: That step is committed, and its manifest contradicts itself.
@@ -134,7 +134,7 @@ class StepIndex:
 
         return await self._first_answer(look)
 
-    async def entries_of(self, step: int) -> list[str]:
+    async def step_dirs_of(self, step: int) -> list[str]:
         """Return the names of everything that may be `step`, damaged or not.
 
         The one that counts comes first: of those that are committed the one written now.
@@ -152,9 +152,9 @@ class StepIndex:
         # Damaged ones after the others, in the order they had.
         return [name for name, each in sorted(pairs, key=lambda pair: pair[1] is None)]
 
-    async def look(self, entry: str) -> IndexedStep | None:
-        """Return what an entry is at the moment; None if it is not a committed step."""
-        return (await self._look_at([entry]))[0]
+    async def look(self, step_dir: str) -> IndexedStep | None:
+        """Return what a step directory is at the moment; None if it is not a committed step."""
+        return (await self._look_at([step_dir]))[0]
 
     async def not_found(self, step: int) -> StepNotFoundError:
         """Return the error that says which steps there are instead."""
@@ -171,7 +171,7 @@ class StepIndex:
     async def _candidates(self) -> list[str]:
         """Return the names that may be steps: the greatest first, of one step the written one."""
         found = []
-        for name in await self._storage.entries():
+        for name in await self._storage.step_dirs():
             step = self._names.step(name)
             if step is not None:
                 found.append((-step, name != self._names.name(step), name))

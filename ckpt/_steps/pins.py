@@ -1,6 +1,6 @@
 """Pins: steps that must not be deleted, for good or for as long as they are read.
 
-A pin is a note of the root, so everybody who uses the root knows it, on any store where what was
+A pin is a note of the root, so all users of the root see it, on any store where what was
 written is read by all afterwards. An evaluator pins a step that a trainer may be deleting in the
 same moment. Each of them first writes what it wants and then looks for the other: the trainer a
 mark that the step goes, the evaluator its pin. So at least one of them sees the other. A trainer
@@ -8,7 +8,7 @@ that sees a pin leaves the step; an evaluator that sees a mark waits until it ha
 looks whether the step is still there.
 
 Marks, and pins of evaluators, are leases: one that was not renewed for as long as it says, by the
-store's clock, counts no more. docs/watching.md tells what that does not protect from.
+store's clock, counts no more. docs/watching.md says what that does not protect from.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ async def hold(
 
     Cancellation: nothing stays pinned.
     """
-    note = _note(step, f"lease-{_brief(storage)}")
+    note = _note(step, f"lease-{_note_suffix(storage)}")
     # It must not run out before anybody renews it.
     deadline = anyio.current_time() + storage.lease_seconds / 3
     found = None
@@ -224,8 +224,8 @@ async def hold(
 async def deletion_of(storage: Storage, step: int) -> AsyncIterator[tuple[Pin, ...]]:
     """Say that a step is going to be deleted, for as long as the body runs.
 
-    The body gets the pins of the step. If there are none it may delete it: whoever pins it from
-    now on waits for the end of the body, and looks whether the step is still there.
+    The body gets the pins of the step. If there are none it may delete it: a reader that pins it
+    from now on waits for the end of the body, and looks whether the step is still there.
 
     On a disk too full for the mark a step is deleted without one, since that is what makes room;
     who pins it in that very moment may lose it.
@@ -233,7 +233,7 @@ async def deletion_of(storage: Storage, step: int) -> AsyncIterator[tuple[Pin, .
     Raises:
         StorageError: The mark could not be written, or pins not be read.
     """
-    mark = _note(step, f"deleting-{_brief(storage)}")
+    mark = _note(step, f"deleting-{_note_suffix(storage)}")
     try:
         try:
             await storage.put_note(mark, _owner(), replace=False, durable=False)
@@ -329,8 +329,8 @@ def _note(step: int, name: str) -> str:
     return f"{_FOLDER}/{step}.{name}"
 
 
-def _brief(storage: Storage) -> str:
-    # In the name, so that listing the folder tells at once what counts.
+def _note_suffix(storage: Storage) -> str:
+    # In the name, so that a list of the folder shows which notes count.
     return f"{storage.lease_seconds:.3f}-{uuid.uuid4().hex}"
 
 

@@ -47,12 +47,12 @@ class FoundStep:
     """The step that all processes restore.
 
     Attributes:
-        entry: Its entry.
+        step_dir: Its directory.
         manifest: Its manifest.
         broadcast: How they share what they read; None where each reads what it needs.
     """
 
-    entry: str
+    step_dir: str
     manifest: Manifest
     broadcast: Broadcast | None = None
 
@@ -170,21 +170,21 @@ class SharedRoot(_SeveralProcesses):
         """Agree on the step that the primary finds; the body succeeds on all processes or none."""
         async with self.peers.all_of("restore", _restore_of(step)) as operation:
             check_broadcast(broadcast_bytes, own_disks=False)
-            entry, manifest = await self._led(step, broadcast_bytes, operation)
+            step_dir, manifest = await self._find_with_primary(step, broadcast_bytes, operation)
             broadcast = None
             if broadcast_bytes is not None:
                 broadcast = Broadcast(self.peers, operation, broadcast_bytes, caller)
-            yield FoundStep(entry, manifest, broadcast)
+            yield FoundStep(step_dir, manifest, broadcast)
 
-    async def _led(
+    async def _find_with_primary(
         self, step: int | None, nbytes: int | None, operation: Operation
     ) -> tuple[str, Manifest]:
-        """Return entry and manifest of the step that the primary finds."""
+        """Return step directory and manifest of the step that the primary finds."""
         if self.process == 0:
-            entry, manifest = await self._index.found(step)
+            step_dir, manifest = await self._index.found(step)
             about = {"step": manifest.step, "attempt": manifest.attempt, "broadcast": nbytes}
             await operation.lead(json.dumps(about).encode())
-            return entry, manifest
+            return step_dir, manifest
         about = json.loads(await operation.lead(None))
         self._check_same(step, about["step"])
         if about["broadcast"] != nbytes:
@@ -194,7 +194,7 @@ class SharedRoot(_SeveralProcesses):
                 step=about["step"],
             )
         try:
-            entry, manifest = await self._index.found(about["step"])
+            step_dir, manifest = await self._index.found(about["step"])
         except StepNotFoundError as error:
             # It was there a moment ago.
             raise StepDeletedError(
@@ -204,11 +204,11 @@ class SharedRoot(_SeveralProcesses):
             ) from error
         if manifest.attempt != about["attempt"]:
             raise StepDeletedError(
-                f"{self._index.location}/{entry} was replaced while it was read, or process "
+                f"{self._index.location}/{step_dir} was replaced while it was read, or process "
                 f"{self.process} sees another root than process 0",
                 step=manifest.step,
             )
-        return entry, manifest
+        return step_dir, manifest
 
     on_step = everywhere = delete = _SeveralProcesses.on_primary
 
@@ -223,7 +223,7 @@ class SeparateRoots(_SeveralProcesses):
 
     @property
     def steps(self) -> SeparateRoots:
-        """This: `refresh`, `latest` and `found` tell of the steps that all processes have."""
+        """This: `refresh`, `latest` and `found` see the steps that all processes have."""
         return self
 
     async def open(self, act: Callable[[], Awaitable[None]]) -> None:
@@ -245,7 +245,7 @@ class SeparateRoots(_SeveralProcesses):
         return next(reversed((await self.refresh()).values()), None)
 
     async def found(self, step: int | None) -> tuple[str, Manifest]:
-        """Return entry and manifest of `step`, or of the latest one that all processes have."""
+        """Return directory and manifest of `step`, or of the latest one that all processes have."""
         if step is None:
             latest = await self.latest()
             if latest is None:

@@ -13,7 +13,7 @@ from ckpt._arguments import check_step, shown
 from ckpt._engine.engine import Engine
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import restore_items
-from ckpt._engine.verify.pipeline import verify_entry
+from ckpt._engine.verify.pipeline import verify_step_dir
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._events import EventRecorder
 from ckpt._plan.adapt import Adapt
@@ -82,8 +82,8 @@ class StepReader:
 
     async def metadata(self, step: int | None) -> StepMetadata:
         """Return the metadata of `step`, or of the latest one."""
-        entry, manifest = await self._processes.steps.found(step)
-        path = f"{self._storage.location}/{entry}"
+        step_dir, manifest = await self._processes.steps.found(step)
+        path = f"{self._storage.location}/{step_dir}"
         return await anyio.to_thread.run_sync(describe_step, manifest, path)
 
     async def verify(self, step: int | None, deep: bool) -> VerifyReport:
@@ -94,12 +94,12 @@ class StepReader:
                 chosen = await self.latest_step() if step is None else check_step(step)
                 if chosen is None:
                     raise self._index.no_step()
-                entries = await self._index.entries_of(chosen)
-                if not entries:
+                step_dirs = await self._index.step_dirs_of(chosen)
+                if not step_dirs:
                     raise await self._index.not_found(chosen)
                 try:
-                    report = await verify_entry(
-                        self._storage, entries[0], chosen, deep, self._engine.observers
+                    report = await verify_step_dir(
+                        self._storage, step_dirs[0], chosen, deep, self._engine.observers
                     )
                 except StepNotFoundError as error:
                     deleted = error
@@ -131,10 +131,10 @@ class StepReader:
                 try:
                     async with processes.restoring(step, broadcast_bytes, caller) as found:
                         manifest = found.manifest
-                        async with while_read(self._storage, found.entry, manifest):
+                        async with while_read(self._storage, found.step_dir, manifest):
                             context = RestoreContext(
                                 self._storage,
-                                found.entry,
+                                found.step_dir,
                                 manifest,
                                 engine,
                                 (*engine.observers, *processes.observers),

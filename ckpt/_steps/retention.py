@@ -33,43 +33,44 @@ logger = logging.getLogger("ckpt")
 _NAMED_FILES = 5
 
 
-async def is_ours(storage: Storage, entry: str) -> bool:
-    """Tell whether there is a manifest in an entry, damaged or not."""
+async def is_ours(storage: Storage, step_dir: str) -> bool:
+    """Tell whether there is a manifest in a step directory, damaged or not."""
     try:
-        return await storage.read(entry, FILE_NAME, MAX_BYTES) is not None
+        return await storage.read(step_dir, FILE_NAME, MAX_BYTES) is not None
     except CorruptCheckpointError:
         return True
 
 
-async def spare_others(storage: Storage, entry: str) -> None:
-    """Move files that the library did not write out of an entry that is going to be removed.
+async def spare_others(storage: Storage, step_dir: str) -> None:
+    """Move files that the library did not write out of a directory that is going to be removed.
 
     Does nothing if the manifest is damaged, since it lists what the library wrote; if another
-    writer replaces or removes the entry meanwhile; or if the store removes only what was written.
+    writer replaces or removes the step directory meanwhile; or if the store removes only what was
+    written.
     """
     if storage.keeps_others:
         return
     try:
-        data = await storage.read(entry, FILE_NAME, MAX_BYTES)
+        data = await storage.read(step_dir, FILE_NAME, MAX_BYTES)
         known = None if data is None else await anyio.to_thread.run_sync(peek_files, data)
         if known is None:
             return
-        others = sorted((await storage.files(entry)).keys() - known)
+        others = sorted((await storage.files(step_dir)).keys() - known)
         # What was listed may be the files of a step that has taken the place of this one.
-        if not others or await storage.read(entry, FILE_NAME, MAX_BYTES) != data:
+        if not others or await storage.read(step_dir, FILE_NAME, MAX_BYTES) != data:
             return
     except CorruptCheckpointError:
         return
     except StorageError:
-        if await storage.exists(entry):
+        if await storage.exists(step_dir):
             raise
         return
-    folder = await storage.set_aside(entry, others)
+    folder = await storage.set_aside(step_dir, others)
     logger.warning(
         "%d files in %s/%s were not written by this library; they are in %s now: %s",
         len(others),
         storage.location,
-        entry,
+        step_dir,
         folder,
         ", ".join(others[:_NAMED_FILES]),
     )
@@ -183,20 +184,20 @@ class Retention:
                 raise ExceptionGroup("steps could not be deleted", errors)
 
     async def _listed(self, step: int, attempt: str) -> dict[str, str | None]:
-        """Return the entries of a step that is still what it was when it was listed, or none.
+        """Return the directories of a step that is still what it was when it was listed, or none.
 
         With each comes the attempt that it has to be of when it is deleted; the one that counts is
         the last, so that no other one takes its place in between.
         """
-        entries = await self._index.entries_of(step)
-        looked = {entry: await self._index.look(entry) for entry in reversed(entries)}
-        chosen = looked[entries[0]] if entries else None
+        step_dirs = await self._index.step_dirs_of(step)
+        looked = {step_dir: await self._index.look(step_dir) for step_dir in reversed(step_dirs)}
+        chosen = looked[step_dirs[0]] if step_dirs else None
         if chosen is None or chosen.attempt != attempt:
             return {}
         return {
-            entry: None if each is None else each.attempt
-            for entry, each in looked.items()
-            if each is not None or await is_ours(self._storage, entry)
+            step_dir: None if each is None else each.attempt
+            for step_dir, each in looked.items()
+            if each is not None or await is_ours(self._storage, step_dir)
         }
 
     async def delete(self, step: int) -> None:
@@ -207,30 +208,31 @@ class Retention:
             StepPinnedError: It is pinned.
         """
         with EventRecorder("delete", step, self._observers).failing(time.perf_counter_ns()):
-            entries = await self._deletable(step)
-        await self._delete(step, dict.fromkeys(reversed(entries)))
+            step_dirs = await self._deletable(step)
+        await self._delete(step, dict.fromkeys(reversed(step_dirs)))
 
     async def _deletable(self, step: int) -> list[str]:
-        """Return the entries of a step that is to be deleted, those that are ours."""
-        entries = await self._index.entries_of(step)
-        if not entries:
+        """Return the step directories of a step that is to be deleted, those that are ours."""
+        step_dirs = await self._index.step_dirs_of(step)
+        if not step_dirs:
             raise await self._index.not_found(step)
-        # What is no directory is listed nowhere, and is not ours.
-        listed = set(await self._storage.entries())
-        if listed.isdisjoint(entries):
+        # What is not a directory is not listed, and not ours.
+        listed = set(await self._storage.step_dirs())
+        if listed.isdisjoint(step_dirs):
             raise StepNotFoundError(
-                f"{self._storage.location}/{entries[0]} is a file or a link, not a step", step=step
+                f"{self._storage.location}/{step_dirs[0]} is a file or a link, not a step",
+                step=step,
             )
-        ours = [each for each in entries if each in listed and await is_ours(self._storage, each)]
+        ours = [each for each in step_dirs if each in listed and await is_ours(self._storage, each)]
         if not ours:
             raise StepNotFoundError(
-                f"{self._storage.location}/{entries[0]} is not a checkpoint of this library, so it "
-                "is not deleted",
+                f"{self._storage.location}/{step_dirs[0]} is not a checkpoint of this library, so "
+                "it is not deleted",
                 step=step,
             )
         return ours
 
-    async def delete_item(self, entry: str, manifest: Manifest, item: str) -> None:
+    async def delete_item(self, step_dir: str, manifest: Manifest, item: str) -> None:
         """Delete one item of a step; see `engine.items.delete_item`.
 
         Raises:
@@ -240,25 +242,25 @@ class Retention:
         """
         step = check_step(manifest.step)
         async with self._deletion(step):
-            async with while_read(self._storage, entry, manifest):
-                await spare_others(self._storage, entry)
-            await delete_item(self._storage, entry, manifest, item)
+            async with while_read(self._storage, step_dir, manifest):
+                await spare_others(self._storage, step_dir)
+            await delete_item(self._storage, step_dir, manifest, item)
         logger.info("deleted the item %r of step %d", item, step)
 
-    async def _delete(self, step: int, entries: Mapping[str, str | None]) -> None:
-        """Delete entries of a step, each only if it is of the attempt that is given with it."""
-        if not entries:
+    async def _delete(self, step: int, step_dirs: Mapping[str, str | None]) -> None:
+        """Delete directories of a step, each only if it is of the attempt that is given with it."""
+        if not step_dirs:
             return
         began = time.perf_counter()
         trash, is_gone = None, False
         async with self._deletion(step):
-            for entry, attempt in entries.items():
+            for step_dir, attempt in step_dirs.items():
                 if self._trash is not None:
-                    trash = await self._storage.move(entry, self._trash)
+                    trash = await self._storage.move(step_dir, self._trash)
                     is_gone = trash is not None
                 else:
-                    await spare_others(self._storage, entry)
-                    is_gone = await self._storage.remove(entry, attempt=attempt)
+                    await spare_others(self._storage, step_dir)
+                    is_gone = await self._storage.remove(step_dir, attempt=attempt)
         if is_gone:
             where = "deleted" if trash is None else f"moved to {trash}:"
             logger.info("%s step %d in %.2f s", where, step, time.perf_counter() - began)

@@ -29,7 +29,7 @@ class Root:
 
     Attributes:
         storage: Where it is.
-        names: How the entries of its steps are called.
+        names: How the directories of its steps are called.
         index: Its committed steps.
         processes: The processes that use it.
         retention: Deletes its steps.
@@ -85,7 +85,7 @@ class Root:
     async def _open(self) -> None:
         if self.is_read_only:
             # Raises where there is no root, since none is to be made.
-            await self.storage.entries()
+            await self.storage.step_dirs()
             return
         await self.storage.prepare()
         await self._sweep()
@@ -123,13 +123,13 @@ class Root:
         latest = await self.index.latest()
         return None if latest is None else saved_step(latest).time
 
-    async def other_entries(self, step: int) -> list[str]:
-        """Return the entries of `step` under other names than the one it is written to."""
+    async def other_step_dirs(self, step: int) -> list[str]:
+        """Return the step directories of `step` under other names than the one it is written to."""
         if isinstance(self.names, Standard):
             # It gives a step one name only, so nothing needs to be looked at.
             return []
         written = self.names.name(step)
-        return [entry for entry in await self.index.entries_of(step) if entry != written]
+        return [step_dir for step_dir in await self.index.step_dirs_of(step) if step_dir != written]
 
     async def preserve(self, saved: int) -> None:
         """Delete what the policy does not keep; a failure is logged, since the save is done.

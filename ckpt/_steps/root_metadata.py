@@ -70,7 +70,7 @@ async def read_root_metadata(storage: Storage) -> dict[str, Any] | None:
 
     Raises:
         StorageError: It cannot be read.
-        CorruptCheckpointError: What is there is no root metadata.
+        CorruptCheckpointError: What is there is not root metadata.
     """
     document = await _read(storage)
     return None if document is None else document["custom_metadata"] or {}
@@ -93,7 +93,7 @@ async def _read(storage: Storage) -> dict[str, Any] | None:
 
 def _damaged(storage: Storage) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{storage.location}/{_NOTE} is no root metadata: expected a JSON object with an object "
+        f"{storage.location}/{_NOTE} is not root metadata: expected a JSON object with an object "
         "custom_metadata. Remove the file to have it written anew; no step needs it"
     )
 

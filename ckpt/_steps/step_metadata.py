@@ -74,7 +74,7 @@ class LeafInfo:
 
     def __repr__(self) -> str:
         place = sharding_text(self.saved_sharding)
-        text = f"LeafInfo({self.name!r}, {_what(self)}"
+        text = f"LeafInfo({self.name!r}, {_leaf_type(self)}"
         return f"{text}, saved on {place})" if place else f"{text})"
 
 
@@ -104,7 +104,7 @@ class StepMetadata:
         leaves: The same flat: by item name, its leaves by leaf path.
         unnamed: Whether the step holds one object saved without a name.
         writer: Versions of the libraries that wrote it.
-        unbuilt: Classes whose nodes are a `UnknownNode` in the trees, each with the reason.
+        unknown_classes: Classes whose nodes are a `UnknownNode` in the trees, each with the reason.
     """
 
     info: StepInfo
@@ -112,7 +112,7 @@ class StepMetadata:
     leaves: Mapping[str, Mapping[str, Any]] = field(repr=False)
     unnamed: bool
     writer: Mapping[str, str]
-    unbuilt: Mapping[str, str] = field(default_factory=dict, repr=False)
+    unknown_classes: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def tree(self) -> Any:
@@ -137,10 +137,10 @@ class StepMetadata:
                 return leaf
             return leaf.with_sharding(choose(leaf) if callable(choose) else choose)
 
-        if self.unbuilt:
+        if self.unknown_classes:
             logger.warning(
                 "the target has a read-only ckpt.UnknownNode for: %s",
-                "; ".join(f"{name} ({why})" for name, why in sorted(self.unbuilt.items())),
+                "; ".join(f"{name} ({why})" for name, why in sorted(self.unknown_classes.items())),
             )
         return jax.tree.map(with_sharding, self.tree)
 
@@ -176,7 +176,7 @@ class StepMetadata:
                     place = sharding_text(leaf.saved_sharding)
                     if leaf.same_as is not None:
                         place = f"the array at {leaf.same_as:.80}"
-                    rows.append(LeafRow(where, _what(leaf), leaf.nbytes, place))
+                    rows.append(LeafRow(where, _leaf_type(leaf), leaf.nbytes, place))
                 else:
                     rows.append(
                         LeafRow(where, "a function" if leaf is ... else _value_text(leaf), None, "")
@@ -186,12 +186,12 @@ class StepMetadata:
 
 def _value_text(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-        # Python refuses to write thousands of digits, and nobody wants to read them.
+        # Python refuses to write thousands of digits, and they would not help the reader.
         return f"an integer of {value.bit_length()} bits"
     return f"{value!r:.60}"
 
 
-def _what(leaf: LeafInfo) -> str:
+def _leaf_type(leaf: LeafInfo) -> str:
     if leaf.kind == "key":
         return f"key {leaf.impl:.40}{list(leaf.shape)}"
     host = "" if leaf.kind == "jax" else f" ({leaf.kind})"
@@ -199,14 +199,14 @@ def _what(leaf: LeafInfo) -> str:
 
 
 def describe_step(manifest: Manifest, path: str) -> StepMetadata:
-    """Return the metadata of a committed step that lies at `path`; needs no devices.
+    """Return the metadata of a committed step at `path`; needs no devices.
 
     Raises:
         CorruptCheckpointError: The manifest contradicts itself.
     """
     trees: dict[str, Any] = {}
     flat: dict[str, Mapping[str, Any]] = {}
-    unbuilt: dict[str, str] = {}
+    unknown_classes: dict[str, str] = {}
     for name, item in manifest.items.items():
         if not item.nodes and not item.leaves:
             trees[name] = ItemInfo(item.handler, item.nbytes, item.data)
@@ -218,7 +218,7 @@ def describe_step(manifest: Manifest, path: str) -> StepMetadata:
             _describe_leaf(paths, number, leaf, item) for number, leaf in enumerate(item.leaves)
         ]
         trees[name], reasons = unflatten(item.nodes, leaves)
-        unbuilt |= reasons
+        unknown_classes |= reasons
         flat[name] = MappingProxyType(dict(zip(paths, leaves, strict=True)))
     return StepMetadata(
         info=step_info(manifest, path),
@@ -226,7 +226,7 @@ def describe_step(manifest: Manifest, path: str) -> StepMetadata:
         leaves=MappingProxyType(flat),
         unnamed=manifest.unnamed,
         writer=MappingProxyType(manifest.writer),
-        unbuilt=MappingProxyType(unbuilt),
+        unknown_classes=MappingProxyType(unknown_classes),
     )
 
 

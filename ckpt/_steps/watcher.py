@@ -214,7 +214,7 @@ class Watcher:
             self._seen[each.step] = manifest.attempt
             self._next_time = anyio.current_time() + self._options.min_interval
             self._is_over = isinstance(until, int) and each.step >= until
-            return step_info(manifest, f"{self._storage.location}/{each.entry}")
+            return step_info(manifest, f"{self._storage.location}/{each.step_dir}")
         return None
 
     async def _take(self, each: IndexedStep) -> Manifest | None:
@@ -222,7 +222,7 @@ class Watcher:
 
         async def look() -> Manifest | None:
             try:
-                manifest = await read_manifest(self._storage, each.entry, step=each.step)
+                manifest = await read_manifest(self._storage, each.step_dir, step=each.step)
             except StepNotFoundError:
                 return None
             return None if self._seen.get(each.step) == manifest.attempt else manifest

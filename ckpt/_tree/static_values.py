@@ -139,10 +139,12 @@ def _decode(kind: str, content: Any, classes: Classes, depth: int) -> Any:
         }
     if kind == "numpy":
         dtype, data = content
-        (scalar,) = np.frombuffer(base64.b64decode(_text(data), validate=True), DTYPES[dtype])
+        (scalar,) = np.frombuffer(
+            base64.b64decode(_checked_text(data), validate=True), DTYPES[dtype]
+        )
         return scalar
     if kind == "enum":
-        name, member = map(_text, content)
+        name, member = map(_checked_text, content)
         return _member(name, member, classes)
     raise ValueError("no known kind")
 
@@ -192,7 +194,7 @@ def decode_key(key: JsonValue, classes: Classes | None = None) -> Any:
     return found
 
 
-def _text(value: Any) -> str:
+def _checked_text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError("not a text")
     return value
@@ -210,9 +212,9 @@ def _encode_bytes(value: bytes) -> str:
 
 _SIMPLE: dict[type, tuple[Callable[[Any], JsonValue], Callable[[Any], Any]]] = {
     bool: (bool, _flag),
-    float: (repr, lambda text: float(_text(text))),
-    complex: (repr, lambda text: complex(_text(text))),
-    bytes: (_encode_bytes, lambda text: base64.b64decode(_text(text), validate=True)),
+    float: (repr, lambda text: float(_checked_text(text))),
+    complex: (repr, lambda text: complex(_checked_text(text))),
+    bytes: (_encode_bytes, lambda text: base64.b64decode(_checked_text(text), validate=True)),
     type(...): (lambda _: "...", lambda _: ...),
 }
 # Classes that mean a dtype, as fields such as `param_dtype` hold them.
@@ -227,7 +229,7 @@ _SCALAR_TYPES = {
 _SCALAR_TYPE_NAMES = {id(kind): name for name, kind in _SCALAR_TYPES.items()}
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     **{kind.__name__: decode for kind, (_, decode) in _SIMPLE.items()},
-    "int": lambda text: int(_text(text), 16),
+    "int": lambda text: int(_checked_text(text), 16),
     "dtype": lambda name: DTYPES[name],
     "scalar_type": lambda name: _SCALAR_TYPES[name],
 }

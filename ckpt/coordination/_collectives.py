@@ -49,10 +49,10 @@ async def together(operation: Operation) -> AsyncIterator[None]:
                 tasks.cancel_scope.cancel()
     except BaseException as error:
         # All raise what the first one met, so that all go on in the same way.
-        told = await operation.settle(error)
-        if told is error:
+        agreed = await operation.settle(error)
+        if agreed is error:
             raise
-        raise told from error
+        raise agreed from error
 
 
 async def gathered(operation: Operation, value: Any, name: str) -> list[Any]:
@@ -63,11 +63,11 @@ async def gathered(operation: Operation, value: Any, name: str) -> list[Any]:
     part = operation.part(name)
     try:
         every = await part.report(json.dumps(value).encode())
-        told = None
+        joined = None
         if every is not None:
             await part.decide()
-            told = json.dumps([json.loads(each) for each in every]).encode()
-        found: list[Any] = json.loads(await part.conclude(told))
+            joined = json.dumps([json.loads(each) for each in every]).encode()
+        found: list[Any] = json.loads(await part.conclude(joined))
     except BaseException as error:
         await part.fail(error)
         raise

@@ -30,8 +30,8 @@ _MOST_PROBLEMS = 100
 def pack_error(error: BaseException, who: str) -> bytes:
     """Return `error`, met by the process that messages call `who`, as bytes for the others.
 
-    To be called in an event loop. What is no error of this library becomes a `CheckpointError` that
-    names its type. Secrets are taken out.
+    To be called in an event loop. An error of another library becomes a `CheckpointError`
+    that names its type. Secrets are taken out.
     """
     error = _one_of(error)
     if isinstance(error, anyio.get_cancelled_exc_class()):
@@ -62,13 +62,16 @@ def unpack_error(data: bytes) -> CheckpointError:
     """
     try:
         said = json.loads(data)
-        message = f"{_text(said['who'])}: {_text(said['message'])}"
-        step, errno = (_number(said[name]) for name in ("step", "errno"))
+        message = f"{_checked_text(said['who'])}: {_checked_text(said['message'])}"
+        step, errno = (_checked_number(said[name]) for name in ("step", "errno"))
         item, leaf = (
-            _text(said[name]) if said[name] is not None else None for name in ("item", "leaf")
+            _checked_text(said[name]) if said[name] is not None else None
+            for name in ("item", "leaf")
         )
-        problems = tuple(map(_text, said["problems"]))
-        missing = tuple(number for each in said["missing"] if (number := _number(each)) is not None)
+        problems = tuple(map(_checked_text, said["problems"]))
+        missing = tuple(
+            number for each in said["missing"] if (number := _checked_number(each)) is not None
+        )
         kind = _KINDS[said["kind"]]
     except (ValueError, TypeError, KeyError, RecursionError):
         return CoordinationError(
@@ -93,13 +96,13 @@ def _one_of(error: BaseException) -> BaseException:
     return next((each for each in found if isinstance(each, CheckpointError)), found[0])
 
 
-def _text(value: Any) -> str:
+def _checked_text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError
     return value
 
 
-def _number(value: Any) -> int | None:
+def _checked_number(value: Any) -> int | None:
     if value is not None and type(value) is not int:
         raise TypeError
     return value

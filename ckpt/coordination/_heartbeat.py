@@ -199,7 +199,7 @@ async def missing_text(missing: list[int], count: int, signs: Signs, values: Key
 def silence(
     label: str, names: str, missing: list[int], stage: Stage, seconds: float
 ) -> CoordinationTimeoutError:
-    """Return the error of a process that has waited for `missing` in vain."""
+    """Return the error of a process that has waited for `missing` for too long."""
     error = CoordinationTimeoutError(
         f"{label} {_STAGES[stage]} (stage {stage!r}), and heard nothing for {seconds:g} s: "
         f"{names}. Where a process was killed or stopped, restart the whole job; "

@@ -45,7 +45,7 @@ _VALUES, _PARTS, _COUNTS = "ckpt/values", "ckpt/parts", "ckpt/counts"
 _POLL_SECONDS = 300.0
 _EXIT_SECONDS = 30.0
 _MOST_REQUESTS = 16
-# Of each event loop: a limiter cannot be shared by two.
+# One for each event loop: a limiter cannot be shared by two.
 _LIMITER: RunVar[anyio.CapacityLimiter | None] = RunVar("ckpt_coordination_limiter")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from ckpt.errors import CoordinationError
 
 # gRPC takes messages of up to 4 MB by default, and a service that hands out
-# long messages keeps everybody else waiting.
+# long messages keeps all others waiting.
 PART_BYTES = 1 << 20
 _WORTH_COMPRESSING = 512
 _PLAIN, _COMPRESSED, _IN_PARTS = b"p", b"z", b"n"

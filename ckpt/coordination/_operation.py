@@ -12,8 +12,8 @@ It is made of values by name that are set once (`KeyValues`), and of nothing els
     <name>/outcome      what it all came to               set by the primary, or by who fails first
     <name>/life/i       signs of life                     set again and again
 
-Everybody waits for one value only, and whoever fails sets all that others can be waiting for. So
-nobody has to ask twice, a failure is heard at once, and an operation of n processes costs each of
+Each process waits for one value only, and one that fails sets all that others can be waiting for.
+So none has to ask twice, a failure is heard at once, and an operation of n processes costs each of
 them five requests, and the primary n/32 more to read what they report.
 """
 
@@ -101,7 +101,7 @@ class Operation:
         self._pulse = Pulse(self._shared, index)
         self._decided = False
         self._awaited: str | None = None
-        self._heard: tuple[bytes, CheckpointError] | None = None
+        self._received: tuple[bytes, CheckpointError] | None = None
         self._said: bytes | None = None
 
     @property
@@ -165,7 +165,7 @@ class Operation:
         if self._alone:
             return [value]
         if self._index == 0:
-            # Of the two errors that a group may hold, one is raised.
+            # A group may hold two errors; one is raised.
             with located():
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._raise_failure)
@@ -213,8 +213,8 @@ class Operation:
     async def fail(self, error: BaseException) -> bool:
         """Tell all others that this process has failed. Never raises, and ends in a bounded time.
 
-        Also where the caller is being cancelled. Of several failures the first is what everybody
-        raises (`settle` gives it). After `decide` only the primary can still tell of an error: the
+        Also where the caller is being cancelled. Of several failures the first is what all
+        raises (`settle` gives it). After `decide` only the primary can still report an error: the
         others raise it instead of getting an outcome.
 
         Returns:
@@ -235,8 +235,8 @@ class Operation:
         await self.fail(error)
         cancelled = isinstance(error, anyio.get_cancelled_exc_class())
         # `watch` may have heard what was said here.
-        others = self._heard is not None and self._heard[0] != self._said
-        return self._heard[1] if self._heard and others and not cancelled else error
+        others = self._received is not None and self._received[0] != self._said
+        return self._received[1] if self._received and others and not cancelled else error
 
     async def watch(self) -> None:
         """Give signs of life, and raise what another process fails with, until cancelled.
@@ -261,7 +261,7 @@ class Operation:
         self._pulse.advance(amount)
 
     async def show_moves(self) -> None:
-        """Let the others know at once if bytes were moved; that they cannot, is no error."""
+        """Tell the others at once if bytes were moved; a failure to do so is ignored."""
         if not self._alone:
             try:
                 await self._pulse.show_moves()
@@ -276,13 +276,13 @@ class Operation:
         decided = verdict is not None and verdict[:1] == _GIVEN
         self._decided = self._decided or decided
         if verdict is not None and not decided:
-            self._hear(verdict)
+            self._keep_error(verdict)
         if first:
             await self._shared.set_or_get("begin", said)
         if first or (decided and self._index == 0):
             await self._shared.set_or_get("outcome", said)
         if self._awaited is not None:
-            # Nobody will read it; but our own request for it ends.
+            # It will not be read; but our own request for it ends.
             await self._shared.set_or_get(self._awaited, b"")
         return not decided
 
@@ -293,9 +293,9 @@ class Operation:
             data = await self._shared.wait(key, min(self._slice, max(left, 0.001)))
             if data is not None:
                 return self._opened(data)
-            # The service runs where the primary does: one that does not answer is no sign of life.
+            # The service runs where the primary does: without an answer there is no sign of life.
             with anyio.move_on_after(max(left, self._slice / 2)):
-                # Whoever failed may have died before everybody was told.
+                # The process that failed may have died before it could tell all others.
                 await self._look_for_failure()
                 sign = await self._pulse.of_primary()
                 if sign is not None:
@@ -323,8 +323,8 @@ class Operation:
     async def _arrival(self, index: int, signs: Signs) -> bytes:
         self._awaited = _report(index)
         while True:
-            # The others wait for the primary, which waits: that it lives they have to be told. It
-            # waits in a bounded time itself.
+            # The others wait for the primary, which waits too: it has to tell them that it lives.
+            # It waits in a bounded time itself.
             if self._pulse.is_due(self._slice):
                 await self._pulse.show()
             left = signs.patience(index, anyio.current_time(), self.seconds)
@@ -361,7 +361,7 @@ class Operation:
             data = await self._shared.wait("verdict", self.seconds)
             if data is not None:
                 self._opened(data)
-                # Decided: nobody can fail any more.
+                # Decided: no process can fail any more.
                 return
 
     async def _look_for_failure(self) -> None:
@@ -378,15 +378,15 @@ class Operation:
             )
 
     def _opened(self, data: bytes) -> bytes:
-        """Return what was given, or raise the failure that stands there instead."""
+        """Return what was given, or raise the failure that was put there instead."""
         if data[:1] == FAILED:
-            raise self._hear(data)
+            raise self._keep_error(data)
         return data[1:]
 
-    def _hear(self, data: bytes) -> CheckpointError:
-        if self._heard is None or self._heard[0] != data:
-            self._heard = data, unpack_error(data[1:])
-        return self._heard[1]
+    def _keep_error(self, data: bytes) -> CheckpointError:
+        if self._received is None or self._received[0] != data:
+            self._received = data, unpack_error(data[1:])
+        return self._received[1]
 
 
 def _report(index: int) -> str:

@@ -191,7 +191,7 @@ class Peers:
                 if await store.add(f"{name}/ended") == self.count:
                     await store.drop(name)
             except Exception as error:
-                # Any exception, since the coordinator may be the user's: the outcome stands.
+                # Any exception, since the coordinator may be the user's; the outcome stays valid.
                 logger.debug("what %s has left was not removed: %s", name, error)
 
     async def on_primary(
@@ -211,8 +211,8 @@ class Peers:
         operation = await self.operation(kind, self.turn(kind), what)
         try:
             if self.index != 0:
-                told: JsonValue = json.loads(await operation.conclude(None))
-                return told
+                outcome: JsonValue = json.loads(await operation.conclude(None))
+                return outcome
             value = await acted(operation, act)
             # Shielded, and bounded: it is done, and the others must hear of it.
             with anyio.CancelScope(shield=True):
@@ -220,7 +220,7 @@ class Peers:
                 await operation.conclude(json.dumps(value).encode())
             return value
         except BaseException as error:
-            # The others are told, and what waits for this operation here ends.
+            # The others hear of it, and what waits for this operation here ends.
             await operation.fail(error)
             raise
         finally:
@@ -285,15 +285,15 @@ class Peers:
         try:
             self._take(await self._agree(opening))
         except BaseException as error:
-            told = await opening.settle(error)
+            agreed = await opening.settle(error)
             if opening.is_decided:
                 # Too late: the others have the name by now, unless they hear of this error. Without
                 # the name this process could not tell them of what it cannot do.
                 with anyio.CancelScope(shield=True), contextlib.suppress(CheckpointError):
                     self._take(json.loads(await opening.conclude(None) or b"{}"))
-            if told is error:
+            if agreed is error:
                 raise
-            raise told from error
+            raise agreed from error
         finally:
             await self.ended(opening)
 

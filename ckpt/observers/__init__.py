@@ -5,7 +5,7 @@ An observer is any callable that takes a `ckpt.Event`. Managers take them as `ob
 operation, and `ProgressBar` shows the progress.
 
 A `Trace` keeps the events, together with spans of your own such as train steps. It writes them for
-Perfetto. Its `Timeline` tells how much of a save overlapped with training, and `draw_html` and
+Perfetto. Its `Timeline` shows how much of a save overlapped with training, and `draw_html` and
 `draw_png` draw it.
 """
 

@@ -11,7 +11,7 @@ from ckpt.observers._operations import Operations
 class JaxMonitoring:
     """Reports saves, restores and other operations to `jax.monitoring`.
 
-    When an operation has ended, all listeners there are told how it ended, and if it succeeded, how
+    When an operation has ended, all listeners there hear how it ended, and if it succeeded, how
     long it and its phases took. docs/observing.md lists the names. Each follows the prefix and a
     slash: `/ckpt/save/ok`.
 

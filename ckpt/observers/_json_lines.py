@@ -78,7 +78,7 @@ class JsonLines:
         """
         if event.phase != END and not self._phases:
             return
-        told: dict[str, Value] = {
+        fields: dict[str, Value] = {
             "time": round((event.ended_ns + unix_offset_ns()) / 1e9, 6),
             "operation": event.operation,
             "phase": event.phase,
@@ -89,8 +89,8 @@ class JsonLines:
         for name in ("outcome", "reason", "lane", "batch"):
             value = getattr(event, name)
             if value is not None:
-                told[name] = plain(value)
-        line = json.dumps(told, allow_nan=False) + "\n"
+                fields[name] = plain(value)
+        line = json.dumps(fields, allow_nan=False) + "\n"
         with self._lock:
             if self._file is not None:
                 self._file.write(line)

@@ -56,7 +56,7 @@ class OpenTelemetry:
                 what = f"an object with the method {method}, or None for the global one"
                 raise invalid(name, provider, what, of="OpenTelemetry")
         self._trace = trace
-        # Empty: the current context of the library's thread is that of whoever started the thread.
+        # Empty: the library's thread has inherited the context of the call that started it.
         self._nowhere = Context()
         self._tracer = trace.get_tracer("ckpt", tracer_provider=tracer_provider)
         meter = metrics.get_meter("ckpt", meter_provider=meter_provider)

@@ -68,12 +68,12 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class ObservedOperation:
-    """An operation that has ended, or a phase that stands alone.
+    """An operation that has ended, or a phase on its own.
 
     Attributes:
         name: `"save"`, `"restore"`, `"verify"` or `"delete"`.
         step: The step, or None for a one-shot checkpoint.
-        end: How it ended; None for a phase that stands alone.
+        end: How it ended; None for a phase on its own.
         phases: Its phases, in the order in which the first of each kind ended.
     """
 
@@ -84,7 +84,7 @@ class ObservedOperation:
 
     @property
     def is_ok(self) -> bool:
-        """Whether it succeeded, or is a phase that stands alone."""
+        """Whether it succeeded, or is a phase on its own."""
         return self.end is None or self.end.outcome == "ok"
 
 
@@ -103,7 +103,7 @@ class Operations:
     def take(self, event: Event) -> ObservedOperation | None:
         """Add one event; return the operation that it completes, or None."""
         if event.phase in _ALONE:
-            return ObservedOperation(event.operation, event.step, None, (_one(event),))
+            return ObservedOperation(event.operation, event.step, None, (_single_phase(event),))
         key = (event.operation, event.step)
         with self._lock:
             phases = self._under_way.pop(key, {})
@@ -121,7 +121,7 @@ class Operations:
         return ObservedOperation(event.operation, event.step, event, own)
 
 
-def _one(event: Event) -> Phase:
+def _single_phase(event: Event) -> Phase:
     phase = Phase(event.phase, event.began_ns, event.ended_ns)
     phase.add(event)
     return phase

@@ -159,7 +159,7 @@ class ProgressBar:
         self._screen.draw()
 
     def _open(self) -> _Screen | None:
-        """Return where to draw, or None if nobody would see it."""
+        """Return where to draw, or None if there is no terminal or notebook."""
         console = self._console
         if console is None and getattr(_shell(), "kernel", None) is not None:
             self._notebook = self._notebook or _Notebook()

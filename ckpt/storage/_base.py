@@ -1,8 +1,8 @@
 """`Storage`: the protocol of every store, with its steps, attempts, files and notes.
 
-A store holds *entries*: directories named after steps, or one-shot checkpoints. An entry is
-committed if and only if its manifest validates. An *attempt* is one try at writing an entry, under
-a new random name. Publishing turns it into an entry in one atomic operation.
+A store holds *step directories*; the directory of a one-shot checkpoint is called so as well. One
+is committed if and only if its manifest validates. An *attempt* is one try at writing a
+step directory, under a new random name. Publishing turns it into one in one atomic operation.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from ckpt.errors import InvalidArgumentError
 
 T = TypeVar("T")
 _NOTE_PART = re.compile(r"^[A-Za-z0-9_.][A-Za-z0-9_.=+,@-]{0,199}\Z")
-# The size of a file in stores that tell sizes only to those who read the file.
+# The size of a file in stores that give sizes only with the content.
 UNKNOWN_SIZE = -1
 
 
 class Attempt(Protocol):
-    """One try at writing an entry.
+    """One try at writing a step directory.
 
     Attributes:
-        entry: Name of the entry it will become.
+        step_dir: Name of the step directory it will become.
         id: Random hexadecimal id, unique to this try.
-        folder: Folder of the entry that will hold its files; empty for the entry itself.
+        folder: Folder of the step directory that will hold its files; empty for the step directory
+            itself.
     """
 
     @property
-    def entry(self) -> str:
-        """Name of the entry it will become."""
+    def step_dir(self) -> str:
+        """Name of the step directory it will become."""
 
     @property
     def id(self) -> str:
@@ -38,11 +39,11 @@ class Attempt(Protocol):
 
     @property
     def folder(self) -> str:
-        """Folder of the entry that will hold its files; empty for the entry itself."""
+        """Folder in the step directory that will hold its files; empty for the directory itself."""
 
 
 class Storage(Protocol):
-    """A root that holds entries. All methods raise `StorageError` if the store fails."""
+    """A root that holds step directories. All methods raise `StorageError` if the store fails."""
 
     @property
     def location(self) -> str:
@@ -65,59 +66,60 @@ class Storage(Protocol):
 
     @property
     def keeps_others(self) -> bool:
-        """Whether files that others put into an entry survive when it is removed or replaced.
+        """Whether files that others put into a step directory survive its removal or replacement.
 
         Otherwise they are moved away first; see `set_aside`.
         """
 
     async def prepare(self) -> None:
-        """Make the root if it is missing, and raise if it cannot hold entries."""
+        """Make the root if it is missing, and raise if it cannot hold step directories."""
 
-    async def entries(self) -> list[str]:
-        """Return the names in the root that may be entries, committed or not, without attempts."""
+    async def step_dirs(self) -> list[str]:
+        """Return the names that may be step directories, committed or not, without attempts."""
 
-    async def exists(self, entry: str) -> bool:
-        """Tell whether there is anything with the name of an entry, even if it is not an entry."""
+    async def exists(self, step_dir: str) -> bool:
+        """Tell whether anything has that name, even if it is not a step directory."""
 
-    async def files(self, entry: str) -> dict[str, int | None]:
-        """Return the size in bytes of every file below an entry, by path relative to it.
+    async def files(self, step_dir: str) -> dict[str, int | None]:
+        """Return the size in bytes of every file below a step directory, by path relative to it.
 
         The size of anything that is not a regular file, such as a symbolic link or a FIFO, is None.
-        In stores that do not tell sizes it is `UNKNOWN_SIZE`.
+        In stores that do not list sizes it is `UNKNOWN_SIZE`.
         """
 
-    async def read(self, entry: str, path: str, limit: int) -> bytes | None:
-        """Return a small file of an entry, or None if the entry or the file does not exist.
+    async def read(self, step_dir: str, path: str, limit: int) -> bytes | None:
+        """Return a small file of a step directory, or None if either does not exist.
 
         Raises:
             CorruptCheckpointError: It is not a regular file, or larger than `limit` bytes.
         """
 
-    async def stamps(self, entries: Sequence[str], path: str) -> list[Hashable | None]:
-        """Return for each entry a value that changes whenever its file `path` may have changed.
+    async def stamps(self, step_dirs: Sequence[str], path: str) -> list[Hashable | None]:
+        """Return for each a value that changes whenever its file `path` may have changed.
 
-        None if the entry or the file does not exist. This is much cheaper than reading the files.
+        None if the step directory or the file does not exist. This is much cheaper than reading the
+        files.
         """
 
     async def read_each(
-        self, entries: Sequence[str], path: str, limit: int, parse: Callable[[bytes], T]
+        self, step_dirs: Sequence[str], path: str, limit: int, parse: Callable[[bytes], T]
     ) -> list[T | None]:
-        """Read the small file `path` of many entries; return what `parse` makes of each.
+        """Read the small file `path` of many step directories; return what `parse` makes of each.
 
         None if it does not exist, is not a regular file or is larger than `limit` bytes. `parse`
         runs in a thread and must not raise.
         """
 
-    async def begin(self, entry: str) -> Attempt:
+    async def begin(self, step_dir: str) -> Attempt:
         """Begin an attempt, which no cleaner can take for abandoned while this process lives."""
 
-    async def join(self, entry: str, attempt: str) -> Attempt:
+    async def join(self, step_dir: str, attempt: str) -> Attempt:
         """Return an attempt that another process of this job has begun, to write files of it.
 
         The other process renews, publishes and removes it. `discard` only releases it here.
 
         Args:
-            entry: Name of the entry it will become.
+            step_dir: Name of the step directory it will become.
             attempt: Its id.
 
         Raises:
@@ -141,18 +143,19 @@ class Storage(Protocol):
         """
 
     async def link(self, attempt: Attempt, path: str, folder: str = "") -> None:
-        """Put a file of the existing entry into the attempt that will replace it, at the same path.
+        """Put a file of the step directory into the attempt that will replace it, at the same path.
 
         The path is relative to `folder`, if there is one. The file is not copied if the store can
         do without: files are never changed in place, so both may share its bytes, and each can be
         removed without the other. The file must be durable already.
 
         Raises:
-            CorruptCheckpointError: The entry has no such file, or it is not a regular file.
+            CorruptCheckpointError: The step directory has no such file, or it is not a regular
+                file.
         """
 
-    async def read_block(self, entry: str, path: str, offset: int, target: memoryview) -> None:
-        """Fill `target` with the bytes of an entry's data file from `offset` on.
+    async def read_block(self, step_dir: str, path: str, offset: int, target: memoryview) -> None:
+        """Fill `target` with the bytes of a step directory's data file from `offset` on.
 
         `target` is in use until this returns, also if it raises or is cancelled.
 
@@ -163,17 +166,18 @@ class Storage(Protocol):
     async def publish(
         self, attempt: Attempt, *, overwrite: bool, replacing: str | None = None
     ) -> None:
-        """Turn the attempt into its entry, atomically and durably. All its files are complete.
+        """Turn the attempt into its step directory, atomically and durably; its files are complete.
 
         Args:
             attempt: The attempt.
-            overwrite: Whether an existing entry is replaced, in the same atomic operation.
-            replacing: Id of the attempt that the existing entry came from. Exactly that entry is
-                replaced, whatever `overwrite` says; if it is gone, nothing is published.
+            overwrite: Whether an existing step directory is replaced, in the same atomic operation.
+            replacing: Id of the attempt that the existing step directory came from. Exactly that
+                step directory is replaced, whatever `overwrite` says; if it is gone, nothing is
+                published.
 
         Raises:
-            StepExistsError: The entry exists and may not be replaced; the attempt stays.
-            StepDeletedError: The entry of `replacing` is gone; the attempt stays.
+            StepExistsError: The step directory exists and may not be replaced; the attempt stays.
+            StepDeletedError: The step directory of `replacing` is gone; the attempt stays.
         """
 
     async def discard(self, attempt: Attempt, *, joined: bool = False) -> None:
@@ -183,26 +187,27 @@ class Storage(Protocol):
         must be removed, too.
         """
 
-    async def remove(self, entry: str, *, attempt: str | None = None) -> bool:
-        """Remove an entry: first its name, atomically, then its bytes. False if it does not exist.
+    async def remove(self, step_dir: str, *, attempt: str | None = None) -> bool:
+        """Remove a step directory: first its name, atomically, then its bytes; False if it is gone.
 
         With `attempt`, it is removed only if its manifest is of that attempt.
         """
 
-    async def move(self, entry: str, trash: str) -> str | None:
-        """Move an entry into a folder, atomically and durably; return its path there.
+    async def move(self, step_dir: str, trash: str) -> str | None:
+        """Move a step directory into a folder, atomically and durably; return its path there.
 
         None if it does not exist. `trash` is a folder below the root, or a path. It is made if it
         is missing; see `prepare_trash`.
         """
 
     async def prepare_trash(self, trash: str) -> None:
-        """Make the folder `trash`, and raise if entries cannot be moved into it."""
+        """Make the folder `trash`, and raise if step directories cannot be moved into it."""
 
-    async def set_aside(self, entry: str, paths: Sequence[str]) -> str:
-        """Move files of an entry, durably, into a new folder beside it; return that folder.
+    async def set_aside(self, step_dir: str, paths: Sequence[str]) -> str:
+        """Move files of a step directory, durably, into a new folder beside it; return that folder.
 
-        They are files that others put there, and the entry is about to be removed or replaced.
+        They are files that others put there, and the step directory is about to be removed or
+        replaced.
         """
 
     async def sweep(self) -> list[str]:
@@ -211,14 +216,14 @@ class Storage(Protocol):
     async def put_note(
         self, name: str, data: bytes, *, replace: bool, durable: bool = True
     ) -> bool:
-        """Write a small file of the root beside the entries, atomically and durably.
+        """Write a small file of the root beside the step directories, atomically and durably.
 
         Args:
             name: Folder and name (`metadata/_ROOT_METADATA`). The folder is made.
             data: Its content.
             replace: Whether an existing file of that name is replaced.
-            durable: False is quicker, for notes whose name is what matters: everybody sees the name
-                at once, the content may follow a moment later, and a power cut may take both.
+            durable: False is quicker, for notes whose name is what matters: all readers see the
+                name at once, the content may follow a moment later, and a power cut may take both.
 
         Returns:
             False if the file exists and may not be replaced. It was not changed.

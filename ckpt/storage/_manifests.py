@@ -24,27 +24,27 @@ from ckpt.storage._base import Storage
 _SMALL_BYTES = 8 << 10
 
 
-def lies_in(entry: str, manifest: Manifest) -> str:
-    """Return the directory that holds the files of an entry, relative to the root."""
-    return f"{entry}/{manifest.folder}" if manifest.folder else entry
+def lies_in(step_dir: str, manifest: Manifest) -> str:
+    """Return the directory that holds the files of a step directory, relative to the root."""
+    return f"{step_dir}/{manifest.folder}" if manifest.folder else step_dir
 
 
-async def read_manifest(storage: Storage, entry: str, *, step: int | None = None) -> Manifest:
-    """Return the manifest of an entry.
+async def read_manifest(storage: Storage, step_dir: str, *, step: int | None = None) -> Manifest:
+    """Return the manifest of a step directory.
 
     Args:
         storage: The root.
-        entry: The entry's name.
+        step_dir: Its name.
         step: The expected step, or None for a one-shot checkpoint or any step.
 
     Raises:
         StepNotFoundError: `step` was given, and is not committed.
-        NotACheckpointError: The entry is not a checkpoint of this library.
+        NotACheckpointError: The step directory is not a checkpoint of this library.
         CorruptCheckpointError: The manifest is damaged.
         UnsupportedFormatError: The manifest is of a later format.
     """
-    where = f"{storage.location}/{entry}"
-    data = await storage.read(entry, FILE_NAME, MAX_BYTES)
+    where = f"{storage.location}/{step_dir}"
+    data = await storage.read(step_dir, FILE_NAME, MAX_BYTES)
     if data is None and step is not None:
         raise StepNotFoundError(f"there is no such step in {storage.location}", step=step)
     if data is None:
@@ -80,7 +80,7 @@ async def _decoded(data: bytes, where: str) -> Manifest:
 
 
 @contextlib.asynccontextmanager
-async def while_read(storage: Storage, entry: str, manifest: Manifest) -> AsyncIterator[None]:
+async def while_read(storage: Storage, step_dir: str, manifest: Manifest) -> AsyncIterator[None]:
     """Tell damage from deletion if the body fails to read a checkpoint.
 
     Raises:
@@ -89,40 +89,40 @@ async def while_read(storage: Storage, entry: str, manifest: Manifest) -> AsyncI
     try:
         yield
     except (CorruptCheckpointError, StorageError) as error:
-        await refuse_deleted(storage, entry, manifest, error)
+        await refuse_deleted(storage, step_dir, manifest, error)
         raise
 
 
 async def refuse_deleted(
-    storage: Storage, entry: str, manifest: Manifest, error: Exception | None = None
+    storage: Storage, step_dir: str, manifest: Manifest, error: Exception | None = None
 ) -> None:
     """Raise if the checkpoint that a manifest describes is gone.
 
     Args:
         storage: The root.
-        entry: The entry's name.
+        step_dir: Its name.
         manifest: The manifest that was read before.
         error: The error that gave reason to check.
 
     Raises:
         StepDeletedError: It was deleted or replaced.
     """
-    fate = await _fate_of(storage, entry, manifest)
+    fate = await _fate_of(storage, step_dir, manifest)
     if fate is not None:
         raise StepDeletedError(
-            f"{storage.location}/{entry} was {fate} while it was read. Take the latest step, or "
+            f"{storage.location}/{step_dir} was {fate} while it was read. Take the latest step, or "
             "let the writer keep more steps",
             step=manifest.step,
         ) from error
 
 
-async def _fate_of(storage: Storage, entry: str, manifest: Manifest) -> str | None:
+async def _fate_of(storage: Storage, step_dir: str, manifest: Manifest) -> str | None:
     """Return what happened to the checkpoint of `manifest`; None if it is still there."""
     try:
-        data = await storage.read(entry, FILE_NAME, MAX_BYTES)
+        data = await storage.read(step_dir, FILE_NAME, MAX_BYTES)
         if data is None:
             return "deleted"
-        found = await _decoded(data, entry)
+        found = await _decoded(data, step_dir)
     except CheckpointError:
         # A manifest that cannot be read, or is damaged, was not deleted.
         return None

@@ -22,7 +22,7 @@ from ckpt.storage._plugins import open_installed, schemes
 PathLike = str | os.PathLike[str] | S3 | GCS | Memory
 
 _DEFAULT_TIMEOUTS = Timeouts()
-# With the set-group bit, so that files belong to the group whoever makes them.
+# With the set-group bit, so that all files belong to the group, whichever user makes them.
 _MOST_PERMISSIONS = 0o7777
 _OWNER = 0o700
 _STORES: dict[str, Callable[[str], StoreConfig]] = {"s3": S3, "gs": GCS, "memory": Memory}
@@ -72,7 +72,7 @@ def open_root(
 def check_trash(
     root: PathLike, trash: str | os.PathLike[str], is_step: Callable[[str], bool]
 ) -> None:
-    """Raise if a trash folder could be taken for a step of the root, or lies in one.
+    """Raise if a trash folder could be taken for a step of the root, or is inside one.
 
     Args:
         root: The root.
@@ -80,7 +80,7 @@ def check_trash(
         is_step: Tells whether a directory of the root may be a step.
 
     Raises:
-        InvalidArgumentError: It is the root itself, or could be a step, or lies in one.
+        InvalidArgumentError: It is the root itself, or could be a step, or is inside one.
     """
     local = _place(root)
     if not isinstance(local, Path):
@@ -96,12 +96,12 @@ def check_trash(
     if len(parts) != 1 or is_step(parts[0]) or parts[0] == "metadata" or parts[0].startswith("."):
         raise InvalidArgumentError(
             f"Deletion(trash={os.fspath(trash)!r:.120}): expected a folder of its own directly "
-            f"below {shown(root)}, that is no step and not 'metadata', or one elsewhere"
+            f"below {shown(root)}, that is not a step and not 'metadata', or one elsewhere"
         )
 
 
-def open_entry(path: PathLike, *, follow: bool = False) -> tuple[Storage, str]:
-    """Return the storage and the entry of a single checkpoint at `path`.
+def open_step_dir(path: PathLike, *, follow: bool = False) -> tuple[Storage, str]:
+    """Return the storage and the step directory of a single checkpoint at `path`.
 
     Args:
         path: The path.

@@ -63,13 +63,13 @@ def test_a_reader_never_finds_no_step_where_there_always_is_one(tmp_path: Path, 
                 moved_on = True
                 await anyio.to_thread.run_sync(move_on)
 
-        async def read_late(entry: str, path: str, limit: int) -> bytes | None:
+        async def read_late(step_dir: str, path: str, limit: int) -> bytes | None:
             await look_late()
-            return await read(entry, path, limit)
+            return await read(step_dir, path, limit)
 
-        async def stamps_late(entries: Sequence[str], path: str) -> list[Hashable | None]:
+        async def stamps_late(step_dirs: Sequence[str], path: str) -> list[Hashable | None]:
             await look_late()
-            return await stamps(entries, path)
+            return await stamps(step_dirs, path)
 
         storage.read = read_late  # type: ignore[method-assign]
         storage.stamps = stamps_late  # type: ignore[method-assign]

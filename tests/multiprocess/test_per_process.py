@@ -37,7 +37,7 @@ from ckpt.handlers._base import is_per_process
 from ckpt.handlers._registry import find_handlers
 from ckpt.handlers._tree_file import encode_tree, load_tree
 from ckpt.storage._manifests import read_manifest
-from ckpt.storage._resolve import open_entry
+from ckpt.storage._resolve import open_step_dir
 from tests.support.real_jobs import Result, run_processes
 from tests.support.stateful_objects import Averages, Counter, Recording, Reservoir
 
@@ -113,13 +113,13 @@ def saved(path: Path, items: Mapping[str, Sequence[Any]], handlers: Any = ()) ->
 
 def restored(path: Path, items: Any, process: int, processes: int, handlers: Any = ()) -> Any:
     """Load items as one process of a job."""
-    storage, entry = open_entry(path, follow=True)
+    storage, step_dir = open_step_dir(path, follow=True)
     engine = make_engine(Staging(), handlers, ())
 
     async def load() -> dict[str, Any]:
-        manifest = await read_manifest(storage, entry)
+        manifest = await read_manifest(storage, step_dir)
         wanted = wanted_items(manifest, None, items, None)
-        restore = RestoreContext(storage, entry, manifest, engine, (), process, processes)
+        restore = RestoreContext(storage, step_dir, manifest, engine, (), process, processes)
         return await restore_items(restore, wanted)
 
     return asyncio.run(load())
@@ -429,14 +429,14 @@ def test_the_tree_of_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def restored_with(path: Path, like: Any, adapt: Adapt) -> Any:
-    storage, entry = open_entry(path, follow=True)
+    storage, step_dir = open_step_dir(path, follow=True)
     engine = make_engine(Staging(), (), ())
 
     async def load() -> dict[str, Any]:
-        manifest = await read_manifest(storage, entry)
+        manifest = await read_manifest(storage, step_dir)
         wanted = wanted_items(manifest, None, {"a": like}, {"a": adapt})
         return await restore_items(
-            RestoreContext(storage, entry, manifest, engine, (), 1, 2), wanted
+            RestoreContext(storage, step_dir, manifest, engine, (), 1, 2), wanted
         )
 
     return asyncio.run(load())["a"]

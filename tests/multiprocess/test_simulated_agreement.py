@@ -129,9 +129,9 @@ def test_steps_are_published_in_the_order_of_their_saves(tmp_path: Path) -> None
     publish = storage.publish
 
     async def slower_first(attempt: Any, **options: Any) -> None:
-        await anyio.sleep(0.3 if attempt.entry == "1" else 0.0)
+        await anyio.sleep(0.3 if attempt.step_dir == "1" else 0.0)
         await publish(attempt, **options)
-        order.append(attempt.entry)
+        order.append(attempt.step_dir)
 
     storage.publish = slower_first
     commits = together(*(lambda m=m: [m.save(step, STATE) for step in (1, 2)] for m in mgrs))
@@ -190,7 +190,7 @@ def test_what_the_primary_refuses_before_it_begins_is_refused_everywhere(tmp_pat
     assert steps(saved(mgrs, 1)) == [1, 1]
     storage, begun = mgrs[0]._service.storage, []
     begin = storage.begin
-    storage.begin = lambda entry: begun.append(entry) or begin(entry)
+    storage.begin = lambda step_dir: begun.append(step_dir) or begin(step_dir)
     found = saved(mgrs, 1)
     assert [type(each) for each in found] == [StepExistsError] * 2
     assert "process 0 of 2" in str(found[1])

@@ -29,7 +29,7 @@ def test_who_cannot_write_to_the_attempt_fails_the_save_also_with_nothing_to_wri
 ) -> None:
     mgrs = managers(tmp_path)
 
-    async def join(entry: str, attempt: str) -> Any:
+    async def join(step_dir: str, attempt: str) -> Any:
         await anyio.sleep(0.1)
         raise StorageError("no such attempt here")
 

@@ -136,7 +136,7 @@ SLOW: dict[str, Callable[[list[Any]], list[Any]]] = {
     "publish": lambda mgrs: saved(mgrs, 2),
     "sweep": lambda mgrs: saved(mgrs, 2),
     "remove": lambda mgrs: together(*(lambda m=m: m.delete(1) for m in mgrs)),
-    "entries": lambda mgrs: together(*(mgr.all_steps for mgr in mgrs)),
+    "step_dirs": lambda mgrs: together(*(mgr.all_steps for mgr in mgrs)),
 }
 
 

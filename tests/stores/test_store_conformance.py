@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
-from ckpt.testing.conformance import STORE_CHECKS, store_entries, store_writers
+from ckpt.testing.conformance import STORE_CHECKS, store_step_dirs, store_writers
 from tests.stores.places import Place, case_of
 
 
@@ -19,7 +19,7 @@ def test_a_store_conforms(store: Place, check: Any) -> None:
 def test_every_check_is_among_those_that_are_run() -> None:
     found = {
         name
-        for module in (store_entries, store_writers)
+        for module in (store_step_dirs, store_writers)
         for name, value in vars(module).items()
         if getattr(value, "__module__", "") == module.__name__
         and not name.startswith("_")

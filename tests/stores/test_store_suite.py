@@ -15,7 +15,7 @@ from ckpt.errors import CheckpointError
 from ckpt.storage._base import Attempt
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.testing.conformance import StoreCase, check_store, stores
-from ckpt.testing.conformance import store_entries as entries
+from ckpt.testing.conformance import store_step_dirs as step_dirs
 from ckpt.testing.conformance import store_writers as writers
 from tests.stores.places import Place, case_of
 
@@ -29,7 +29,7 @@ class Unprotected(LocalStorage):
     """Looks, and then replaces whatever has come since."""
 
     async def publish(self, attempt: Attempt, *, overwrite: bool, **options: Any) -> None:
-        if not overwrite and await self.exists(attempt.entry):
+        if not overwrite and await self.exists(attempt.step_dir):
             await super().publish(attempt, overwrite=False)
         await anyio.sleep(0.01)
         await super().publish(attempt, overwrite=True)
@@ -40,9 +40,9 @@ class Forgetful(LocalStorage):
 
     _known: list[str] | None = None
 
-    async def entries(self) -> list[str]:
+    async def step_dirs(self) -> list[str]:
         if self._known is None:
-            self._known = await super().entries()
+            self._known = await super().step_dirs()
         return self._known
 
 
@@ -52,28 +52,28 @@ class Unstamped(LocalStorage):
 
 
 class Shifted(LocalStorage):
-    async def read_block(self, entry: str, path: str, offset: int, target: memoryview) -> None:
-        await super().read_block(entry, path, max(offset - 1, 0), target)
+    async def read_block(self, step_dir: str, path: str, offset: int, target: memoryview) -> None:
+        await super().read_block(step_dir, path, max(offset - 1, 0), target)
 
 
 class Short(LocalStorage):
     """What is cut is no error."""
 
-    async def read_block(self, entry: str, path: str, offset: int, target: memoryview) -> None:
+    async def read_block(self, step_dir: str, path: str, offset: int, target: memoryview) -> None:
         try:
-            await super().read_block(entry, path, offset, target)
+            await super().read_block(step_dir, path, offset, target)
         except CheckpointError:
             target[:] = bytes(len(target))
 
 
 class Unlimited(LocalStorage):
-    async def read(self, entry: str, path: str, limit: int) -> bytes | None:
-        return await super().read(entry, path, 1 << 30)
+    async def read(self, step_dir: str, path: str, limit: int) -> bytes | None:
+        return await super().read(step_dir, path, 1 << 30)
 
 
 class Careless(LocalStorage):
-    async def remove(self, entry: str, *, attempt: str | None = None) -> bool:
-        return await super().remove(entry)
+    async def remove(self, step_dir: str, *, attempt: str | None = None) -> bool:
+        return await super().remove(step_dir)
 
 
 class Sloppy(LocalStorage):
@@ -111,11 +111,11 @@ class Murderous(LocalStorage):
 class Lingering(LocalStorage):
     """A cancelled read goes on."""
 
-    async def read_block(self, entry: str, path: str, offset: int, target: memoryview) -> None:
+    async def read_block(self, step_dir: str, path: str, offset: int, target: memoryview) -> None:
         pause = threading.Event()
 
         def later() -> None:
-            data = (self._root / entry / path).read_bytes()[offset : offset + len(target)]
+            data = (self._root / step_dir / path).read_bytes()[offset : offset + len(target)]
             pause.wait(0.02)
             for start in range(0, len(data), 1 << 16):
                 target[start : start + (1 << 16)] = data[start : start + (1 << 16)]
@@ -124,9 +124,9 @@ class Lingering(LocalStorage):
 
 
 class Seen(LocalStorage):
-    """An attempt is written in the place of the entry."""
+    """An attempt is written in the place of the step directory."""
 
-    async def entries(self) -> list[str]:
+    async def step_dirs(self) -> list[str]:
         return sorted({name.split(".")[0] for name in await self._all()})
 
     async def _all(self) -> list[str]:
@@ -146,23 +146,23 @@ def case(kind: type[LocalStorage], root: Path, place: Place) -> StoreCase:
 @pytest.mark.parametrize(
     ("kind", "check"),
     [
-        (Overwriting, entries.an_entry_is_not_replaced_unless_asked),
-        (Overwriting, entries.only_what_was_meant_is_replaced),
+        (Overwriting, step_dirs.a_step_dir_is_not_replaced_unless_asked),
+        (Overwriting, step_dirs.only_what_was_meant_is_replaced),
         (Unprotected, writers.of_many_writers_one_wins),
         (Unprotected, writers.of_many_who_replace_one_attempt_one_wins),
-        (Forgetful, entries.its_listing_is_always_true),
-        (Unstamped, entries.a_change_is_told_by_the_stamp),
-        (Shifted, entries.every_range_is_read),
-        (Short, entries.every_range_is_read),
-        (Unlimited, entries.small_files_are_read_within_limits),
-        (Careless, entries.an_entry_is_removed_whole),
+        (Forgetful, step_dirs.its_listing_is_always_true),
+        (Unstamped, step_dirs.a_change_is_told_by_the_stamp),
+        (Shifted, step_dirs.every_range_is_read),
+        (Short, step_dirs.every_range_is_read),
+        (Unlimited, step_dirs.small_files_are_read_within_limits),
+        (Careless, step_dirs.a_step_dir_is_removed_whole),
         (Sloppy, writers.of_many_notes_of_one_name_one_is_made),
         (Sloppy, writers.notes_are_small_files_of_the_root),
         (Ageing, writers.a_note_is_never_older_than_it_is),
         (Untouched, writers.a_note_is_never_older_than_it_is),
         (Murderous, writers.a_live_writer_is_left_alone),
         (Lingering, writers.a_cancelled_write_leaves_its_memory_alone),
-        (Seen, entries.an_attempt_is_seen_by_nobody),
+        (Seen, step_dirs.an_attempt_is_invisible),
     ],
     ids=lambda each: each.__name__,
 )
@@ -186,8 +186,8 @@ def test_a_store_that_never_cleans_up_is_caught(
 def test_all_checks_are_run(
     tmp_path: Path, make_place: Callable[[str], Place], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stores, "CHECKS", (entries.it_says_what_it_is,))
+    monkeypatch.setattr(stores, "CHECKS", (step_dirs.it_says_what_it_is,))
     check_store(case(LocalStorage, tmp_path, make_place("local")))
-    monkeypatch.setattr(stores, "CHECKS", (*stores.CHECKS, entries.an_entry_is_removed_whole))
+    monkeypatch.setattr(stores, "CHECKS", (*stores.CHECKS, step_dirs.a_step_dir_is_removed_whole))
     with pytest.raises(AssertionError):
         check_store(case(Careless, tmp_path / "careless", make_place("local")))

@@ -253,7 +253,7 @@ def _packed_bytes(
         if number in shards:
             array = _gathered(spec.shape, shards.pop(number))
         elif spec.kind in ARRAY_KINDS:
-            # Of an array on one CPU device this is a view, which jax does not keep.
+            # For an array on one CPU device this is a view, which jax does not keep.
             held = spec.cast_from or spec.dtype
             array = np.ascontiguousarray(_unkept(leaf) if held in _UNPACKED else leaf)
         else:

@@ -35,7 +35,7 @@ class DamagedLeaves:
         if len(self._errors) < _MOST_ERRORS:
             self._errors.append(error)
 
-    def raise_noted(self) -> None:
+    def raise_if_any(self) -> None:
         """Raise what was noted, if anything was.
 
         Raises:

@@ -23,7 +23,7 @@ class RestoreContext:
 
     Attributes:
         storage: Where the step is.
-        entry: Its directory there.
+        step_dir: Its directory there.
         manifest: Its manifest.
         engine: Handlers, and memory.
         observers: Receive the timed phases.
@@ -34,7 +34,7 @@ class RestoreContext:
     """
 
     storage: Storage
-    entry: str
+    step_dir: str
     manifest: Manifest
     engine: Engine
     observers: tuple[Observer, ...]
@@ -46,7 +46,7 @@ class RestoreContext:
     @property
     def folder(self) -> str:
         """Where the files of the step are."""
-        return lies_in(self.entry, self.manifest)
+        return lies_in(self.step_dir, self.manifest)
 
     @property
     def recorder(self) -> EventRecorder:

@@ -137,7 +137,7 @@ def deliver(
         if not done:
             for use in chunk.uses:
                 destinations[use.read].put(use, data)
-    damage.raise_noted()
+    damage.raise_if_any()
 
 
 def _elements(chunk: ChunkRead, stored: Array, view: Array | None, buffers: Buffers) -> Array:

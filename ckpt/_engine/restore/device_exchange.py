@@ -186,5 +186,5 @@ class DeviceExchange:
 
 
 async def _in_thread(function: Callable[..., T], *args: Any) -> T:
-    # Abandoned when cancelled, since it may wait for devices for ever.
+    # Abandoned when cancelled, since it may wait for devices forever.
     return await anyio.to_thread.run_sync(partial(function, *args), abandon_on_cancel=True)

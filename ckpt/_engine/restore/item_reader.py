@@ -112,7 +112,7 @@ class EngineItemReader:
         self._recorder.planned(began_ns, total)
         await self._place_without_chunks(work)
         await self._read_requests(work.requests.pop(None), self._read_block, work)
-        work.damage.raise_noted()
+        work.damage.raise_if_any()
         for grouping, requests in work.requests.items():
             assert grouping is not None
             await self._read_shared(grouping, requests, work)
@@ -154,7 +154,7 @@ class EngineItemReader:
 
         async def take(read_block: BlockReader, numbers: range) -> None:
             await self._read_requests([requests[each] for each in numbers], read_block, work)
-            work.damage.raise_noted()
+            work.damage.raise_if_any()
 
         assert self._restore.broadcast is not None
         shared = SharedReads(
@@ -259,7 +259,7 @@ async def _read_singly(
         with damage.noted(), located(leaf=chunk.leaf.name):
             part = memory[chunk.start - source.start : chunk.end - source.start]
             await read_block(source.path, chunk.start, part.data)
-    damage.raise_noted()
+    damage.raise_if_any()
 
 
 def _warn_of_types(reads: Sequence[ArrayRead]) -> None:

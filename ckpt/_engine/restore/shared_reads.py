@@ -153,11 +153,11 @@ class SharedReads:
         batches += [ReadBatch(range(0), ())] * (rounds - len(batches))
         group = _ReadGroup(exchange, rank, batches, requests)
         async with anyio.create_task_group() as tasks:
-            coming = self._begun(tasks, group, 0)
+            coming = self._start_share(tasks, group, 0)
             for number, batch in enumerate(batches):
                 given = await self._all_ready(f"share-{turn}-{number}", coming, exchange)
                 if number + 1 < rounds:
-                    coming = self._begun(tasks, group, number + 1)
+                    coming = self._start_share(tasks, group, number + 1)
                 with self._recorder.phase("exchange", batch.nbytes):
                     # Shielded: all others are about to do it.
                     with anyio.CancelScope(shield=True):
@@ -184,7 +184,7 @@ class SharedReads:
                 raise _different(peers.index, process, "their devices hold the same parts of them")
         return max(each[2] for each in every), max(each[3] for each in every)
 
-    def _begun(self, tasks: Any, group: _ReadGroup, number: int) -> _PendingShare:
+    def _start_share(self, tasks: Any, group: _ReadGroup, number: int) -> _PendingShare:
         coming = _PendingShare(anyio.Event())
 
         async def read() -> None:

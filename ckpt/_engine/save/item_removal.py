@@ -14,8 +14,8 @@ from ckpt.storage._base import Attempt, Storage
 from ckpt.storage._manifests import while_read
 
 
-async def delete_item(storage: Storage, entry: str, manifest: Manifest, item: str) -> None:
-    """Take one item out of a committed entry.
+async def delete_item(storage: Storage, step_dir: str, manifest: Manifest, item: str) -> None:
+    """Take one item out of a committed step directory.
 
     Everything else is put into a new attempt, without being copied if the store can do that, and
     the attempt replaces the old step atomically: at every instant one of the two is there, whole.
@@ -23,7 +23,7 @@ async def delete_item(storage: Storage, entry: str, manifest: Manifest, item: st
 
     Args:
         storage: The root.
-        entry: The entry's name.
+        step_dir: Its name.
         manifest: Its manifest.
         item: Name of the item.
 
@@ -50,7 +50,7 @@ async def delete_item(storage: Storage, entry: str, manifest: Manifest, item: st
             f"item={item!r:.120} is the only item of the step; delete the step instead",
             step=manifest.step,
         )
-    attempt: Attempt | None = await storage.begin(entry)
+    attempt: Attempt | None = await storage.begin(step_dir)
     assert attempt is not None
     try:
         with located(step=manifest.step):
@@ -67,7 +67,7 @@ async def delete_item(storage: Storage, entry: str, manifest: Manifest, item: st
                         ),
                     }
                 )
-                async with while_read(storage, entry, manifest):
+                async with while_read(storage, step_dir, manifest):
                     await _write_rest(storage, attempt, manifest, kept, item)
                 # Not cancelled from here on: it must be known what the store has done.
                 with anyio.CancelScope(shield=True):
@@ -84,11 +84,17 @@ async def _write_rest(
     storage: Storage, attempt: Attempt, old: Manifest, new: Manifest, item: str
 ) -> None:
     """Write all but one item to an attempt; its manifest is written last."""
-    entry = attempt.entry
+    step_dir = attempt.step_dir
     written: dict[str, bytes] = {}
     if OWN_DISKS not in old.requires:
         written = step_view(
-            entry, new.items, old.metrics, old.metadata, old.created_ns, old.committed_ns, old.files
+            step_dir,
+            new.items,
+            old.metrics,
+            old.metadata,
+            old.created_ns,
+            old.committed_ns,
+            old.files,
         )
     linked = {
         path: known

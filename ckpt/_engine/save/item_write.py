@@ -173,7 +173,7 @@ class ItemWrite:
                     await session.storage.write_block(attempt, path, memory.data)
                 written.set()
             session.hooks.advance(written=batch.nbytes)
-            session.joint.advance(batch.nbytes)
+            session.processes.advance(batch.nbytes)
             session.free(block)
 
     async def _encode(self, number: int, memory: Array) -> Array:

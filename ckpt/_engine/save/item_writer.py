@@ -53,13 +53,13 @@ class EngineItemWriter:
             per_process: Whether every process of the job stores an item of its own.
         """
         self._session = session
-        team = session.joint.team
-        self.process = team.index
-        self.processes = team.count
+        group = session.processes.group
+        self.process = group.index
+        self.processes = group.count
         self._per_process = per_process
-        self._team = None if session.joint.is_alone or per_process else team
+        self._group = None if session.processes.is_alone or per_process else group
         # Otherwise this process writes everything that it has of the item.
-        self._is_shared = self._team is not None and not session.joint.own_disks
+        self._is_shared = self._group is not None and not session.processes.own_disks
         self._call = call
         self._item = item
         self._parts = parts
@@ -72,7 +72,7 @@ class EngineItemWriter:
 
     async def stage(self, tree: Any, *, formatted: bool = True) -> None:
         """Stage a tree; see `ItemWriter.stage`."""
-        session, parts, joint = self._session, self._parts, self._session.joint
+        session, parts, processes = self._session, self._parts, self._session.processes
         if self._call.returned.is_set():
             # The arrays are the caller's again, and so is the memory for a snapshot.
             raise InvalidArgumentError(
@@ -91,10 +91,10 @@ class EngineItemWriter:
                 session.plans.plan,
                 self._item,
                 structure,
-                joint.budget_bytes,
+                processes.budget_bytes,
                 formatted,
                 parts is None,
-                self._team,
+                self._group,
                 session.storage.largest_file_bytes,
                 session.storage.usual_file_bytes,
             )
@@ -108,12 +108,12 @@ class EngineItemWriter:
             session.formatted.append(plan.formatted)
         write = ItemWrite(session, self._call, self._item, plan)
         # The index over the chunks of several writers is written when all have reported.
-        if parts is None and joint.is_alone:
+        if parts is None and processes.is_alone:
             write.start(write.write_index)
-        elif self._is_shared and joint.leads:
+        elif self._is_shared and processes.leads:
             write.start(write.write_view)
         await write.stage(leaves)
-        own = {} if self._team is None else await self.in_thread(own_digests, plan, leaves)
+        own = {} if self._group is None else await self.in_thread(own_digests, plan, leaves)
         # What outlives this call must not keep the caller's arrays alive.
         values = [
             None if leaf_plan.spec.kind in ARRAY_KINDS else leaf
@@ -121,7 +121,7 @@ class EngineItemWriter:
         ]
         written = WrittenTree(PlannedTree(structure.nodes, plan.save.leaves, values), plan, own)
         self._staged = written, write
-        if self._team is not None:
+        if self._group is not None:
             session.trees[self._item] = written
         if parts is not None:
             parts.written[part] = written
@@ -129,7 +129,7 @@ class EngineItemWriter:
     async def write_file(self, path: str, data: FileData) -> None:
         """Write a file of the item; see `ItemWriter.write_file`."""
         session = self._session
-        if self._is_shared and not session.joint.leads:
+        if self._is_shared and not session.processes.leads:
             # All processes have the same file, and the primary writes it.
             return
         if self._per_process:
@@ -163,7 +163,7 @@ class EngineItemWriter:
                     with session.recorder.phase("write", nbytes, lane):
                         await session.storage.write_block(attempt, name, view)
         session.hooks.advance(written=nbytes)
-        session.joint.advance(nbytes)
+        session.processes.advance(nbytes)
 
     async def finish(self, entry: ItemEntry) -> ItemEntry:
         """Return the entry of the item, once everything staged of it is durable.
@@ -188,11 +188,11 @@ class EngineItemWriter:
         written, write = self._staged
         tree, report = written.tree, write.report()
         written.report = report
-        if self._team is not None:
+        if self._group is not None:
             written.values = value_fingerprint(written.plan.save, tree.values, written.own)
         if self._is_shared or self._parts is not None:
             return entry
-        own_disks = self._team is not None
+        own_disks = self._group is not None
         return fill_entry(entry, tree, merge_reports(tree.leaves, [report], own_disks=own_disks))
 
 

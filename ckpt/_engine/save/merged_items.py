@@ -25,8 +25,8 @@ from ckpt._plan.orbax_view import item_view
 from ckpt._tree.leaf_specs import ARRAY_KINDS
 from ckpt.errors import CoordinationError, InvalidArgumentError, located
 
-# Of the arrays that every process has for itself, larger ones are not compared: on accelerators
-# they would have to be copied to the hosts of all processes, though only the primary's are stored.
+# Larger arrays that every process has for itself are not compared: on accelerators they
+# would have to be copied to the hosts of all processes, though only the primary's are stored.
 _COMPARED_BYTES = 1 << 20
 # No other handler keeps anything but the tree, so the entries of others cannot be merged.
 _TREES = "pytree"
@@ -51,7 +51,7 @@ class WrittenTree:
     values: TreeFingerprint | None = None
 
     def for_primary(self) -> ProcessReport:
-        """Return what the primary is told; the tree must have been written."""
+        """Return the report for the primary; the tree must have been written."""
         assert self.report is not None
         assert self.plan.fingerprint is not None
         assert self.values is not None

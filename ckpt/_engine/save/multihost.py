@@ -48,7 +48,7 @@ Join = Callable[[str], Awaitable[Attempt]]
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class StartedSave:
     """A save that has begun.
 
     Attributes:
@@ -81,20 +81,20 @@ class SoloSave:
     """The save of a process that has no others: nothing is shared, and nothing is waited for.
 
     Attributes:
-        team: This process.
+        group: This process.
         budget_bytes: The staging budget.
         is_alone, leads, publishes, own_disks: As of `MultihostSave`.
     """
 
     is_alone = leads = publishes = True
     own_disks = False
-    team = ProcessGroup(0, 1)
+    group = ProcessGroup(0, 1)
 
     def __init__(self, budget_bytes: int) -> None:
         """Save with a staging budget of `budget_bytes`."""
         self.budget_bytes = budget_bytes
 
-    def taking_part(self, *, hears: bool = False) -> contextlib.nullcontext[None]:
+    def taking_part(self, *, may_refuse: bool = False) -> contextlib.nullcontext[None]:
         """Run the body."""
         return contextlib.nullcontext()
 
@@ -109,10 +109,10 @@ class SoloSave:
         """Return why there is to be no save, or None."""
         return await ask()
 
-    async def begin(self, begin: Begin, join: Join, created_ns: int) -> Begun:
+    async def begin(self, begin: Begin, join: Join, created_ns: int) -> StartedSave:
         """Begin the attempt."""
         attempt = await begin()
-        return Begun(attempt, attempt.id, created_ns)
+        return StartedSave(attempt, attempt.id, created_ns)
 
     async def settle(self, error: BaseException) -> BaseException:
         """Return `error`."""
@@ -123,7 +123,7 @@ class MultihostSave:
     """A save that several processes make together, as one of them sees it.
 
     Attributes:
-        team: Which of them this is.
+        group: Which of them this is.
         is_alone: False.
         leads: Whether this process decides for all.
         own_disks: Whether every process has a root of its own.
@@ -142,7 +142,9 @@ class MultihostSave:
             order: Held while this save comes to the others, so that all processes come to their
                 saves in the order of the calls, though one may take long to begin.
         """
-        self.team = ProcessGroup(peers.index, peers.count, "local" if peers.own_disks else "shared")
+        self.group = ProcessGroup(
+            peers.index, peers.count, "local" if peers.own_disks else "shared"
+        )
         self.leads = peers.index == 0
         self.own_disks = peers.own_disks
         self.publishes = self.leads or peers.own_disks
@@ -154,17 +156,17 @@ class MultihostSave:
         self._order = order or anyio.Lock()
         # With private disks a save has two operations. The whole ends when all are ready to
         # publish, so until then any failure fails all; `_publishing` is the part after that, in
-        # which a failure cannot be undone on the disks that have published, and is only told.
+        # which a failure cannot be undone on the disks that have published, and is only reported.
         self._whole: Operation | None = None
         self._current: Operation | None = None
         self._publishing: Operation | None = None
-        # What the primary has said of the beginning; asked for once, by whoever comes first.
-        self._begun: dict[str, Any] | None = None
-        self._hearing = anyio.Lock()
-        self._hears = False
-        # Set as soon as this process begins to tell of a failure: what `_watch` hears from then
+        # What the primary has said of the beginning; asked for once, by the first that needs it.
+        self._announced: dict[str, Any] | None = None
+        self._announcing = anyio.Lock()
+        self._may_refuse = False
+        # Set as soon as this process begins to report a failure: what `_watch` gets from then
         # on may be its own.
-        self._telling = False
+        self._is_failing = False
         self._settled: BaseException | None = None
         # Set on the primary once no other process can make the save fail.
         self._decided = False
@@ -185,29 +187,29 @@ class MultihostSave:
         self._peers.advance(nbytes)
 
     @contextlib.asynccontextmanager
-    async def taking_part(self, *, hears: bool = False) -> AsyncIterator[None]:
+    async def taking_part(self, *, may_refuse: bool = False) -> AsyncIterator[None]:
         """Come to the others and run the body; cancel it as soon as another process has failed.
 
-        An error of the body is told to the others; all raise the first one.
+        An error of the body is sent to the others; all raise the first one.
 
         Args:
-            hears: Whether the primary may refuse the save; it is listened to from the beginning,
-                since it may do so before this process asks.
+            may_refuse: Whether the primary may refuse the save; its answer is awaited from the
+                beginning, since it may come before this process asks.
 
         Raises:
             CheckpointError: What a process has failed with.
         """
         whole = await self._come()
-        self._hears = hears and not self.leads
+        self._may_refuse = may_refuse and not self.leads
         try:
-            async with self._watched(hears=self._hears):
+            async with self._watched(may_refuse=self._may_refuse):
                 yield
         except BaseException as error:
-            told = await self.settle(error)
+            agreed = await self.settle(error)
             await self._peers.failed(whole)
-            if told is error:
+            if agreed is error:
                 raise
-            raise told from error
+            raise agreed from error
         finally:
             await self._peers.ended(whole)
 
@@ -228,20 +230,20 @@ class MultihostSave:
         return whole
 
     @contextlib.asynccontextmanager
-    async def _watched(self, *, hears: bool) -> AsyncIterator[None]:
+    async def _watched(self, *, may_refuse: bool) -> AsyncIterator[None]:
         """Cancel the body as soon as another process has failed, and raise its error."""
         # `located` takes the error out of the group.
         with located():
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch)
-                if hears:
-                    tasks.start_soon(self._hear)
+                if may_refuse:
+                    tasks.start_soon(self._await_announcement)
                 yield
                 tasks.cancel_scope.cancel()
 
-    async def _hear(self) -> None:
+    async def _await_announcement(self) -> None:
         try:
-            await self._beginning()
+            await self._announcement()
         except CheckpointError as error:
             # Settled before the body is cancelled: the body only sees the cancellation, and would
             # tell the others of that instead.
@@ -252,13 +254,13 @@ class MultihostSave:
         try:
             await self.operation.watch()
         except CheckpointError as error:
-            if self._telling:
-                # The save has failed here, and what is heard may be that; it ends with its own.
+            if self._is_failing:
+                # The save has failed here, and the error may come from that; it ends with its own.
                 await anyio.sleep_forever()
             if not isinstance(error, CoordinationError):
                 raise
             if not self._decided:
-                # Settled before the body is cancelled, as in `_hear`.
+                # Settled before the body is cancelled, as in `_await_announcement`.
                 await self.settle(error)
                 raise
             # The step is going to be published, whatever becomes of the others.
@@ -276,13 +278,13 @@ class MultihostSave:
             async with self.busy():
                 refusal = await ask()
             if refusal is not None:
-                await self._lead({"refusal": refusal})
+                await self._announce({"refusal": refusal})
                 # From here on failures of other processes change nothing.
                 await self.operation.decide()
             return refusal
-        return (await self._beginning()).get("refusal") if self._hears else None
+        return (await self._announcement()).get("refusal") if self._may_refuse else None
 
-    async def begin(self, begin: Begin, join: Join, created_ns: int) -> Begun:
+    async def begin(self, begin: Begin, join: Join, created_ns: int) -> StartedSave:
         """Begin an attempt, or join the one that the primary has begun.
 
         Raises:
@@ -294,27 +296,27 @@ class MultihostSave:
                 attempt = await begin()
         if self.leads:
             assert attempt is not None
-            await self._lead({"attempt": attempt.id, "created": created_ns})
-            return Begun(attempt, attempt.id, created_ns)
-        begun = await self._beginning()
-        refusal = begun.get("refusal")
+            await self._announce({"attempt": attempt.id, "created": created_ns})
+            return StartedSave(attempt, attempt.id, created_ns)
+        announced = await self._announcement()
+        refusal = announced.get("refusal")
         if refusal is not None:
             raise CoordinationError(
-                f"process {self.team.index} saves this step, and process 0 does not: {refusal}. "
+                f"process {self.group.index} saves this step, and process 0 does not: {refusal}. "
                 "Give all processes the same policy, and the same force="
             )
-        save = str(begun["attempt"])
-        return Begun(attempt or await join(save), save, int(begun["created"]))
+        save = str(announced["attempt"])
+        return StartedSave(attempt or await join(save), save, int(announced["created"]))
 
-    async def _lead(self, begun: dict[str, Any]) -> None:
-        await self.operation.lead(json.dumps(begun).encode())
+    async def _announce(self, announced: dict[str, Any]) -> None:
+        await self.operation.lead(json.dumps(announced).encode())
 
-    async def _beginning(self) -> dict[str, Any]:
+    async def _announcement(self) -> dict[str, Any]:
         """Return what the primary begins with: an attempt, or a refusal; waits for it."""
-        async with self._hearing:
-            if self._begun is None:
-                self._begun = json.loads(await self.operation.lead(None))
-        return self._begun
+        async with self._announcing:
+            if self._announced is None:
+                self._announced = json.loads(await self.operation.lead(None))
+        return self._announced
 
     async def report(self, own: WriteReport) -> list[WriteReport] | None:
         """Tell the primary what this process has written, or is ready to publish.
@@ -334,17 +336,17 @@ class MultihostSave:
         A cancellation stays what it is here.
         """
         if self._settled is None:
-            self._telling = True
-            told: BaseException = error
+            self._is_failing = True
+            failure: BaseException = error
             if not isinstance(error, Exception):
-                told = CommitCancelledError("the save was cancelled")
-            found = await self.operation.settle(told)
+                failure = CommitCancelledError("the save was cancelled")
+            found = await self.operation.settle(failure)
             if self._publishing is not None and self._current is self._whole:
                 assert self._whole is not None
                 if self._whole.is_decided:
                     # The others are about to publish, or have: they would wait for this process.
-                    await self._publishing.fail(told)
-            self._settled = error if found is told else found
+                    await self._publishing.fail(failure)
+            self._settled = error if found is failure else found
         return self._settled if isinstance(error, Exception) else error
 
     async def decide(self) -> None:
@@ -376,13 +378,13 @@ class MultihostSave:
             CoordinationTimeoutError: One gives no sign of life.
         """
         # The watch around the whole save does not hear what fails in this part of it.
-        async with self._watched(hears=False):
+        async with self._watched(may_refuse=False):
             if await self.operation.report(b"") is not None:
                 await self.operation.decide()
             await self.operation.conclude(b"" if self.leads else None)
 
     async def conclude(self, manifest: Manifest) -> None:
-        """Tell the others that the step is published; that it cannot be told, does not undo it."""
+        """Tell the others that the step is published; a failure to tell them does not undo it."""
         try:
             await self.operation.conclude(encode(_summary(manifest)))
         except CoordinationError as error:
@@ -395,7 +397,7 @@ class MultihostSave:
         is waited for.
         """
         try:
-            told = await self.operation.conclude(None)
+            outcome = await self.operation.conclude(None)
         except anyio.get_cancelled_exc_class():
             if self._settled is not None:
                 raise
@@ -403,12 +405,12 @@ class MultihostSave:
                 if await self.operation.fail(CommitCancelledError("the save was cancelled")):
                     raise
                 # Too late: the primary had decided.
-                told = await self.operation.conclude(None)
+                outcome = await self.operation.conclude(None)
         except CoordinationTimeoutError as error:
             if 0 in error.missing:
                 error.add_note("the step may be there all the same: look for it after a restart")
             raise
-        return decode(told, where="the outcome")
+        return decode(outcome, where="the outcome")
 
 
 JointSave = SoloSave | MultihostSave

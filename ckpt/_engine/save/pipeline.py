@@ -40,7 +40,7 @@ async def save_step(
     request: SaveRequest,
     hooks: CommitHooks,
     calls: SaveCalls,
-    joint: JointSave,
+    processes: JointSave,
     *,
     may_write: Callable[[], Awaitable[object]] = anyio.lowlevel.checkpoint,
 ) -> Manifest:
@@ -52,7 +52,7 @@ async def save_step(
         request: Under which name, and what beside the items.
         hooks: The commit to move along.
         calls: The items; published when they have ended.
-        joint: The processes of the job that save the same step at the same time; the caller takes
+        processes: The processes of the job that save the same step at a time; the caller takes
             part in it.
         may_write: Awaited before anything but the empty attempt is written.
 
@@ -83,7 +83,7 @@ async def save_step(
                     PlanCache(engine.plans.rules) if calls.in_parts else engine.plans,
                     tasks,
                     created_ns,
-                    joint,
+                    processes,
                     parts={} if calls.in_parts else None,
                 )
                 keeper = anyio.CancelScope()
@@ -93,16 +93,16 @@ async def save_step(
         return manifest
     except BaseException as error:
         # Before anything is removed: what that makes the others meet is not what went wrong.
-        told = await joint.settle(error)
-        if told is error:
+        agreed = await processes.settle(error)
+        if agreed is error:
             raise
-        raise told from error
+        raise agreed from error
     finally:
         # The task group has ended, and with it every use of the staged memory.
         session.free_all()
         if session.attempt is not None:
             with anyio.CancelScope(shield=True):
-                await storage.discard(session.attempt, joined=not joint.is_alone)
+                await storage.discard(session.attempt, joined=not processes.is_alone)
 
 
 async def _begin(
@@ -116,14 +116,18 @@ async def _begin(
 
     async def begin() -> Attempt:
         await storage.prepare()
-        session.attempt = await storage.begin(request.entry)
+        session.attempt = await storage.begin(request.step_dir)
         session.tasks.start_soon(keep_lease, storage, session.attempt, keeper)
         return session.attempt
 
-    begun = await session.joint.begin(
-        begin, partial(storage.join, request.entry), session.created_ns
+    started = await session.processes.begin(
+        begin, partial(storage.join, request.step_dir), session.created_ns
     )
-    session.attempt, session.save, session.created_ns = begun.attempt, begun.save, begun.created_ns
+    session.attempt, session.save, session.created_ns = (
+        started.attempt,
+        started.save,
+        started.created_ns,
+    )
     await may_write()
     session.attempt_ready.set()
 
@@ -240,7 +244,7 @@ async def _commit_item(
 
 
 async def _join_parts(session: SaveSession, engine: Engine, entries: dict[str, ItemEntry]) -> None:
-    """Write what lies over all parts of each item, and make the entries of the items."""
+    """Write the indexes over all parts of each item, and make the entries of the items."""
     if engine.plans.rules is not None:
         engine.plans.rules.check_used(session.formatted)
     async with anyio.create_task_group() as writers:

@@ -11,7 +11,7 @@ from ckpt._engine.save.merged_items import check_alike
 from ckpt._engine.save.multihost import MultihostSave, SoloSave, same_items
 from ckpt._engine.save.request import SaveRequest
 from ckpt._engine.save.session import SaveSession
-from ckpt._engine.save.step_manifest import joined, own_entries, own_report, record
+from ckpt._engine.save.step_manifest import merge_entries, own_entries, own_report, write_manifest
 from ckpt._format.manifest import ItemEntry, Manifest
 
 
@@ -28,12 +28,12 @@ async def publish(
     """
     # A process that cannot write to the attempt must not report, not even that it wrote nothing.
     await session.opened()
-    joint = session.joint
-    if isinstance(joint, SoloSave):
+    processes = session.processes
+    if isinstance(processes, SoloSave):
         return await _publish_alone(session, engine, request, entries)
-    if joint.own_disks:
-        return await _publish_apart(joint, session, engine, request, entries)
-    return await _publish_together(joint, session, engine, request, entries)
+    if processes.own_disks:
+        return await _publish_apart(processes, session, engine, request, entries)
+    return await _publish_together(processes, session, engine, request, entries)
 
 
 async def _publish_alone(
@@ -43,17 +43,17 @@ async def _publish_alone(
     entries: Mapping[str, ItemEntry],
 ) -> Manifest:
     with session.recorder.phase("record"), session.hooks.watch.taking("merged"):
-        entries = await joined(
+        entries = await merge_entries(
             session, engine.handlers, entries, [own_report(session, engine, entries)]
         )
-        manifest = await record(session, engine, request, entries)
+        manifest = await write_manifest(session, engine, request, entries)
     with session.recorder.phase("publish"), anyio.CancelScope(shield=True):
         await _give_name(session, request)
     return manifest
 
 
 async def _publish_together(
-    joint: MultihostSave,
+    processes: MultihostSave,
     session: SaveSession,
     engine: Engine,
     request: SaveRequest,
@@ -61,25 +61,25 @@ async def _publish_together(
 ) -> Manifest:
     """Tell the primary what was written; it writes the manifest over all of it, and publishes."""
     with session.recorder.phase("record"), session.hooks.watch.taking("merged"):
-        reports = await joint.report(own_report(session, engine, entries))
+        reports = await processes.report(own_report(session, engine, entries))
         if reports is not None:
-            async with joint.busy():
-                entries = await joined(session, engine.handlers, entries, reports)
-                manifest = await record(session, engine, request, entries)
+            async with processes.busy():
+                entries = await merge_entries(session, engine.handlers, entries, reports)
+                manifest = await write_manifest(session, engine, request, entries)
             # From here on no other process can make the save fail.
-            await joint.decide()
+            await processes.decide()
     with session.recorder.phase("publish"):
         if reports is None:
-            return await joint.outcome()
+            return await processes.outcome()
         with anyio.CancelScope(shield=True):
-            async with joint.busy():
+            async with processes.busy():
                 await _give_name(session, request)
-            await joint.conclude(manifest)
+            await processes.conclude(manifest)
     return manifest
 
 
 async def _publish_apart(
-    joint: MultihostSave,
+    processes: MultihostSave,
     session: SaveSession,
     engine: Engine,
     request: SaveRequest,
@@ -92,20 +92,20 @@ async def _publish_apart(
     """
     with session.recorder.phase("record"), session.hooks.watch.taking("merged"):
         entries = own_entries(session, engine.handlers, entries)
-        async with joint.busy():
-            manifest = await record(session, engine, request, entries)
-        reports = await joint.report(own_report(session, engine, entries))
+        async with processes.busy():
+            manifest = await write_manifest(session, engine, request, entries)
+        reports = await processes.report(own_report(session, engine, entries))
         if reports is not None:
             same_items(reports)
-            async with joint.busy():
+            async with processes.busy():
                 await anyio.to_thread.run_sync(check_alike, session.trees, reports)
     with session.recorder.phase("publish"):
-        await joint.ready()
+        await processes.ready()
         # Until all have published: a step counts only if all processes have it.
         with anyio.CancelScope(shield=True):
-            async with joint.busy():
+            async with processes.busy():
                 await _give_name(session, request)
-            await joint.published()
+            await processes.published()
     return manifest
 
 

@@ -18,17 +18,17 @@ class SaveRequest:
     """What to save and under which name.
 
     Attributes:
-        entry: Name of the entry it becomes.
+        step_dir: Name of the step directory it becomes.
         step: The step, or None for a one-shot checkpoint.
         items: The objects by item name. Emptied when staging begins: the caller's arrays must not
             be kept alive while they are written.
         unnamed: Whether the caller gave one object without a name.
         metrics: User metrics.
         metadata: User metadata.
-        overwrite: Whether an existing entry is replaced.
+        overwrite: Whether an existing step directory is replaced.
     """
 
-    entry: str
+    step_dir: str
     step: int | None
     items: dict[str, Any]
     unnamed: bool

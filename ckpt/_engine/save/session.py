@@ -65,7 +65,7 @@ class SaveSession:
         plans: Plans of earlier saves.
         tasks: Task group of the save; what it runs is durable when it has ended.
         created_ns: Unix time in nanoseconds at which the save began.
-        joint: The other processes of the job that save the same step.
+        processes: The other processes of the job that save the same step.
         save: Id of the attempt that the primary has begun, once `attempt_ready` is set.
         attempt: The attempt; it may be written to once `attempt_ready` is set.
         parts: The items so far, if each may arrive in several parts; else None.
@@ -88,7 +88,7 @@ class SaveSession:
     plans: PlanCache
     tasks: TaskGroup
     created_ns: int
-    joint: JointSave
+    processes: JointSave
     save: str = ""
     parts: dict[str, ItemParts] | None = None
     attempt_ready: anyio.Event = field(default_factory=anyio.Event)

@@ -35,7 +35,7 @@ def own_report(
     session: SaveSession, engine: Engine, entries: Mapping[str, ItemEntry]
 ) -> WriteReport:
     """Return what the primary has to know about what this process has written."""
-    own_disks = session.joint.own_disks
+    own_disks = session.processes.own_disks
     reported = {}
     for name, entry in entries.items():
         own = is_per_process(engine.handlers.named(entry.handler, name))
@@ -45,14 +45,14 @@ def own_report(
     return WriteReport(reported, trees, {} if own_disks else session.files)
 
 
-async def joined(
+async def merge_entries(
     session: SaveSession,
     handlers: Handlers,
     entries: Mapping[str, ItemEntry],
     reports: Sequence[WriteReport],
 ) -> dict[str, ItemEntry]:
     """Return the entries of the items over what all processes have written; write their indexes."""
-    if session.joint.is_alone:
+    if session.processes.is_alone:
         return dict(entries)
     same_items(reports)
     found, files = await anyio.to_thread.run_sync(
@@ -74,16 +74,16 @@ def own_entries(
     session: SaveSession, handlers: Handlers, entries: Mapping[str, ItemEntry]
 ) -> dict[str, ItemEntry]:
     """Return the entries of a process that has a disk of its own."""
-    team = session.joint.team
+    group = session.processes.group
     return {
-        name: apart(entry, team.index, team.count)
+        name: apart(entry, group.index, group.count)
         if is_per_process(handlers.named(entry.handler, name))
         else entry
         for name, entry in entries.items()
     }
 
 
-async def record(
+async def write_manifest(
     session: SaveSession,
     engine: Engine,
     request: SaveRequest,
@@ -97,9 +97,9 @@ async def record(
     committed_ns = engine.now_ns()
     files: dict[str, bytes] = {}
     # Orbax would read zeros where the chunks are on other disks.
-    if not session.joint.own_disks:
+    if not session.processes.own_disks:
         files = step_view(
-            request.entry,
+            request.step_dir,
             entries,
             request.metrics,
             request.metadata,
@@ -117,7 +117,7 @@ async def record(
         manifest = Manifest(
             format="ckpt",
             version=FORMAT_VERSION,
-            requires=features(entries, attempt.folder, own_disks=session.joint.own_disks),
+            requires=features(entries, attempt.folder, own_disks=session.processes.own_disks),
             step=request.step,
             attempt=attempt.id,
             folder=attempt.folder,
@@ -128,8 +128,8 @@ async def record(
             created_ns=session.created_ns,
             committed_ns=committed_ns,
             writer=engine.versions,
-            process_count=session.joint.team.count,
-            save=session.save if session.joint.own_disks else "",
+            process_count=session.processes.group.count,
+            save=session.save if session.processes.own_disks else "",
             statistics=session.hooks.watch.early(),
             files=session.files,
         )

@@ -41,7 +41,7 @@ def contradictions(manifest: Manifest) -> Contradictions:
     leaves: dict[str, frozenset[int]] = {}
     unsafe = frozenset(path for path in manifest.files if not _is_below(path))
     problems.extend(
-        Problem(FILE_NAME, None, None, f"it lists {path!r:.200}, which is no file of a step")
+        Problem(FILE_NAME, None, None, f"it lists {path!r:.200}, which is not a file of a step")
         for path in sorted(unsafe)
     )
     for name, item in manifest.items.items():

@@ -108,7 +108,7 @@ class _Finder:
         # All leaves that share the chunks of a leaf, itself included.
         self._sharers: dict[int, list[int]] = {}
         for number in range(len(item.leaves)):
-            self._sharers.setdefault(_first(item.leaves, number), []).append(number)
+            self._sharers.setdefault(_stored_leaf(item.leaves, number), []).append(number)
 
     async def problems(self, damages: Sequence[DamagedFile]) -> list[Problem]:
         hits = await self._hits(damages)
@@ -188,7 +188,7 @@ class _Finder:
     async def _reason(self, damage: DamagedFile, place: ChunkLocation, lane: int) -> str | None:
         """Return what is wrong with a chunk, or None."""
         if place.end > damage.nbytes:
-            return "lies in what is missing"
+            return "is in what is missing"
         if self._scanner is None:
             return None
         leaf = self._item.leaves[place.leaf]
@@ -199,7 +199,7 @@ class _Finder:
         return None if found == leaf.digests[place.number] else "is not what was saved"
 
 
-def _first(leaves: Sequence[LeafEntry], number: int) -> int:
+def _stored_leaf(leaves: Sequence[LeafEntry], number: int) -> int:
     """Return the number of the leaf whose chunks leaf `number` has."""
     while (same_as := leaves[number].same_as) is not None:
         number = same_as

@@ -27,18 +27,18 @@ from ckpt.storage._manifests import lies_in, read_manifest, refuse_deleted
 logger = logging.getLogger("ckpt")
 
 
-async def verify_entry(
+async def verify_step_dir(
     storage: Storage,
-    entry: str,
+    step_dir: str,
     step: int | None,
     deep: bool,
     observers: tuple[Observer, ...],
 ) -> VerifyReport:
-    """Return what is wrong with an entry.
+    """Return what is wrong with a step directory.
 
     Args:
         storage: Where it is.
-        entry: Its name.
+        step_dir: Its name.
         step: The step that it should be; None for a one-shot checkpoint or any step.
         deep: Read every byte; otherwise compare names, kinds and sizes.
         observers: Receive the timed phases.
@@ -46,18 +46,18 @@ async def verify_entry(
     Raises:
         StepNotFoundError: `step` was given and there is no such step.
         StepDeletedError: It was deleted or replaced meanwhile.
-        NotACheckpointError: There is no checkpoint at that entry.
+        NotACheckpointError: There is no checkpoint of that name.
         UnsupportedFormatError: It is of a later format.
 
     Cancellation: a read that has begun is waited for; memory is given back.
     """
     began = time.perf_counter()
-    work = _Findings(f"{storage.location}/{entry}", step)
+    work = _Findings(f"{storage.location}/{step_dir}", step)
     with located(step=step):
-        manifest = await _manifest(storage, entry, work)
+        manifest = await _manifest(storage, step_dir, work)
         if manifest is not None:
             work.step = manifest.step
-            await _compare_unless_deleted(storage, entry, manifest, deep, observers, work)
+            await _compare_unless_deleted(storage, step_dir, manifest, deep, observers, work)
     seconds = time.perf_counter() - began
     logger.info(
         "verified %s (%s): %d problems; %d files, %d bytes read in %.2f s",
@@ -93,10 +93,10 @@ class _Findings:
     unsized: set[str] = field(default_factory=set)
 
 
-async def _manifest(storage: Storage, entry: str, work: _Findings) -> Manifest | None:
+async def _manifest(storage: Storage, step_dir: str, work: _Findings) -> Manifest | None:
     """Return the manifest; None, and a problem noted, if it exists but cannot be used."""
     try:
-        return await read_manifest(storage, entry, step=work.step)
+        return await read_manifest(storage, step_dir, step=work.step)
     except (CorruptCheckpointError, StorageError) as error:
         work.problems.append(Problem(FILE_NAME, None, None, error.message))
         return None
@@ -104,13 +104,13 @@ async def _manifest(storage: Storage, entry: str, work: _Findings) -> Manifest |
 
 async def _compare_unless_deleted(
     storage: Storage,
-    entry: str,
+    step_dir: str,
     manifest: Manifest,
     deep: bool,
     observers: tuple[Observer, ...],
     work: _Findings,
 ) -> None:
-    place = lies_in(entry, manifest)
+    place = lies_in(step_dir, manifest)
     scanner = Scanner(storage, place, EventRecorder("verify", manifest.step, observers))
     try:
         await _compare(storage, place, manifest, scanner if deep else None, work)
@@ -118,7 +118,7 @@ async def _compare_unless_deleted(
         scanner.close()
         work.nbytes = scanner.nbytes
     if any(problem.file != FILE_NAME for problem in work.problems):
-        await refuse_deleted(storage, entry, manifest)
+        await refuse_deleted(storage, step_dir, manifest)
 
 
 async def _compare(
@@ -200,7 +200,7 @@ def _damages_seen(
             else:
                 damages[path] = DamagedFile(path, "is missing", 0)
         elif size is None:
-            reason = "is no regular file, but a symbolic link or something else"
+            reason = "is not a regular file, but a symbolic link or something else"
             damages[path] = DamagedFile(path, reason, 0)
         elif size != known.size:
             reason = f"has {size} bytes instead of {known.size}"

@@ -53,13 +53,13 @@ def _nbytes_of(leaf: LeafEntry) -> int:
 
 
 class Scanner:
-    """Reads files and chunks of one entry; closing it frees its memory."""
+    """Reads files and chunks of one step directory; closing it frees its memory."""
 
-    def __init__(self, storage: Storage, entry: str, recorder: EventRecorder) -> None:
-        """Read from `entry`; every piece is reported to `recorder`."""
+    def __init__(self, storage: Storage, step_dir: str, recorder: EventRecorder) -> None:
+        """Read from `step_dir`; every piece is reported to `recorder`."""
         self.nbytes = 0
         self._storage = storage
-        self._entry = entry
+        self._step_dir = step_dir
         self._recorder = recorder
         self._regions: dict[int, mmap.mmap] = {}
         # Decoding takes a chunk three times; once is enough.
@@ -150,7 +150,7 @@ class Scanner:
         if nbytes > _MOST_DECODED_BYTES:
             raise CorruptCheckpointError(f"{nbytes} bytes are too many to be decoded for a check")
         encoded = bytearray(place.end - place.start)
-        await self._storage.read_block(self._entry, path, place.start, memoryview(encoded))
+        await self._storage.read_block(self._step_dir, path, place.start, memoryview(encoded))
         chunk = np.empty(nbytes, np.uint8)
         await anyio.to_thread.run_sync(partial(decode_chunk, leaf, bytes(encoded), chunk))
         return chunk
@@ -162,7 +162,7 @@ class Scanner:
             )
         piece = memoryview(self._regions[lane])[:nbytes]
         with self._recorder.phase("read", nbytes, lane):
-            await self._storage.read_block(self._entry, path, start, piece)
+            await self._storage.read_block(self._step_dir, path, start, piece)
         return piece
 
     async def _digested(self, nbytes: int, lane: int, take: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Tree fingerprints: what a process tells the primary of its tree, to find trees that differ. Pure.
+"""Tree fingerprints: what a process sends the primary of its tree, to find trees that differ. Pure.
 
 A fingerprint has one line for every leaf; that of a tree has a last line for its inner nodes. Equal
 fingerprints have equal signatures, and of two that differ the first different line is reported.
@@ -24,7 +24,7 @@ from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, SCALAR_KINDS, LeafSpec,
 from ckpt._tree.table import sharding_text
 from ckpt.errors import CheckpointError
 
-# Of the fingerprints of all processes together; larger ones are reduced to digests.
+# The most bytes of all processes' fingerprints; larger ones are reduced to digests.
 _MOST_BYTES = 64 << 20
 _LINE_BYTES = 24
 _LONGEST_VALUE = 80
@@ -67,14 +67,14 @@ def line_fingerprint(lines: Sequence[Line], processes: int) -> TreeFingerprint:
 
 def tree_fingerprint(plan: SavePlan, nodes: Sequence[Node]) -> TreeFingerprint:
     """Return the fingerprint of a tree without its values: of its structure and leaves."""
-    assert plan.team is not None
+    assert plan.group is not None
     known: dict[int, str] = {}
     shape = digest("".join(node.model_dump_json() for node in nodes).encode())
-    index = plan.team.index
+    index = plan.group.index
     lines = [(leaf.name, _described(leaf.spec, index, known)) for leaf in plan.leaves]
     # The last line: trees of different leaves have different nodes, and the leaves are what helps.
     lines.append((_STRUCTURE, f"{len(nodes)} inner nodes #{shape[:8]}"))
-    return line_fingerprint(lines, plan.team.count)
+    return line_fingerprint(lines, plan.group.count)
 
 
 def _described(spec: LeafSpec, process: int, known: dict[int, str]) -> str:
@@ -119,7 +119,7 @@ def value_fingerprint(
         leaves: Python scalars and functions at their places; arrays are not looked at.
         digests: Of every array among `plan.own` the digest of its bytes, by number of the leaf.
     """
-    assert plan.team is not None
+    assert plan.group is not None
     lines = []
     for number in plan.own:
         leaf = plan.leaves[number]
@@ -133,7 +133,7 @@ def value_fingerprint(
             if len(text) > _LONGEST_VALUE:
                 text = f"{text[: _LONGEST_VALUE - 35]}... #{digest(text.encode())[:32]}"
         lines.append((leaf.name, text))
-    return line_fingerprint(lines, plan.team.count)
+    return line_fingerprint(lines, plan.group.count)
 
 
 def first_difference(one: TreeFingerprint, other: TreeFingerprint) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""Write reports: what a process tells the primary that it has written of an item, as bytes. Pure.
+"""Write reports: what a process has written of an item, as bytes for the primary. Pure.
 
 Every process reports which chunks it has put where, with fingerprints of its tree and of the values
 that must be the same on all of them.

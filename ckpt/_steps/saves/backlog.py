@@ -25,7 +25,7 @@ class BacklogSlot:
     """The slot of one save in the queue.
 
     Attributes:
-        entry: What is being saved.
+        step_dir: What is being saved.
         step: Its step.
         give_up: Asks the save to end.
         kept_seconds: Of a save at preemption: how long ago the save before it, or the run, began.
@@ -35,7 +35,7 @@ class BacklogSlot:
         superseded_by: The step for which this save was given up, or None.
     """
 
-    entry: str
+    step_dir: str
     step: int
     give_up: Callable[[], None]
     kept_seconds: float | None = None

@@ -78,7 +78,7 @@ class OverheadEstimate:
         Args:
             key: As it began; unknown ones are passed over.
             at: When it was committed.
-            blocked: How long its call took; None if it failed, so that it is no measure.
+            blocked: How long its call took; None if it failed, which would say nothing.
         """
         save = self._under_way.pop(key, None)
         if save is None:
@@ -102,7 +102,7 @@ class OverheadEstimate:
     def lost_seconds(self) -> float | None:
         """Training time that one save takes.
 
-        That is what the steps beside it took longer than steps do otherwise. It is no less than
+        That is what the steps beside it took longer than steps do otherwise. It is at least
         its call took, and no more than the whole save. Where no two asks came without a save in
         between there is nothing to compare with, and the call is all that is counted.
         """

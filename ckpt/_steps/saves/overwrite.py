@@ -1,4 +1,4 @@
-"""Checks before a save is staged: whether its entry is free, what it replaces, its metrics."""
+"""Checks before a save is staged: whether its name is free, what it replaces, its metrics."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ async def with_plain_metrics(request: SaveRequest) -> SaveRequest:
 
 
 async def make_way(storage: Storage, request: SaveRequest, others: Sequence[str] = ()) -> None:
-    """Raise before anything is staged if the entry is taken; publishing checks again.
+    """Raise before anything is staged if the step directory is taken; publishing checks again.
 
     What is going to be replaced is searched for files of others, which are moved out of it.
 
     Args:
         storage: The root.
         request: What is to be saved.
-        others: Entries that may be the same step under other names.
+        others: Step directories that may be the same step under other names.
 
     Raises:
         StepExistsError: It is, and is not to be replaced or not ours to replace.
     """
-    for entry in (request.entry, *others):
-        if not await storage.exists(entry):
+    for step_dir in (request.step_dir, *others):
+        if not await storage.exists(step_dir):
             continue
-        where = f"{storage.location}/{entry}"
-        if not await is_ours(storage, entry):
-            if entry != request.entry:
-                # Of another name, and no step: it is not in the way.
+        where = f"{storage.location}/{step_dir}"
+        if not await is_ours(storage, step_dir):
+            if step_dir != request.step_dir:
+                # It has another name and is not a step, so it is not in the way.
                 continue
             raise StepExistsError(
                 f"{where} exists and is not a checkpoint of this library, so it is never replaced. "
@@ -65,10 +65,12 @@ async def make_way(storage: Storage, request: SaveRequest, others: Sequence[str]
                 "overwrite=True to replace it",
                 step=request.step,
             )
-        await spare_others(storage, entry)
+        await spare_others(storage, step_dir)
 
 
-async def replacing_part(storage: Storage, request: SaveRequest, joint: JointSave) -> SaveRequest:
+async def replacing_part(
+    storage: Storage, request: SaveRequest, processes: JointSave
+) -> SaveRequest:
     """Return a request that replaces a step which not all disks have, and which so is none.
 
     Of processes that share a root it is the request itself.
@@ -76,7 +78,7 @@ async def replacing_part(storage: Storage, request: SaveRequest, joint: JointSav
     Raises:
         InvalidArgumentError: The request is to overwrite, and every process has its own disk.
     """
-    if not (isinstance(joint, MultihostSave) and joint.own_disks):
+    if not (isinstance(processes, MultihostSave) and processes.own_disks):
         return request
     if request.overwrite:
         raise InvalidArgumentError(
@@ -84,10 +86,10 @@ async def replacing_part(storage: Storage, request: SaveRequest, joint: JointSav
             "once, and a failure in between would lose the step. Delete it first",
             step=request.step,
         )
-    data = await storage.read(request.entry, FILE_NAME, MAX_BYTES)
+    data = await storage.read(request.step_dir, FILE_NAME, MAX_BYTES)
     summary = None if data is None else await anyio.to_thread.run_sync(peek, data)
     save = None if summary is None else summary.save
-    if set(await gathered(joint.operation, save, "replaced")) == {save}:
+    if set(await gathered(processes.operation, save, "replaced")) == {save}:
         return request
     return replace(request, overwrite=True)
 
@@ -98,12 +100,14 @@ async def remove_others(storage: Storage, others: Sequence[str]) -> None:
     What cannot be removed is logged: the save has succeeded, and what it wrote is what counts.
     """
     with anyio.CancelScope(shield=True):
-        for entry in others:
+        for step_dir in others:
             try:
-                if await is_ours(storage, entry):
-                    await storage.remove(entry)
+                if await is_ours(storage, step_dir):
+                    await storage.remove(step_dir)
             except StorageError as error:
-                logger.warning("%s/%s was replaced and is left: %s", storage.location, entry, error)
+                logger.warning(
+                    "%s/%s was replaced and is left: %s", storage.location, step_dir, error
+                )
 
 
 def _plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:

@@ -25,14 +25,14 @@ from ckpt.errors import CheckpointError, ClosedError, CommitCancelledError, Inva
 
 
 def partial_request(
-    entry: str, step: int, metrics: Mapping[str, Any] | None, metadata: Any, *, overwrite: bool
+    step_dir: str, step: int, metrics: Mapping[str, Any] | None, metadata: Any, *, overwrite: bool
 ) -> SaveRequest:
     """Return the request of a save whose items come later.
 
     Raises:
         InvalidArgumentError: Metrics or metadata cannot be written as JSON.
     """
-    request = make_request(entry, step, {}, None, metrics, metadata, overwrite=overwrite)
+    request = make_request(step_dir, step, {}, None, metrics, metadata, overwrite=overwrite)
     return replace(request, items={})
 
 
@@ -40,7 +40,7 @@ class OpenSave:
     """One partial save, for both of its faces. Its methods may be called from any thread."""
 
     def __init__(self, saves: SaveQueue, request: SaveRequest) -> None:
-        """Make one that has not begun yet; `saves` tells of its error if no caller does."""
+        """Make one that has not begun yet; `saves` reports its error if no caller does."""
         self.request = request
         self.commit = Commit(request.step, self.cancel, saves.loop.check_caller)
         self.loop = saves.loop
@@ -95,7 +95,7 @@ class OpenSave:
             ClosedError: The save has ended.
         """
         step = self.request.step
-        part = make_request(self.request.entry, step, state, items, None, None, overwrite=False)
+        part = make_request(self.request.step_dir, step, state, items, None, None, overwrite=False)
         with self._guard:
             self._check_open()
             if self._unnamed not in (None, part.unnamed):
@@ -140,7 +140,7 @@ class OpenSave:
             self._waiting.pop().set_exception(self.failure() or self._closed_error())
 
     def finish(self) -> InvalidArgumentError | None:
-        """Publish it once all parts are durable; `commit` tells.
+        """Publish it once all parts are durable, and end `commit`.
 
         Returns:
             What is wrong if there was no part: it is discarded then.
@@ -189,7 +189,7 @@ class OpenSave:
             self.job.cancel()
 
     def give_up(self, reason: str) -> None:
-        """Discard it for its owner, who is told why, unless the owner has ended it.
+        """Discard it and tell its owner why, unless the owner has ended it.
 
         Takes no lock, so that it may be called wherever garbage is collected.
         """
@@ -225,7 +225,7 @@ class OpenSave:
         saves.adopt(hooks, self.commit)
         try:
             await root.open()
-            others = await root.other_entries(step)
+            others = await root.other_step_dirs(step)
             await make_way(root.storage, request, others)
             self.opened.set_result(None)
             engine = saves.engine
@@ -247,9 +247,9 @@ class OpenSave:
             return
         finally:
             saves.closed(self.give_up)
-        tidied = anyio.Event()
-        saves.tidying.append(tidied)
-        await saves.finish(tidied, request, manifest, hooks, recorder, began_ns)
+        cleaned_up = anyio.Event()
+        saves.cleaning_up.append(cleaned_up)
+        await saves.finish(cleaned_up, request, manifest, hooks, recorder, began_ns)
 
     def _end_badly(self, error: BaseException, hooks: CommitHooks) -> None:
         seen = not self.opened.done()
@@ -262,7 +262,7 @@ class OpenSave:
             error = kind(f"{self._reason or 'it was cancelled'}; {what}", step=self.request.step)
         hooks.fail(error, seen=seen)
         if not self.opened.done():
-            # A caller that waits is told how the owner ended it, if that came first.
+            # A caller that waits hears how the owner ended it, if that came first.
             self.opened.set_exception(error if self._ended is None else self._closed_error())
         self._refuse_waiting()
         if self._calls is not None:

@@ -136,7 +136,7 @@ class Preemption:
     def noticed_at(self) -> float | None:
         """When the first signal came, in seconds of `time.monotonic`; None before.
 
-        JAX does not tell when it did: there it is when the agreed step was reached.
+        JAX does not say when it did: the time is then that of the agreed step.
         """
         times = (self._agreed_at, *(notice.at for notice in self._notices))
         return min((at for at in times if at is not None), default=None)

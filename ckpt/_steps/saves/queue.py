@@ -11,7 +11,7 @@ A save goes through these states, from top to bottom:
     held         writing       staging     `call.on_staged`: all is in host memory
     writing      writing       staged      all items are durable
     publishing   publishing    staged      the step has its name
-    tidying      done          left        older steps are deleted
+    cleaning up  done          left        older steps are deleted
 
 While it is staging the attempt is opened, and nothing is written until `Backlog.first` lets it: the
 saves before have left then. A save that is refused or superseded ends as `skipped`, one that fails
@@ -24,7 +24,7 @@ What keeps the state, who sets it, and who waits for it:
     staged (Future)        `_save`: at `on_safe`, or an error     the caller of save()
     Job.future             the engine's loop, at the very end     a caller that cancels
     Commit                 `finish`, `_skip`, or `_end_badly`     all that await the commit
-    tidied                 `finish`, after the deletions          `idle`
+    cleaned_up (Event)     `finish`, after the deletions          `idle`
     slot.state             `Backlog`                              `admitted` of later slots
     slot.superseded_by     `Backlog.join` of a newer save         nothing: it cancels the save
     call.stagings          handlers' calls, and staging after     nothing: 0 calls `on_staged`
@@ -76,7 +76,7 @@ class SaveQueue:
     """The saves of one root. Its coroutines run on the engine's loop.
 
     Saves under way keep it alive, and nothing above it: so it is what finishes them at interpreter
-    exit, and tells of errors in the end, also where the manager was dropped without being closed.
+    exit, and reports errors in the end, also if the manager was dropped without being closed.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class SaveQueue:
         self._backlog: Backlog | None = None
         # Saves under way, and ended ones whose error was not fetched yet.
         self._commits: dict[CommitHooks, Commit] = {}
-        # Gives up each partial save that is open, since it would wait for its next part for ever.
+        # Gives up each partial save that is open, since it would wait for its next part forever.
         self._open: set[Callable[[str], None]] = set()
         self._guard = threading.Lock()
         # Set when the deletions after a commit have ended; the next save does not wait for them.
-        self.tidying: list[anyio.Event] = []
+        self.cleaning_up: list[anyio.Event] = []
         self.history = SaveHistory(engine.now_ns, preemption)
 
     @property
@@ -132,14 +132,14 @@ class SaveQueue:
             donate what it passed, or holds the error that the call itself must raise.
         """
         step = check_step(step)
-        entry = self.root.names.name(step)
+        step_dir = self.root.names.name(step)
         try:
             request = make_request(
-                entry, step, state, items, metrics, metadata, overwrite=overwrite
+                step_dir, step, state, items, metrics, metadata, overwrite=overwrite
             )
             self.root.refuse_writing()
         except Exception as error:
-            self.root.processes.withdraw(self.loop, _kind_of(entry), _what(step), error)
+            self.root.processes.withdraw(self.loop, _kind_of(step_dir), _save_title(step), error)
             raise
         # Asked on the caller's thread, which may install signal handlers; the answer is kept.
         self._preemption.open()
@@ -157,7 +157,7 @@ class SaveQueue:
         return commit, jobs[0], staged
 
     def adopt(self, hooks: CommitHooks, commit: Commit) -> None:
-        """Count a save among those under way, and tell of its error."""
+        """Count a save among those under way, and report its error."""
         self._forget_seen()
         self._commits[hooks] = commit
 
@@ -182,20 +182,20 @@ class SaveQueue:
         step = check_step(request.step)
         # Before anything is awaited, because it takes the turn of this call. Turns are counted by
         # step, so that a call more or fewer in one process harms no other step.
-        joint = self.root.processes.save(_kind_of(request.entry), _what(step))
+        processes = self.root.processes.save(_kind_of(request.step_dir), _save_title(step))
         recorder = EventRecorder("save", step, self.engine.observers)
         backlog = self._backlog = self._backlog or Backlog(self._policy)
         slot, refusal, committed = None, None, False
         scope = anyio.CancelScope()
-        tidied = anyio.Event()
+        cleaned_up = anyio.Event()
         may_refuse = (self.root.has_policy or self._policy == "skip") and not force
         try:
             # Cancelled where a newer save supersedes this one.
             with scope:
-                async with joint.taking_part(hears=may_refuse):
-                    slot, refusal = await self._decide(request, force, scope.cancel, joint)
+                async with processes.taking_part(may_refuse=may_refuse):
+                    slot, refusal = await self._decide(request, force, scope.cancel, processes)
                     if slot is not None:
-                        request, others = await self._admitted(request, hooks, slot, joint)
+                        request, others = await self._admitted(request, hooks, slot, processes)
                         call = SaveCall(
                             request.items,
                             request.unnamed,
@@ -209,13 +209,13 @@ class SaveQueue:
                             request,
                             hooks,
                             SaveCalls.of(call),
-                            joint,
+                            processes,
                             may_write=partial(self._until_first, slot, hooks),
                         )
                         await remove_others(self.root.storage, others)
                 if slot is not None:
                     # Before the slot is left, so that `idle` sees the one or the other.
-                    self.tidying.append(tidied)
+                    self.cleaning_up.append(cleaned_up)
                     committed = True
         except BaseException as error:
             self._end_badly(error, request, hooks, staged)
@@ -236,13 +236,15 @@ class SaveQueue:
             self._skip(refusal, request, hooks, staged)
             recorder.end(began_ns, "skipped", reason=refusal)
             return
-        kept, tidies = slot.kept_seconds, joint.publishes
-        await self.finish(tidied, request, manifest, hooks, recorder, began_ns, kept, tidies=tidies)
+        kept, cleans_up = slot.kept_seconds, processes.publishes
+        await self.finish(
+            cleaned_up, request, manifest, hooks, recorder, began_ns, kept, cleans_up=cleans_up
+        )
         # In the pause before the next save; nothing waits for it.
         await self.engine.arena.warm(lambda: backlog.is_empty and not self.loop.closed)
 
     async def _decide(
-        self, request: SaveRequest, force: bool, give_up: Callable[[], None], joint: JointSave
+        self, request: SaveRequest, force: bool, give_up: Callable[[], None], processes: JointSave
     ) -> tuple[BacklogSlot | None, str | None]:
         """Ask policy and backlog about a save; return its slot, or why there is no save.
 
@@ -259,39 +261,42 @@ class SaveQueue:
                 return await root.refusal(step, context) or backlog.refusal()
 
             if not (force or is_final):
-                refusal = await joint.refusal(ask)
+                refusal = await processes.refusal(ask)
                 if refusal is not None:
                     return None, refusal
             kept_seconds = await self.history.kept_by(context, root) if is_final else None
             # A slot has to be left again: so nothing may fail, or be awaited, from here on.
-            slot = BacklogSlot(request.entry, step, give_up, kept_seconds)
+            slot = BacklogSlot(request.step_dir, step, give_up, kept_seconds)
             backlog.join(slot)
             self.history.begin(slot, context)
         return slot, None
 
     async def _admitted(
-        self, request: SaveRequest, hooks: CommitHooks, slot: BacklogSlot, joint: JointSave
+        self, request: SaveRequest, hooks: CommitHooks, slot: BacklogSlot, processes: JointSave
     ) -> tuple[SaveRequest, list[str]]:
         """Wait until there is room for a save, and make way for it in the root.
 
         Returns:
-            The request as it is to be saved, and the entries that it replaces under other names.
+            The request as it is to be saved, and the step directories that it replaces under other
+            names.
         """
         assert self._backlog is not None
         root, backlog = self.root, self._backlog
         others: list[str] = []
         # The other processes may wait for this one to begin, while it waits for the save before.
-        async with joint.busy():
+        async with processes.busy():
             with EventRecorder("save", slot.step, self.engine.observers).phase("wait"):
                 await backlog.admitted(slot)
             hooks.watch.add_wait(hooks.watch.elapsed)
             await root.open()
             before = [other for other in backlog.under_way if other is not slot]
-            if joint.publishes:
-                others = await root.other_entries(slot.step)
-                request = await replacing_part(self.root.storage, request, joint)
+            if processes.publishes:
+                others = await root.other_step_dirs(slot.step)
+                request = await replacing_part(self.root.storage, request, processes)
                 await make_way(self.root.storage, request, others)
-            if not request.overwrite and any(other.entry == request.entry for other in before):
+            if not request.overwrite and any(
+                other.step_dir == request.step_dir for other in before
+            ):
                 raise StepExistsError(
                     "this step is being saved at the moment. Choose another step, or pass "
                     "overwrite=True to replace it once it is there",
@@ -307,7 +312,7 @@ class SaveQueue:
 
     async def finish(
         self,
-        tidied: anyio.Event,
+        cleaned_up: anyio.Event,
         request: SaveRequest,
         manifest: Manifest,
         hooks: CommitHooks,
@@ -315,23 +320,23 @@ class SaveQueue:
         began_ns: int,
         kept_seconds: float | None = None,
         *,
-        tidies: bool = True,
+        cleans_up: bool = True,
     ) -> None:
         """Tell of a step that was published, then delete what is not kept any more.
 
         Args:
-            tidied: Is in `tidying` until that has ended.
+            cleaned_up: Is in `cleaning_up` until that has ended.
             request: What was saved.
             manifest: The manifest of the step.
             hooks: Its commit.
             recorder: Takes the end of the save.
             began_ns: When it began, by `time.perf_counter_ns`.
             kept_seconds: As of `BacklogSlot`.
-            tidies: Whether the deletions are for this process.
+            cleans_up: Whether the deletions are for this process.
         """
         try:
             self._commits.pop(hooks)
-            path = f"{self.root.storage.location}/{request.entry}"
+            path = f"{self.root.storage.location}/{request.step_dir}"
             info = step_info(manifest, path, hooks.watch.taken)
             # Before the commit is done: a deletion that its caller starts then must know of it.
             self.root.retention.newest = manifest.step
@@ -346,11 +351,11 @@ class SaveQueue:
             logger.info(
                 "saved step %s: %d bytes in %.2f s%s", info.step, info.nbytes, seconds, kept
             )
-            if tidies:
+            if cleans_up:
                 await self.root.preserve(check_step(request.step))
         finally:
-            self.tidying.remove(tidied)
-            tidied.set()
+            self.cleaning_up.remove(cleaned_up)
+            cleaned_up.set()
 
     def _skip(
         self, reason: str, request: SaveRequest, hooks: CommitHooks, staged: Future[None]
@@ -388,8 +393,8 @@ class SaveQueue:
         """Wait until every save that was started has ended, and the deletions after it."""
         if self._backlog is not None:
             await self._backlog.idle()
-        for tidied in list(self.tidying):
-            await tidied.wait()
+        for cleaned_up in list(self.cleaning_up):
+            await cleaned_up.wait()
 
     def _forget_seen(self) -> None:
         """Drop failed saves whose error was fetched from their commit since."""
@@ -420,7 +425,7 @@ class SaveQueue:
         errors = self.take_errors()
         where = redact(self.root.storage.location)
         for error in errors:
-            sys.stderr.write(f"ckpt: a save to {where} failed and nobody looked: {error}\n")
+            sys.stderr.write(f"ckpt: a save to {where} failed, and was never awaited: {error}\n")
         return bool(errors)
 
     def close(self, timeout: float | None = None) -> bool:
@@ -444,7 +449,7 @@ class SaveQueue:
     def finish_at_exit(self) -> None:
         """At interpreter exit: finish what is under way, and report errors that were not fetched.
 
-        What has not ended in time is given up. The exit status then tells, as after a failure.
+        What has not ended in time is given up, and the exit status is that of a failure.
         """
         given_up = []
         if not self.close(self._exit_seconds):
@@ -460,15 +465,15 @@ class SaveQueue:
             fail_exit()
 
     def __del__(self) -> None:
-        # The last chance to tell: no one can close the manager any more. Nothing else is touched,
+        # The last chance to report errors: the manager is gone. Nothing else is touched,
         # because at interpreter exit the modules may be gone already.
         if getattr(self, "_commits", None) and self.tell_unseen():
             fail_exit()
 
 
-def _kind_of(entry: str) -> str:
-    return f"save-{entry}"
+def _kind_of(step_dir: str) -> str:
+    return f"save-{step_dir}"
 
 
-def _what(step: int | None) -> str:
+def _save_title(step: int | None) -> str:
     return f"the save of step {step}"

@@ -15,7 +15,7 @@ UNNAMED_ITEM = "state"
 
 
 def make_request(
-    entry: str,
+    step_dir: str,
     step: int | None,
     state: Any,
     items: Mapping[str, Any] | None,
@@ -44,7 +44,7 @@ def make_request(
     if metrics is not None and not isinstance(numbers, Mapping):
         raise invalid("metrics", metrics, "a mapping of names to numbers", step=step)
     return SaveRequest(
-        entry=entry,
+        step_dir=step_dir,
         step=step,
         items=named,
         unnamed=items is None,

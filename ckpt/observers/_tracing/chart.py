@@ -1,7 +1,7 @@
 """The chart: the layout of a picture of a timeline, with rows, bars, bands and ticks. Pure.
 
 All positions are pixels of a picture of width `WIDTH`, from its upper left corner. So drawing a
-chart is no more than drawing its rectangles and texts.
+chart means only to draw its rectangles and texts.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _shown(found: Sequence[Track]) -> list[Track]:
     """Return the tracks that are drawn as rows."""
     # The phase `blocked` is drawn as a band.
     rows = [track for track in found if track.label != BLOCKED]
-    # A bar for the whole operation tells nothing, unless it is the only one.
+    # A bar for the whole operation adds nothing, unless it is the only one.
     parted = {track.group for track in rows if not track.label.startswith(WHOLE)}
     return [t for t in rows if not (t.label.startswith(WHOLE) and t.group in parted)]
 
@@ -268,12 +268,12 @@ def _bars(
             drawn.append((left, max(right, left + _MIN_BAR), [entry]))
         free = drawn[-1][1]
     return [
-        Bar(left, right - left, entries[0].role, _text(entries, right - left), _tip(entries))
+        Bar(left, right - left, entries[0].role, _bar_text(entries, right - left), _tip(entries))
         for left, right, entries in drawn
     ]
 
 
-def _text(entries: Sequence[TrackEntry], width: float) -> str:
+def _bar_text(entries: Sequence[TrackEntry], width: float) -> str:
     """Return the longest text that fits."""
     entry = entries[0]
     texts = [entry.name]

@@ -1,7 +1,7 @@
 """The timeline: when the phases of saves and restores ran, and the caller's own work. Pure.
 
 The phase `end` is the whole of an operation, and is only used to tell one save of a step from the
-next. The phase `preempted` is not work: it tells what would have been lost.
+next. The phase `preempted` is not work: it is what would have been lost.
 
 A save has three instants. It *begins* when its first phase begins, or the caller's own `"blocked"`
 span around the call of `save()`. `save()` *returns*, and the caller goes on, at the end of that
@@ -190,7 +190,7 @@ def _times(run: Sequence[Event], blocked: Sequence[Span]) -> SaveTimes:
     began = min(event.began_ns for event in run)
     # Events are reported when phases end, so a save that was cut off has fewer.
     returned = _last(run, BLOCKED) or _last(run, "stage", "snapshot") or _last(run, "plan") or began
-    # A save that waits overlaps the one before it, but its first phase lies in its own call only.
+    # A save that waits overlaps the one before it, but its first phase is within its own call only.
     calls = [span for span in blocked if span.began_ns <= began < span.ended_ns]
     if calls:
         began = min(span.began_ns for span in calls)

@@ -75,13 +75,13 @@ class Trace:
             args: Values to show with it. Numbers and strings are kept, all others as their `str()`.
                 So the trace keeps no array alive, but waits until an array is computed.
         """
-        told = {key: plain(value) for key, value in args.items()}
+        shown = {key: plain(value) for key, value in args.items()}
         thread = threading.current_thread().name
         began = time.perf_counter_ns()
         try:
             yield
         finally:
-            self._keep(self._spans, Span(name, began, time.perf_counter_ns(), thread, told))
+            self._keep(self._spans, Span(name, began, time.perf_counter_ns(), thread, shown))
 
     def timeline(self, step: int | None = None, operation: str | None = None) -> Timeline:
         """Return what was collected so far.

@@ -149,10 +149,10 @@ def _entry(event: Event) -> TrackEntry:
     args = {
         each.name: getattr(event, each.name) for each in fields(event) if each.name not in _SAID
     }
-    told = {name: plain(value) for name, value in args.items() if value is not None}
+    shown = {name: plain(value) for name, value in args.items() if value is not None}
     # The bytes of a plan were not moved yet.
     moved = 0 if event.phase == "plan" else event.nbytes
-    return TrackEntry(event.phase, role, event.began_ns, event.ended_ns, moved, told)
+    return TrackEntry(event.phase, role, event.began_ns, event.ended_ns, moved, shown)
 
 
 def plain(value: object) -> Value:

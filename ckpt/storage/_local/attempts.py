@@ -33,27 +33,27 @@ _LONGEST_NAME = 255
 
 @dataclass(slots=True)
 class LocalAttempt:
-    """One try at writing an entry.
+    """One try at writing a step directory.
 
     Attributes:
         root: The root.
-        entry: Name of the entry it will become.
+        step_dir: Name of the step directory it will become.
         id: Random hexadecimal id.
         path: The directory, unless it was renamed.
         directory: File descriptor of the directory, whatever its name is by now.
         lease: File descriptor of the lease, which it keeps locked.
-        made: Directories that exist. They are not made again, so that a directory that somebody
+        made: Directories that exist. They are not made again, so that a directory that was
             removed stays removed.
         mode: Permissions of its directories; None follows the umask.
         joined: Whether another process has begun it. That process has the lease, and `lease` is
             not a descriptor.
-        folder: Empty: the files lie in the entry itself.
+        folder: Empty: the files are in the step directory itself.
         keep: Whether the directory of its name must be left to a later cleaner.
         ended: Whether the descriptors were closed. Hold `guard` to read it and to use them.
     """
 
     root: Path
-    entry: str
+    step_dir: str
     id: str
     path: Path
     directory: int
@@ -67,13 +67,13 @@ class LocalAttempt:
     guard: threading.Lock = field(default_factory=threading.Lock)
 
 
-def begin(root: Path, entry: str, lease_seconds: float, mode: int | None = None) -> LocalAttempt:
+def begin(root: Path, step_dir: str, lease_seconds: float, mode: int | None = None) -> LocalAttempt:
     """Begin an attempt under a new random name, with these permissions."""
     token = uuid.uuid4().hex
-    path = root / attempt_name(entry, token)
+    path = root / attempt_name(step_dir, token)
     if len(os.fsencode(trash_name(path.name))) > _LONGEST_NAME:
         # It could be made, but not renamed to be removed.
-        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(root / entry))
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(root / step_dir))
     # The lease comes first, so that there is no moment in which the attempt looks abandoned.
     lease = take_lease(root / lease_name(token), lease_seconds, mode)
     try:
@@ -84,14 +84,14 @@ def begin(root: Path, entry: str, lease_seconds: float, mode: int | None = None)
             os.rmdir(path)
         _end_lease(root / lease_name(token), lease)
         raise
-    return LocalAttempt(root, entry, token, path, directory, lease, {path}, mode)
+    return LocalAttempt(root, step_dir, token, path, directory, lease, {path}, mode)
 
 
-def join(root: Path, entry: str, token: str, mode: int | None = None) -> LocalAttempt:
+def join(root: Path, step_dir: str, token: str, mode: int | None = None) -> LocalAttempt:
     """Open an attempt that another process has begun."""
-    path = root / attempt_name(entry, token)
+    path = root / attempt_name(step_dir, token)
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    return LocalAttempt(root, entry, token, path, directory, -1, {path}, mode, joined=True)
+    return LocalAttempt(root, step_dir, token, path, directory, -1, {path}, mode, joined=True)
 
 
 def write(attempt: LocalAttempt, path: str, data: memoryview) -> None:
@@ -117,12 +117,12 @@ def make_directories(attempt: LocalAttempt, path: Path) -> None:
 
 
 def link(attempt: LocalAttempt, path: str, folder: str = "") -> None:
-    """Link a regular file of the entry, or of a folder in it, into the attempt.
+    """Link a regular file of the step directory, or of a folder in it, into the attempt.
 
     Raises:
         ValueError: It does not exist, is not a regular file, or a part of its path is a link.
     """
-    source = "/".join(filter(None, (attempt.entry, folder, path)))
+    source = "/".join(filter(None, (attempt.step_dir, folder, path)))
     try:
         fd, _ = posix.open_regular(attempt.root, source)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -136,26 +136,27 @@ def link(attempt: LocalAttempt, path: str, folder: str = "") -> None:
 
 
 def publish(attempt: LocalAttempt, *, overwrite: bool, replacing: str | None = None) -> bool:
-    """Give an attempt the name of its entry, durably.
+    """Give an attempt the name of its step directory, durably.
 
     Args:
         attempt: The attempt.
-        overwrite: Whether an existing entry is replaced.
-        replacing: Id of the attempt that the existing entry came from; only that is replaced.
+        overwrite: Whether an existing step directory is replaced.
+        replacing: Id of the attempt that the existing step directory came from; only that is
+            replaced.
 
     Returns:
-        Whether an entry was replaced. The old one has the attempt's name now.
+        Whether a step directory was replaced. The old one has the attempt's name now.
 
     Raises:
-        StepExistsError: The entry exists, and may not be replaced, or is not a checkpoint.
-        StepDeletedError: The entry of `replacing` is gone.
+        StepExistsError: The step directory exists, and may not be replaced, or is not a checkpoint.
+        StepDeletedError: The step directory of `replacing` is gone.
         OSError: It could not be published, and is not.
     """
-    target = attempt.root / attempt.entry
+    target = attempt.root / attempt.step_dir
     posix.fsync_directories(attempt.path)
     if not _has_name(attempt.directory, attempt.path):
-        # Somebody removed or replaced it. The name alone proves nothing: it may be the directory of
-        # somebody else.
+        # It was removed or replaced. The name alone proves nothing: the directory may be another
+        # writer's.
         raise FileNotFoundError(
             errno.ENOENT,
             "the attempt was removed while it was written, by hand or by a cleaner that took its "
@@ -187,14 +188,14 @@ def _give_name(attempt: LocalAttempt, target: Path, overwrite: bool) -> bool:
             except FileNotFoundError:
                 if not _has_name(attempt.directory, attempt.path):
                     raise
-                # The entry was deleted just now, so there is nothing left to replace.
+                # The step directory was deleted just now, so there is nothing left to replace.
                 continue
             return True
         return False
 
 
 def _take_place(attempt: LocalAttempt, target: Path, replacing: str) -> bool:
-    """Exchange an attempt with the entry that came from the attempt `replacing`, and no other."""
+    """Exchange an attempt with the step directory that came from the attempt `replacing` only."""
     try:
         # Held open, to recognize the directory after the exchange beyond doubt.
         old = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -226,7 +227,7 @@ def _gone(target: Path) -> StepDeletedError:
 
 
 def _refuse_to_replace(target: Path, overwrite: bool, error: OSError) -> None:
-    """Raise unless an existing entry may be replaced.
+    """Raise unless an existing step directory may be replaced.
 
     Raises:
         StepExistsError: It may not.
@@ -251,17 +252,17 @@ def _refuse_to_replace(target: Path, overwrite: bool, error: OSError) -> None:
 
 
 def _take_back(attempt: LocalAttempt, target: Path, replaced: bool) -> None:
-    """Undo a publication that is not durable, without touching what may be of somebody else."""
+    """Undo a publication that is not durable, without touching what may be another writer's."""
     # Until that is durable, a power cut may bring back either name.
     attempt.keep = True
     swap = posix.exchange if replaced else posix.rename_new
     try:
         if not _has_name(attempt.directory, target):
-            # Somebody else has replaced or deleted it since.
+            # Another process has replaced or deleted it since.
             return
         swap(target, attempt.path)
         if not _has_name(attempt.directory, attempt.path):
-            # Somebody else replaced it between the check and the swap. Theirs goes back.
+            # Another process replaced it between the check and the swap. Theirs goes back.
             swap(attempt.path, target)
             return
         posix.fsync_path(attempt.root)
@@ -269,7 +270,7 @@ def _take_back(attempt: LocalAttempt, target: Path, replaced: bool) -> None:
     except OSError:
         if replaced and not _has_name(attempt.directory, attempt.path):
             # Another step has the attempt's name now, and must not be swept as an attempt.
-            kept = attempt.root / f"{attempt.entry}.replaced-{attempt.id}"
+            kept = attempt.root / f"{attempt.step_dir}.replaced-{attempt.id}"
             with contextlib.suppress(OSError):
                 os.rename(attempt.path, kept)
             logger.error("the step that was being replaced was left at %s", kept)
@@ -298,8 +299,8 @@ def end(attempt: LocalAttempt) -> None:
             is_left = posix.is_there(attempt.path)
         except OSError:
             is_left = True
-        # If the attempt could not be removed, its lease stays, unlocked: that tells a cleaner at
-        # once that nobody owns the attempt any more.
+        # If the attempt could not be removed, its lease stays, unlocked: that shows a cleaner at
+        # once that the attempt has no owner any more.
         _end_lease(None if is_left else lease, attempt.lease)
 
 
@@ -316,7 +317,7 @@ def discard(attempt: LocalAttempt) -> None:
 
 
 def _end_lease(path: Path | None, lease: int) -> None:
-    # A lease that cannot be removed now is swept later, since nobody holds its lock any more.
+    # A lease that cannot be removed now is swept later, since its lock is free by then.
     if path is not None:
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -324,24 +325,24 @@ def _end_lease(path: Path | None, lease: int) -> None:
         os.close(lease)
 
 
-def hide(root: Path, entry: str, attempt: str | None = None) -> Path | None:
-    """Rename an entry to a trash name, durably; return that path, None if it does not exist.
+def hide(root: Path, step_dir: str, attempt: str | None = None) -> Path | None:
+    """Rename a step directory to a trash name, durably; return that path, None if there is none.
 
-    With `attempt`, an entry whose manifest is of another attempt stays: somebody has replaced it
-    since it was checked.
+    With `attempt`, a step directory whose manifest is of another attempt stays: another writer has
+    replaced it since it was checked.
     """
     token = uuid.uuid4().hex
-    trash = root / trash_name(attempt_name(entry, token))
+    trash = root / trash_name(attempt_name(step_dir, token))
     with contextlib.ExitStack() as stack:
         directory = None
         try:
             if attempt is not None:
                 flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-                directory = os.open(root / entry, flags)
+                directory = os.open(root / step_dir, flags)
                 stack.callback(os.close, directory)
-                if _attempt_of(root / entry) != attempt:
+                if _attempt_of(root / step_dir) != attempt:
                     return None
-            os.rename(root / entry, trash)
+            os.rename(root / step_dir, trash)
         except FileNotFoundError:
             return None
         if directory is None or _has_name(directory, trash):
@@ -349,9 +350,9 @@ def hide(root: Path, entry: str, attempt: str | None = None) -> Path | None:
             return trash
         # It was replaced between the check and the rename, and goes back.
         try:
-            posix.rename_new(trash, root / entry)
+            posix.rename_new(trash, root / step_dir)
         except FileExistsError:
-            kept = root / f"{entry}.replaced-{token}"
+            kept = root / f"{step_dir}.replaced-{token}"
             os.rename(trash, kept)
             logger.error("a step that was replaced twice while it was deleted is at %s", kept)
         posix.fsync_path(root)
@@ -359,7 +360,7 @@ def hide(root: Path, entry: str, attempt: str | None = None) -> Path | None:
 
 
 def _attempt_of(path: Path) -> str | None:
-    """Return the id of the attempt that wrote the entry at `path`; None if it does not say."""
+    """Return the id of the attempt that wrote the directory at `path`; None if it does not say."""
     with contextlib.suppress(OSError, ValueError):
         data = posix.read_regular(path, FILE_NAME, MAX_BYTES)
         summary = None if data is None else peek(data)
@@ -369,7 +370,7 @@ def _attempt_of(path: Path) -> str | None:
 
 def remove_hidden(path: Path) -> None:
     """Remove an attempt, or trash."""
-    # Under that name nobody can take it for an attempt whose writer is alive, whatever happens.
+    # Under that name it cannot be taken for an attempt whose writer is alive, whatever happens.
     trash = path.with_name(trash_name(path.name))
     if trash != path:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Leases: how a cleaner knows that nobody writes an attempt any more.
+"""Leases: how a cleaner knows that the writer of an attempt is gone.
 
 Beside an attempt there is a lease, a small file that its writer keeps locked as long as it lives.
 It says on which boot of which machine the writer runs, and how long the lease lasts. The writer
@@ -38,7 +38,7 @@ class Lease:
             had the lock.
         seconds: How long the lease lasts after it was renewed.
         renewed: When it was renewed last, in seconds of the file system's clock.
-        free: Whether the cleaner holds its lock: True, False if somebody else does, None if the
+        free: Whether the cleaner holds its lock: True, False if another does, None if the
             file system has no locks.
     """
 
@@ -116,7 +116,7 @@ def renew_lease(lease: int) -> None:
 
 @contextlib.contextmanager
 def opened_lease(path: Path) -> Iterator[Lease | None]:
-    """Read a lease, and hold its lock during the body if nobody else has it; None if gone."""
+    """Read a lease, and hold its lock during the body if it is free; None if gone."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         # Network file systems give exclusive locks only on files opened for writing.

@@ -1,4 +1,4 @@
-"""Notes: small files in folders of a root, beside its entries, such as root metadata and pins.
+"""Notes: small files in folders of a root, beside its steps, such as root metadata and pins.
 
 A lasting note is written like an attempt, and gets its name once it is durable, so that a sweep
 finds what a dead writer left. A brief note, which says what a process is doing at the moment, is
@@ -119,8 +119,8 @@ def ages(root: Path, folder: str) -> dict[str, float]:
     with _opened(root, folder) as directory:
         if directory is None:
             return {}
-        with os.scandir(directory) as entries:
-            names = [entry.name for entry in entries]
+        with os.scandir(directory) as step_dirs:
+            names = [step_dir.name for step_dir in step_dirs]
         if not names:
             return {}
         # Taken before the notes are read, so a note renewed meanwhile does not look too old.

@@ -81,7 +81,7 @@ class LocalStorage:
 
     @property
     def keeps_others(self) -> bool:
-        # An entry is a directory, and goes with all that is in it.
+        # A step directory is a directory, and goes with all that is in it.
         return False
 
     async def prepare(self) -> None:
@@ -99,7 +99,7 @@ class LocalStorage:
                 posix.fsync_path(path.parent)
             if not missing and not self._prepared:
                 # The process that made it may have died before that was durable. If the directory
-                # above may not be opened, somebody else made the root long ago.
+                # above may not be opened, another user made the root long ago.
                 with contextlib.suppress(PermissionError):
                     posix.fsync_path(self._root.parent)
             self._prepared = True
@@ -107,17 +107,17 @@ class LocalStorage:
             reason = "it, or a part of its path, is a file"
             raise NotADirectoryError(errno.ENOTDIR, reason, str(self._root)) from error
 
-    async def entries(self) -> list[str]:
+    async def step_dirs(self) -> list[str]:
         with translated("list the directory", self._root):
-            return await self._in_thread(self._list_entries)
+            return await self._in_thread(self._list_step_dirs)
 
-    def _list_entries(self) -> list[str]:
+    def _list_step_dirs(self) -> list[str]:
         try:
             with os.scandir(self._root) as found:
                 return [
-                    entry.name
-                    for entry in found
-                    if not is_unfinished(entry.name) and entry.is_dir(follow_symlinks=False)
+                    each.name
+                    for each in found
+                    if not is_unfinished(each.name) and each.is_dir(follow_symlinks=False)
                 ]
         except FileNotFoundError:
             if not self._create:
@@ -128,36 +128,36 @@ class LocalStorage:
         reason = "it does not exist, and create=False was given"
         return FileNotFoundError(errno.ENOENT, reason, str(self._root))
 
-    async def exists(self, entry: str) -> bool:
-        target = self._root / entry
+    async def exists(self, step_dir: str) -> bool:
+        target = self._root / step_dir
         with translated("look at", target):
             return await self._in_thread(posix.is_there, target)
 
-    async def files(self, entry: str) -> dict[str, int | None]:
-        target = self._root / entry
+    async def files(self, step_dir: str) -> dict[str, int | None]:
+        target = self._root / step_dir
         with translated("list the directory", target):
             return await self._in_thread(posix.list_files, target)
 
-    async def read(self, entry: str, path: str, limit: int) -> bytes | None:
-        target = self._root / entry / path
+    async def read(self, step_dir: str, path: str, limit: int) -> bytes | None:
+        target = self._root / step_dir / path
         with translated("read", target):
             try:
                 return await self._in_thread(
-                    posix.read_regular, self._root, f"{entry}/{path}", limit
+                    posix.read_regular, self._root, f"{step_dir}/{path}", limit
                 )
             except ValueError as error:
                 raise CorruptCheckpointError(f"{target}: {error}") from error
 
-    async def stamps(self, entries: Sequence[str], path: str) -> list[Hashable | None]:
+    async def stamps(self, step_dirs: Sequence[str], path: str) -> list[Hashable | None]:
         top = str(self._root)
 
         def stamp(name: str) -> Hashable | None:
             return posix.stamp(f"{top}/{name}/{path}")
 
-        return await self._in_thread(of_each, "look at", top, entries, path, stamp)
+        return await self._in_thread(of_each, "look at", top, step_dirs, path, stamp)
 
     async def read_each(
-        self, entries: Sequence[str], path: str, limit: int, parse: Callable[[bytes], T]
+        self, step_dirs: Sequence[str], path: str, limit: int, parse: Callable[[bytes], T]
     ) -> list[T | None]:
 
         def read(name: str) -> T | None:
@@ -167,20 +167,20 @@ class LocalStorage:
             return None if data is None else parse(data)
 
         every: list[T | None] = []
-        for start in range(0, len(entries), _BATCH):
-            names = entries[start : start + _BATCH]
+        for start in range(0, len(step_dirs), _BATCH):
+            names = step_dirs[start : start + _BATCH]
             every += await self._in_thread(of_each, "read", str(self._root), names, path, read)
         return every
 
-    async def begin(self, entry: str) -> Attempt:
-        with translated("begin an attempt at", self._root / entry):
+    async def begin(self, step_dir: str) -> Attempt:
+        with translated("begin an attempt at", self._root / step_dir):
             return await self._in_thread(
-                attempts.begin, self._root, entry, self._timeouts.lease, self._mode
+                attempts.begin, self._root, step_dir, self._timeouts.lease, self._mode
             )
 
-    async def join(self, entry: str, attempt: str) -> Attempt:
-        with translated("join an attempt at", self._root / entry):
-            return await self._in_thread(attempts.join, self._root, entry, attempt, self._mode)
+    async def join(self, step_dir: str, attempt: str) -> Attempt:
+        with translated("join an attempt at", self._root / step_dir):
+            return await self._in_thread(attempts.join, self._root, step_dir, attempt, self._mode)
 
     async def renew(self, attempt: Attempt) -> None:
         own = _local(attempt)
@@ -203,7 +203,7 @@ class LocalStorage:
 
     async def link(self, attempt: Attempt, path: str, folder: str = "") -> None:
         own = _local(attempt)
-        source = self._root / own.entry / folder / path
+        source = self._root / own.step_dir / folder / path
         with translated("link", source):
             try:
                 await self._in_thread(attempts.link, own, path, folder)
@@ -212,12 +212,12 @@ class LocalStorage:
                     f"{source}: {error}. The step was damaged after it was committed"
                 ) from error
 
-    async def read_block(self, entry: str, path: str, offset: int, target: memoryview) -> None:
-        source = self._root / entry / path
+    async def read_block(self, step_dir: str, path: str, offset: int, target: memoryview) -> None:
+        source = self._root / step_dir / path
         with translated("read", source):
             try:
                 await anyio.to_thread.run_sync(
-                    read_block, self._root, f"{entry}/{path}", offset, target
+                    read_block, self._root, f"{step_dir}/{path}", offset, target
                 )
             except (
                 FileNotFoundError,
@@ -235,7 +235,7 @@ class LocalStorage:
         self, attempt: Attempt, *, overwrite: bool, replacing: str | None = None
     ) -> None:
         own = _local(attempt)
-        with translated("publish", self._root / own.entry):
+        with translated("publish", self._root / own.step_dir):
             replaced = await self._in_thread(
                 attempts.publish, own, overwrite=overwrite, replacing=replacing
             )
@@ -250,33 +250,39 @@ class LocalStorage:
         finally:
             await self._in_thread(attempts.end, own)
 
-    async def remove(self, entry: str, *, attempt: str | None = None) -> bool:
-        with translated("delete", self._root / entry):
-            trash = await self._in_thread(attempts.hide, self._root, entry, attempt)
+    async def remove(self, step_dir: str, *, attempt: str | None = None) -> bool:
+        with translated("delete", self._root / step_dir):
+            trash = await self._in_thread(attempts.hide, self._root, step_dir, attempt)
         if trash is None:
             return False
-        # Also when cancelled: nobody sees it any more, only its bytes are left.
+        # Also when cancelled: its name is gone, only its bytes are left.
         with anyio.CancelScope(shield=True):
             await self._finish_removal(attempts.remove_hidden, trash, trash)
         return True
 
-    async def move(self, entry: str, trash: str) -> str | None:
-        with translated("move to the trash", self._root / entry):
+    async def move(self, step_dir: str, trash: str) -> str | None:
+        with translated("move to the trash", self._root / step_dir):
             try:
-                path = await self._in_thread(move_to_trash, self._root, entry, self._root / trash)
+                path = await self._in_thread(
+                    move_to_trash, self._root, step_dir, self._root / trash
+                )
             except FileNotFoundError:
-                # It was not made yet, or somebody has emptied the trash by removing it.
+                # It was not made yet, or was removed to empty the trash.
                 await self.prepare_trash(trash)
-                path = await self._in_thread(move_to_trash, self._root, entry, self._root / trash)
+                path = await self._in_thread(
+                    move_to_trash, self._root, step_dir, self._root / trash
+                )
         return None if path is None else str(path)
 
     async def prepare_trash(self, trash: str) -> None:
         with translated("use the trash folder", self._root / trash):
             await self._in_thread(prepare_trash, self._root, self._root / trash, self._mode)
 
-    async def set_aside(self, entry: str, paths: Sequence[str]) -> str:
-        with translated("move files of others out of", self._root / entry):
-            return str(await self._in_thread(set_aside, self._root, entry, list(paths), self._mode))
+    async def set_aside(self, step_dir: str, paths: Sequence[str]) -> str:
+        with translated("move files of others out of", self._root / step_dir):
+            return str(
+                await self._in_thread(set_aside, self._root, step_dir, list(paths), self._mode)
+            )
 
     async def sweep(self) -> list[str]:
         with translated("clean up", self._root):

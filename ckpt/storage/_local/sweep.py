@@ -33,9 +33,9 @@ _PROBE = re.compile("^" + re.escape(_PROBE_PREFIX) + r"[0-9a-f]{32}\Z")
 _NOTES = re.compile(r"^\.ckpt-[a-z]+\Z")
 
 
-def attempt_name(entry: str, token: str) -> str:
-    """Return the name of the attempt at `entry` whose random id is `token`."""
-    return f"{entry}{_MARK}{token}"
+def attempt_name(step_dir: str, token: str) -> str:
+    """Return the name of the attempt at `step_dir` whose random id is `token`."""
+    return f"{step_dir}{_MARK}{token}"
 
 
 def lease_name(token: str) -> str:
@@ -125,7 +125,7 @@ def _is_durable(root: Path) -> bool:
 
 
 def _removed(trash: Path) -> bool:
-    """Remove a directory that nobody writes to any more. Several cleaners may try at once."""
+    """Remove a directory without a living writer. Several cleaners may try at once."""
     try:
         remove_tree(trash)
     except OSError:

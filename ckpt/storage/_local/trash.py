@@ -31,22 +31,22 @@ def prepare_trash(root: Path, trash: Path, mode: int | None = None) -> None:
         )
 
 
-def move_to_trash(root: Path, entry: str, trash: Path) -> Path | None:
-    """Rename an entry into a folder, durably; return its new path, None if it did not exist.
+def move_to_trash(root: Path, step_dir: str, trash: Path) -> Path | None:
+    """Move a step directory into a folder, durably; return its new path, None if it did not exist.
 
     It keeps its name, with a number appended if that is taken.
 
     Raises:
-        FileNotFoundError: The entry exists, and the folder does not.
+        FileNotFoundError: The step directory exists, and the folder does not.
     """
     for number in count():
-        target = trash / (f"{entry}-{number}" if number else entry)
+        target = trash / (f"{step_dir}-{number}" if number else step_dir)
         try:
-            posix.rename_new(root / entry, target)
+            posix.rename_new(root / step_dir, target)
         except FileExistsError:
             continue
         except FileNotFoundError:
-            if posix.is_there(root / entry):
+            if posix.is_there(root / step_dir):
                 raise
             return None
         # The new name first: after a power cut the step may be in both places, but not in none.
@@ -56,21 +56,21 @@ def move_to_trash(root: Path, entry: str, trash: Path) -> Path | None:
     raise AssertionError("count() does not end")
 
 
-def set_aside(root: Path, entry: str, files: list[str], mode: int | None = None) -> Path:
-    """Move files of an entry into a new folder beside it, durably; return that folder.
+def set_aside(root: Path, step_dir: str, files: list[str], mode: int | None = None) -> Path:
+    """Move files of a step directory into a new folder beside it, durably; return that folder.
 
     The folder is always new, so no earlier file can be in the way or be replaced.
     New directories get the permissions `mode`; None follows the umask.
     """
-    aside = _new_folder(root, f"{entry}{_ASIDE}", mode)
+    aside = _new_folder(root, f"{step_dir}{_ASIDE}", mode)
     for path in files:
         target = aside / path
         posix.make_directories(target.parent, mode)
         try:
-            os.rename(root / entry / path, target)
+            os.rename(root / step_dir / path, target)
         except FileNotFoundError:
             # Its owner has removed it, or another cleaner was quicker.
-            if posix.is_there(root / entry / path):
+            if posix.is_there(root / step_dir / path):
                 raise
     posix.fsync_directories(aside)
     posix.fsync_path(root)

@@ -1,9 +1,9 @@
 """Attempts in an object store: published, or discarded.
 
-The manifest of an entry is the only object that is ever overwritten, always on the condition that
-it is still the one that was read. All other objects have the id of their attempt in their keys, so
-no two writers use the same ones. docs/design/006-object-stores.md explains the order of these
-operations and why they are safe.
+The manifest of a step directory is the only object that is ever overwritten, always on the
+condition that it is still the one that was read. All other objects have the id of their attempt in
+their keys, so no two writers use the same ones. docs/design/006-object-stores.md explains the order
+of these operations and why they are safe.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 2.0
 
 @dataclass(slots=True)
 class ObjectAttempt:
-    """One try at writing an entry.
+    """One try at writing a step directory.
 
     Attributes:
-        entry: Name of the entry it will become.
+        step_dir: Name of the step directory it will become.
         id: Random hexadecimal id.
         record: Its lease record; None if another process has it.
         manifest: The manifest, once it is known.
@@ -40,7 +40,7 @@ class ObjectAttempt:
         keep: Whether it is unknown if it was published, so that nothing of it may be removed.
     """
 
-    entry: str
+    step_dir: str
     id: str
     record: LeaseRecord | None
     manifest: bytes | None = None
@@ -49,12 +49,12 @@ class ObjectAttempt:
 
     @property
     def folder(self) -> str:
-        """Folder of the entry that holds its files."""
+        """Folder of the step directory that holds its files."""
         return self.id
 
     def key(self, path: str) -> str:
         """Return the key of a file."""
-        return f"{self.entry}/{self.id}/{path}"
+        return f"{self.step_dir}/{self.id}/{path}"
 
 
 async def publish(
@@ -63,25 +63,25 @@ async def publish(
     """Put the manifest of an attempt; return what it replaced.
 
     Raises:
-        StepExistsError: The entry exists, and may not be replaced.
-        StepDeletedError: The entry of `replacing` is gone.
-        StorageError: The store failed. `attempt.keep` tells whether it may have been published.
+        StepExistsError: The step directory exists, and may not be replaced.
+        StepDeletedError: The step directory of `replacing` is gone.
+        StorageError: The store failed. `attempt.keep` says whether it may have been published.
     """
     record, data = attempt.record, attempt.manifest
-    where = f"{keys.location}/{attempt.entry}"
+    where = f"{keys.location}/{attempt.step_dir}"
     if record is None or data is None:
         raise StorageError(
             f"{where}: an attempt is published once, by the process that began it, after its "
             f"{FILE_NAME} was written"
         )
     await _announce(keys, attempt, record)
-    key = f"{attempt.entry}/{FILE_NAME}"
+    key = f"{attempt.step_dir}/{FILE_NAME}"
     deadline = anyio.current_time() + keys.seconds
-    # If something is to be replaced it is read first: otherwise nobody could tell later whether it
-    # was written before or after a write whose answer was lost.
+    # If something is to be replaced it is read first: otherwise it would be unknown later whether
+    # it was written before or after a write whose answer was lost.
     found = await keys.get(key) if overwrite or replacing is not None else None
     if replacing is None:
-        found = await _not_being_deleted(keys, attempt.entry, found, deadline)
+        found = await _not_being_deleted(keys, attempt.step_dir, found, deadline)
     while True:
         if replacing is not None and (found is None or attempt_of(found.data) != replacing):
             raise StepDeletedError(
@@ -109,7 +109,7 @@ async def publish(
             )
         found = await keys.get(key)
         if replacing is None:
-            found = await _not_being_deleted(keys, attempt.entry, found, deadline)
+            found = await _not_being_deleted(keys, attempt.step_dir, found, deadline)
             if found is not None and found.data == data:
                 # An earlier try has come true; if anything, it has replaced a tombstone.
                 return None
@@ -121,7 +121,7 @@ async def publish(
 
 
 async def _not_being_deleted(
-    keys: ObjectClient, entry: str, found: StoredObject | None, deadline: float
+    keys: ObjectClient, step_dir: str, found: StoredObject | None, deadline: float
 ) -> StoredObject | None:
     """Wait while a live process removes a tombstone; return what is in place of the manifest then.
 
@@ -130,17 +130,17 @@ async def _not_being_deleted(
     pause = _FIRST_PAUSE_SECONDS
     while found is not None and is_gone(found.data) and anyio.current_time() < deadline:
         deleter = deleter_of(found.data)
-        if deleter is None or await keys.get(leases.record_key(entry, deleter)) is None:
+        if deleter is None or await keys.get(leases.record_key(step_dir, deleter)) is None:
             return found
         await anyio.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        found = await keys.get(f"{entry}/{FILE_NAME}")
+        found = await keys.get(f"{step_dir}/{FILE_NAME}")
     return found
 
 
 async def _announce(keys: ObjectClient, attempt: ObjectAttempt, record: LeaseRecord) -> None:
-    """Write the name of the entry for lists, and win the right to commit."""
-    name = f"{NAMES}/{attempt.entry}.{attempt.id}"
+    """Write the name of the step directory for lists, and win the right to commit."""
+    name = f"{NAMES}/{attempt.step_dir}.{attempt.id}"
     is_ours = False
 
     async def write_name() -> None:
@@ -156,9 +156,9 @@ async def _announce(keys: ObjectClient, attempt: ObjectAttempt, record: LeaseRec
 
     await each(lambda act: act(), (write_name, win))
     if not is_ours:
-        # Whoever removed the attempt may not have seen the name.
+        # The cleaner that removed the attempt may not have seen the name.
         await keys.delete(name)
-        raise leases.lost(f"{keys.location}/{attempt.entry}")
+        raise leases.lost(f"{keys.location}/{attempt.step_dir}")
 
 
 def _unknown(where: str, error: StorageError) -> StorageError:
@@ -179,11 +179,11 @@ async def discard(keys: ObjectClient, attempt: ObjectAttempt) -> None:
     if record is None:
         return
     if attempt.keep:
-        logger.warning("%s/%s/%s was kept", keys.location, attempt.entry, attempt.id)
+        logger.warning("%s/%s/%s was kept", keys.location, attempt.step_dir, attempt.id)
         return
     # Sealed first, so that a cleaner can finish what this process cannot.
     if await record.seal(keys):
-        await remove_data(keys, attempt.entry, attempt.id)
+        await remove_data(keys, attempt.step_dir, attempt.id)
         # Data that is written late is removed by a cleaner, which needs the record for that.
         if not attempt.abandoned:
             await keys.delete(record.key)

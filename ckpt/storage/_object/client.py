@@ -1,7 +1,7 @@
 """The client of an object store: reads, writes and lists objects, each request with a time limit.
 
 TensorStore has no deadlines, so they are set here. The store may still carry out a request that
-timed out. Late data is harmless, since nobody else uses its key, and for conditional writes `swap`
+timed out. Late data is harmless, since its key is used only once, and for conditional writes `swap`
 tells whether that may happen.
 """
 
@@ -173,7 +173,7 @@ class ObjectClient:
         return StoredObject(data, result.stamp.generation)
 
     async def put(self, key: str, data: bytes | memoryview) -> None:
-        """Write an object that nobody else writes."""
+        """Write an object that has no other writer."""
         # TensorStore accepts only bytes, and copies them.
         await self._request(
             "write", key, lambda store: store.write(key, bytes(data)), len(data), in_thread=True
@@ -224,7 +224,7 @@ class ObjectClient:
         return sorted(key[len(start) :].decode(errors="surrogateescape") for key in found)
 
     async def refuse_missing(self) -> None:
-        """Raise if the bucket does not exist, which reads and conditional writes do not tell.
+        """Raise if the bucket does not exist, which reads and conditional writes do not report.
 
         Raises:
             StorageError: It does not exist, or the store failed.
@@ -273,7 +273,7 @@ class ObjectClient:
                 abandoned = abandoned or error.is_under_way
             # Curl sends a request again if the connection it had kept breaks, and only the last
             # answer arrives. So our own write may be what is in the way, and one that was refused
-            # may have been done before. Only reading the object tells.
+            # may have been done before. Only reading the object shows it.
             seconds = None if refusal is None else self.seconds / 4
             try:
                 found = await self._read("read", key, None, seconds, len(data))

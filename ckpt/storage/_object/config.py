@@ -34,14 +34,14 @@ class S3:
         endpoint: URL of the store if it is not Amazon's, such as `http://127.0.0.1:9000`. None
             takes `AWS_ENDPOINT_URL_S3` or `AWS_ENDPOINT_URL` of the environment, if one is set.
         region: Region of the bucket. None takes `AWS_REGION` or `AWS_DEFAULT_REGION`; without
-            those Amazon is asked, and other stores are told `us-east-1`.
+            those Amazon is asked, and other stores get `us-east-1`.
         credentials: Where the keys come from: `default` (environment, files, then the machine),
             `environment`, `anonymous`, `imds`, `ecs`, or `profile:NAME` of the AWS files.
         retries: How often a request is repeated that the store could not serve.
         request_timeout: How long one request may take, including repetitions, in seconds.
             Requests with data get a second more for every MiB.
         concurrency: How many requests are in flight at once.
-        single_writer: Promise that nobody else writes below `url` at the same time. Then stores
+        single_writer: Promise that no other program writes below `url` meanwhile. Then stores
             that ignore the conditions of writes are accepted, too.
 
     Raises:

@@ -78,8 +78,8 @@ class Connection:
             if wanted.get("type") == "profile":
                 # TensorStore names neither the profile nor the file.
                 places = " or ".join(wanted[name] for name, _, _ in _FILES)
-                told = f"there may be no profile {wanted['profile']!r} with keys in {places}"
-                error.args = (f"{error}; {told}",)
+                hint = f"there may be no profile {wanted['profile']!r} with keys in {places}"
+                error.args = (f"{error}; {hint}",)
             raise
 
 

@@ -1,13 +1,13 @@
 """Lease records: who writes an attempt in an object store, and whether that writer is dead.
 
-An attempt has a record, a small object beside the entries. Every change of a record is a
+An attempt has a record, a small object beside the step directories. Every change of a record is a
 conditional write, so if two processes want to change it, exactly one does:
 
     writing      its writer puts data. Renewed by the writer; a cleaner may seal it.
-    committing   its writer is about to put the manifest. Nobody else may remove anything, unless
-                 the manifest was seen and is gone again: then a cleaner may seal it.
-    dead         sealed: nobody will ever put the manifest. Its data may be removed.
-    deleting     its entry is being deleted. Only made if there is no record, so never while the
+    committing   its writer is about to put the manifest. No other process may remove anything,
+                 unless the manifest was seen and is gone again: then a cleaner may seal it.
+    dead         sealed: the manifest will never be put. Its data may be removed.
+    deleting     its step is being deleted. Only made if there is no record, so never while the
                  writer does not know yet whether its manifest was written.
 
 The store's clock cannot be read, so the age of a record is the time for which this process has seen
@@ -40,18 +40,18 @@ LATER = ".later"
 _KEY = re.compile(r"^(.+)\.([0-9a-f]{32})\Z", re.DOTALL)
 
 
-def record_key(entry: str, attempt: str) -> str:
+def record_key(step_dir: str, attempt: str) -> str:
     """Return the key of the record of an attempt."""
-    return f"{FOLDER}/{entry}.{attempt}"
+    return f"{FOLDER}/{step_dir}.{attempt}"
 
 
-def later_key(entry: str, attempt: str) -> str:
+def later_key(step_dir: str, attempt: str) -> str:
     """Return the key of the note that the data of an attempt is to be removed later."""
-    return record_key(entry, attempt) + LATER
+    return record_key(step_dir, attempt) + LATER
 
 
 def record_names(name: str) -> tuple[str, str] | None:
-    """Return the entry and the attempt id in the name of a record; None for another name."""
+    """Return step directory and attempt id from the name of a record; None for another name."""
     found = _KEY.match(name)
     return None if found is None else (found[1], found[2])
 
@@ -75,8 +75,8 @@ class LeaseRecord:
     guard: anyio.Lock = field(default_factory=anyio.Lock)
 
     @property
-    def entry(self) -> str:
-        """Name of the entry."""
+    def step_dir(self) -> str:
+        """Name of the step directory."""
         return self._names[0]
 
     @property
@@ -97,7 +97,7 @@ class LeaseRecord:
             return self.state != "writing" or await self._change(keys, "writing")
 
     async def change(self, keys: ObjectClient, state: State) -> bool:
-        """Write the record again, as its writer; False if somebody else has ended or removed it.
+        """Write the record again, as its writer; False if another process ended or removed it.
 
         Raises:
             StorageError: The store failed, or it is unknown whether it was written.
@@ -153,14 +153,14 @@ class LeaseRecord:
 
 
 async def make(
-    keys: ObjectClient, entry: str, attempt: str, seconds: float, state: State
+    keys: ObjectClient, step_dir: str, attempt: str, seconds: float, state: State
 ) -> LeaseRecord | None:
     """Make the record of an attempt; None if there is one already.
 
     Raises:
         StorageError: The store failed, or it is unknown whether it was written.
     """
-    key = record_key(entry, attempt)
+    key = record_key(step_dir, attempt)
     swap = await keys.swap(key, _content(state, seconds), MISSING)
     return None if swap.generation is None else LeaseRecord(key, seconds, state, swap.generation)
 

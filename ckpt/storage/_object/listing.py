@@ -1,4 +1,4 @@
-"""The list of entries in an object store.
+"""The list of step directories in an object store.
 
 A store lists objects, not folders, so a list grows with the number of files in all steps. Therefore
 a large root is listed completely only now and then. In between only the names are listed that
@@ -24,24 +24,24 @@ _OWN = ".ckpt-"
 
 
 class StepListing:
-    """Lists the entries of one root. Its coroutines run on one event loop."""
+    """Lists the step directories of one root. Its coroutines run on one event loop."""
 
     def __init__(self, keys: ObjectClient) -> None:
-        """List the entries below `keys`."""
+        """List the step directories below `keys`."""
         self._keys = keys
-        # Entries that have no name of their writer: other tools copied them there.
+        # Step directories that have no name of their writer: other tools copied them there.
         self._copied: frozenset[str] = frozenset()
         self._next = 0.0
 
-    async def entries(self) -> list[str]:
-        """Return the names of the entries that have, or had a moment ago, a manifest."""
+    async def step_dirs(self) -> list[str]:
+        """Return the names of the step directories that have, or had a moment ago, a manifest."""
         if time.monotonic() < self._next:
             names = await self._keys.list(f"{NAMES}/")
-            return sorted(self._copied | _entries_of(names))
+            return sorted(self._copied | _step_dirs_of(names))
         began = time.monotonic()
         found = await self._keys.list("")
         start = f"{NAMES}/"
-        named = _entries_of([key.removeprefix(start) for key in found if key.startswith(start)])
+        named = _step_dirs_of([key.removeprefix(start) for key in found if key.startswith(start)])
         end = f"/{FILE_NAME}"
         there = {key.removesuffix(end) for key in found if key.endswith(end)}
         there = {name for name in there if "/" not in name and not name.startswith(_OWN)}
@@ -56,5 +56,5 @@ class StepListing:
         return not await self._keys.list("")
 
 
-def _entries_of(names: list[str]) -> set[str]:
+def _step_dirs_of(names: list[str]) -> set[str]:
     return {found[0] for name in names if (found := record_names(name)) is not None}

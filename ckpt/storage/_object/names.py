@@ -9,7 +9,7 @@ from ckpt._format.manifest import peek
 
 # The beginning of a tombstone, which replaces a manifest while a step is deleted.
 GONE = b"# "
-# The folder with the names of committed entries, for cheap lists; see `listing`.
+# The folder with the names of committed step directories, for cheap lists; see `listing`.
 NAMES = ".ckpt-steps"
 _ID = re.compile(r"^[0-9a-f]{32}\Z")
 _DELETER = re.compile(rb"^# deleted by ([0-9a-f]{32}), ")
@@ -21,7 +21,7 @@ def is_id(name: str) -> bool:
 
 
 def folder_of(path: str) -> str | None:
-    """Return the id of the attempt whose folder holds a file of an entry; None if none does."""
+    """Return the id of the attempt whose folder holds a file of a step; None if none does."""
     folder, mark, _ = path.partition("/")
     return folder if mark and is_id(folder) else None
 

@@ -1,4 +1,4 @@
-"""Notes in an object store: small objects in folders of the root, beside the entries."""
+"""Notes in an object store: small objects in folders of the root, beside the step directories."""
 
 from __future__ import annotations
 

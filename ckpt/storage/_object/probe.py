@@ -29,7 +29,7 @@ async def probe(keys: ObjectClient) -> None:
             raise _broken(keys, "replaces an object that may only be made if none exists")
         stale = await keys.swap(key, f"3 {key}".encode(), _another(first.generation))
         if stale.generation is not None:
-            raise _broken(keys, "replaces an object that somebody else has changed")
+            raise _broken(keys, "replaces an object that another client has changed")
     finally:
         await keys.delete(key)
 
@@ -49,7 +49,7 @@ def _broken(keys: ObjectClient, what: str) -> StorageError:
     return StorageError(
         f"{keys.location}: the store {what}: it ignores the conditions of writes "
         "(If-None-Match, If-Match), so of two writers of a step one could destroy the other's. "
-        "Update the store, use another one, or, if nobody else ever writes here, say so with "
+        "Update the store, use another one, or, if there is only ever one writer here, say so with "
         "single_writer=True of ckpt.storage.S3 or GCS"
     )
 

@@ -1,6 +1,6 @@
 """Object stores as a `Storage`: S3, GCS, or the memory of this process.
 
-The work is done in the modules beside this one. docs/design/006-object-stores.md tells why it is
+The work is done in the modules beside this one. docs/design/006-object-stores.md says why it is
 safe.
 """
 
@@ -100,7 +100,7 @@ class ObjectStorage:
 
     @property
     def keeps_others(self) -> bool:
-        # Only the objects of an entry are removed with it.
+        # Only the objects of a step directory are removed with it.
         return True
 
     async def prepare(self) -> None:
@@ -119,19 +119,19 @@ class ObjectStorage:
             )
         self._create = True
 
-    async def entries(self) -> list[str]:
+    async def step_dirs(self) -> list[str]:
         if not self._create:
             await self._refuse_emptiness()
-        return await self._lists.entries()
+        return await self._lists.step_dirs()
 
-    async def exists(self, entry: str) -> bool:
-        return await self._stamp(entry, FILE_NAME) is not None
+    async def exists(self, step_dir: str) -> bool:
+        return await self._stamp(step_dir, FILE_NAME) is not None
 
-    async def files(self, entry: str) -> dict[str, int | None]:
-        return dict.fromkeys(await self._keys.list(f"{entry}/"), UNKNOWN_SIZE)
+    async def files(self, step_dir: str) -> dict[str, int | None]:
+        return dict.fromkeys(await self._keys.list(f"{step_dir}/"), UNKNOWN_SIZE)
 
-    async def read(self, entry: str, path: str, limit: int) -> bytes | None:
-        found = await self._keys.get(self._key(entry, path))
+    async def read(self, step_dir: str, path: str, limit: int) -> bytes | None:
+        found = await self._keys.get(self._key(step_dir, path))
         if found is None or (path == FILE_NAME and is_gone(found.data)):
             if not self._answered:
                 # Reading from a missing bucket finds nothing; listing it says why.
@@ -141,63 +141,64 @@ class ObjectStorage:
         self._answered = True
         if len(found.data) > limit:
             raise CorruptCheckpointError(
-                f"{self.location}/{entry}/{path}: it has {len(found.data)} bytes, more than {limit}"
+                f"{self.location}/{step_dir}/{path}: it has {len(found.data)} bytes, "
+                f"more than {limit}"
             )
         return found.data
 
-    async def stamps(self, entries: Sequence[str], path: str) -> list[Hashable | None]:
+    async def stamps(self, step_dirs: Sequence[str], path: str) -> list[Hashable | None]:
         found: dict[str, Hashable | None] = {}
 
-        async def look(entry: str) -> None:
-            found[entry] = await self._stamp(entry, path)
+        async def look(step_dir: str) -> None:
+            found[step_dir] = await self._stamp(step_dir, path)
 
-        await each(look, entries)
-        return [found[entry] for entry in entries]
+        await each(look, step_dirs)
+        return [found[step_dir] for step_dir in step_dirs]
 
-    async def _stamp(self, entry: str, path: str) -> Hashable | None:
-        first = await self._keys.first(self._key(entry, path))
+    async def _stamp(self, step_dir: str, path: str) -> Hashable | None:
+        first = await self._keys.first(self._key(step_dir, path))
         if first is None or (path == FILE_NAME and GONE.startswith(first.data or b"-")):
             return None
         return first.generation
 
     async def read_each(
-        self, entries: Sequence[str], path: str, limit: int, parse: Callable[[bytes], T]
+        self, step_dirs: Sequence[str], path: str, limit: int, parse: Callable[[bytes], T]
     ) -> list[T | None]:
-        found: dict[str, T | None] = dict.fromkeys(entries)
+        found: dict[str, T | None] = dict.fromkeys(step_dirs)
         parsers = anyio.Semaphore(_PARSED)
 
-        async def look(entry: str) -> None:
+        async def look(step_dir: str) -> None:
             async with parsers:
-                data = await self._keys.get(self._key(entry, path))
+                data = await self._keys.get(self._key(step_dir, path))
                 if data is not None and len(data.data) <= limit:
-                    found[entry] = await anyio.to_thread.run_sync(parse, data.data)
+                    found[step_dir] = await anyio.to_thread.run_sync(parse, data.data)
 
-        await each(look, entries)
-        return [found[entry] for entry in entries]
+        await each(look, step_dirs)
+        return [found[step_dir] for step_dir in step_dirs]
 
-    async def begin(self, entry: str) -> Attempt:
+    async def begin(self, step_dir: str) -> Attempt:
         token = uuid.uuid4().hex
-        record = await leases.make(self._keys, entry, token, self._timeouts.lease, "writing")
+        record = await leases.make(self._keys, step_dir, token, self._timeouts.lease, "writing")
         if record is None:
             await self._keys.refuse_missing()
-            raise StorageError(f"{self.location}/{entry}: the store did not create a new object")
-        return ObjectAttempt(entry, token, record)
+            raise StorageError(f"{self.location}/{step_dir}: the store did not create a new object")
+        return ObjectAttempt(step_dir, token, record)
 
-    async def join(self, entry: str, attempt: str) -> Attempt:
-        if await self._keys.get(leases.record_key(entry, attempt)) is None:
+    async def join(self, step_dir: str, attempt: str) -> Attempt:
+        if await self._keys.get(leases.record_key(step_dir, attempt)) is None:
             await self._keys.refuse_missing()
             endpoint = self._connection.endpoint
             raise StorageError(
-                f"{self.location}/{entry}{f' at {endpoint}' if endpoint else ''}: the attempt that "
-                "process 0 has begun does not exist here. Do all processes use the same store, "
-                "endpoint and credentials? memory:// is for one process"
+                f"{self.location}/{step_dir}{f' at {endpoint}' if endpoint else ''}: the attempt "
+                "that process 0 has begun does not exist here. Do all processes use the same "
+                "store, endpoint and credentials? memory:// is for one process"
             )
-        return ObjectAttempt(entry, attempt, None)
+        return ObjectAttempt(step_dir, attempt, None)
 
     async def renew(self, attempt: Attempt) -> None:
         record = _own(attempt).record
         if record is not None and not await record.renew(self._keys):
-            raise leases.lost(f"{self.location}/{attempt.entry}")
+            raise leases.lost(f"{self.location}/{attempt.step_dir}")
 
     async def write(self, attempt: Attempt, path: str, data: bytes) -> None:
         # A step is there once its manifest is, so that is kept for `publish`.
@@ -213,13 +214,13 @@ class ObjectStorage:
     async def _put(self, own: ObjectAttempt, path: str, data: bytes | memoryview) -> None:
         if len(data) > _LARGEST_FILE_BYTES:
             raise StorageError(
-                f"{self.location}/{own.entry}: {path!r:.200} has {len(data)} bytes, and object "
+                f"{self.location}/{own.step_dir}: {path!r:.200} has {len(data)} bytes, and object "
                 f"stores accept at most {_LARGEST_FILE_BYTES} at once. Split it, or save it to a "
                 "file system",
                 errno=errno.EFBIG,
             )
         try:
-            await self._keys.put(self._key(own.entry, own.id, path), data)
+            await self._keys.put(self._key(own.step_dir, own.id, path), data)
         except RequestFailed as error:
             own.abandoned = own.abandoned or error.is_under_way
             raise
@@ -228,7 +229,7 @@ class ObjectStorage:
         # The object is copied through this machine.
         self._copies = self._copies or anyio.Semaphore(_COPIES)
         async with self._copies:
-            place = f"{attempt.entry}/{folder}" if folder else attempt.entry
+            place = f"{attempt.step_dir}/{folder}" if folder else attempt.step_dir
             found = await self._keys.get(self._key(place, path))
             if found is None:
                 raise CorruptCheckpointError(
@@ -237,8 +238,8 @@ class ObjectStorage:
                 )
             await self._put(_own(attempt), path, found.data)
 
-    async def read_block(self, entry: str, path: str, offset: int, target: memoryview) -> None:
-        key = self._key(entry, path)
+    async def read_block(self, step_dir: str, path: str, offset: int, target: memoryview) -> None:
+        key = self._key(step_dir, path)
 
         async def fill(start: int) -> None:
             part = target[start : start + _PART_BYTES]
@@ -271,8 +272,8 @@ class ObjectStorage:
         record, own.record = own.record, None
         try:
             if replaced is not None and not is_gone(replaced.data):
-                await remove_replaced(self._keys, own.entry, replaced, self._timeouts.lease)
-            # Last: it tells a cleaner that something may be left to do.
+                await remove_replaced(self._keys, own.step_dir, replaced, self._timeouts.lease)
+            # Last: it shows a cleaner that something may be left to do.
             if record is not None:
                 await self._keys.delete(record.key)
         except StorageError as error:
@@ -286,19 +287,19 @@ class ObjectStorage:
         except StorageError as error:
             logger.warning("an attempt could not be removed, and is left to a later run: %s", error)
 
-    async def remove(self, entry: str, *, attempt: str | None = None) -> bool:
+    async def remove(self, step_dir: str, *, attempt: str | None = None) -> bool:
         with anyio.CancelScope(shield=True):
-            removed = await remove(self._keys, entry, attempt, self._timeouts.lease)
+            removed = await remove(self._keys, step_dir, attempt, self._timeouts.lease)
         return removed
 
-    async def move(self, entry: str, trash: str) -> str | None:
+    async def move(self, step_dir: str, trash: str) -> str | None:
         raise _no_trash(self.location)
 
     async def prepare_trash(self, trash: str) -> None:
         raise _no_trash(self.location)
 
-    async def set_aside(self, entry: str, paths: Sequence[str]) -> str:
-        return f"{self.location}/{entry}"
+    async def set_aside(self, step_dir: str, paths: Sequence[str]) -> str:
+        return f"{self.location}/{step_dir}"
 
     async def sweep(self) -> list[str]:
         return await sweep(self._keys, self._sightings, self._timeouts.lease)

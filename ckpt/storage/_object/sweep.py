@@ -58,7 +58,7 @@ async def _end(keys: ObjectClient, record: LeaseRecord, *, was_published: bool) 
     manifest.
     """
     if record.state == "committing":
-        found = await keys.get(f"{record.entry}/{FILE_NAME}")
+        found = await keys.get(f"{record.step_dir}/{FILE_NAME}")
         is_there = found is not None and attempt_of(found.data) == record.attempt
         if not is_there and not was_published:
             # Its manifest may still be written, so nothing can be removed.
@@ -66,7 +66,7 @@ async def _end(keys: ObjectClient, record: LeaseRecord, *, was_published: bool) 
         if not is_there and not await record.seize(keys):
             return False
         # Its writer did not do that any more.
-        await finish_replaced(keys, record.entry, record.attempt, record.seconds)
+        await finish_replaced(keys, record.step_dir, record.attempt, record.seconds)
         if is_there:
             await keys.delete(record.key)
             return True

@@ -1,4 +1,4 @@
-"""The case that the checks of stores use, and helpers: entries of known bytes, and reading them.
+"""The case that the checks of stores use, and helpers to write and read steps of known bytes.
 
 `ckpt.testing.conformance.stores` is where this is used from.
 """
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-# The files of every entry: a small one, and a data file.
+# The files of every step directory: a small one, and a data file.
 SMALL, DATA = "item/small.json", "item/d/0"
 _LONG_LEASE = 3600.0
 
@@ -106,10 +106,10 @@ def manifest_of(attempt: Attempt, files: dict[str, bytes]) -> bytes:
 
 
 async def write(
-    storage: Storage, entry: str, seed: object = 0, nbytes: int = 5000, *, manifest: bool = True
+    storage: Storage, step_dir: str, seed: object = 0, nbytes: int = 5000, *, manifest: bool = True
 ) -> Attempt:
     """Write an attempt whose files are made from `seed`, without publishing it."""
-    attempt = await storage.begin(entry)
+    attempt = await storage.begin(step_dir)
     files = {SMALL: content(f"{seed} small", 100), DATA: content(seed, nbytes)}
     await storage.write(attempt, SMALL, files[SMALL])
     await storage.write_block(attempt, DATA, memoryview(files[DATA]))
@@ -119,10 +119,15 @@ async def write(
 
 
 async def publish(
-    storage: Storage, entry: str, seed: object = 0, *, overwrite: bool = False, nbytes: int = 5000
+    storage: Storage,
+    step_dir: str,
+    seed: object = 0,
+    *,
+    overwrite: bool = False,
+    nbytes: int = 5000,
 ) -> Attempt:
     """Write an attempt and publish it, or discard it if another one won."""
-    attempt = await write(storage, entry, seed, nbytes)
+    attempt = await write(storage, step_dir, seed, nbytes)
     try:
         await storage.publish(attempt, overwrite=overwrite)
     except CheckpointError:
@@ -131,49 +136,49 @@ async def publish(
     return attempt
 
 
-async def read_all(storage: Storage, entry: str) -> tuple[Manifest, dict[str, bytes]] | None:
-    """Return the manifest of an entry and its files, or None if it does not exist.
+async def read_all(storage: Storage, step_dir: str) -> tuple[Manifest, dict[str, bytes]] | None:
+    """Return the manifest of a step directory and its files, or None if it does not exist.
 
     Raises:
-        CorruptCheckpointError: A file is missing or cut; whoever reads while others write looks
+        CorruptCheckpointError: A file is missing or cut; a reader while others write looks
             again, as readers do.
     """
-    data = await storage.read(entry, FILE_NAME, MAX_BYTES)
+    data = await storage.read(step_dir, FILE_NAME, MAX_BYTES)
     if data is None:
         return None
-    manifest = decode(data, where=entry)
-    folder = lies_in(entry, manifest).removeprefix(entry).strip("/")
+    manifest = decode(data, where=step_dir)
+    folder = lies_in(step_dir, manifest).removeprefix(step_dir).strip("/")
     found = {}
     for path, known in manifest.files.items():
         block = bytearray(known.size)
         place = f"{folder}/{path}" if folder else path
         with memoryview(block) as target:
-            await storage.read_block(entry, place, 0, target)
+            await storage.read_block(step_dir, place, 0, target)
         if digest(memoryview(block)) != known.digest:
-            raise CorruptCheckpointError(f"{entry}/{place}: other bytes than were written")
+            raise CorruptCheckpointError(f"{step_dir}/{place}: other bytes than were written")
         found[path] = bytes(block)
     return manifest, found
 
 
-async def files_of(storage: Storage, entry: str) -> list[str]:
-    """Return the files of an entry; none if it does not exist, even if the store raises then."""
+async def files_of(storage: Storage, step_dir: str) -> list[str]:
+    """Return the files of a step; none if it does not exist, even if the store raises then."""
     try:
-        return [*await storage.files(entry)]
+        return [*await storage.files(step_dir)]
     except StorageError:
-        assert not await storage.exists(entry), "the files of an entry that exists"
+        assert not await storage.exists(step_dir), "the files of a step that exists"
         return []
 
 
 async def assert_whole(
-    storage: Storage, entry: str, seed: object = 0, attempt: Attempt | None = None
+    storage: Storage, step_dir: str, seed: object = 0, attempt: Attempt | None = None
 ) -> None:
-    """Check that the entry is of that attempt and holds what was made from `seed`."""
-    found = await read_all(storage, entry)
-    assert found is not None, f"{entry} is not there"
+    """Check that the step directory is of that attempt and holds what was made from `seed`."""
+    found = await read_all(storage, step_dir)
+    assert found is not None, f"{step_dir} is not there"
     manifest, files = found
-    assert attempt is None or manifest.attempt == attempt.id, f"{entry} is of another attempt"
+    assert attempt is None or manifest.attempt == attempt.id, f"{step_dir} is of another attempt"
     wanted = {SMALL: content(f"{seed} small", 100), DATA: content(seed, len(files[DATA]))}
-    assert files == wanted, f"{entry} holds other bytes"
+    assert files == wanted, f"{step_dir} holds other bytes"
 
 
 @contextlib.contextmanager

@@ -44,8 +44,8 @@ async def of_many_writers_one_wins(case: StoreCase) -> None:
     """Of several writers one publishes. The others get `StepExistsError` and leave no file."""
     async with opened(case, _WRITERS) as storages:
         for turn in range(_ROUNDS):
-            entry = str(turn)
-            attempts = [await write(each, entry, n) for n, each in enumerate(storages)]
+            step_dir = str(turn)
+            attempts = [await write(each, step_dir, n) for n, each in enumerate(storages)]
             results = await together(
                 *(
                     partial(storage.publish, attempt, overwrite=False)
@@ -54,18 +54,18 @@ async def of_many_writers_one_wins(case: StoreCase) -> None:
             )
             won = [number for number, error in enumerate(results) if error is None]
             lost = [error for error in results if error is not None]
-            assert len(won) == 1, f"{len(won)} writers of one entry won: {results}"
+            assert len(won) == 1, f"{len(won)} writers of one step won: {results}"
             assert all(isinstance(error, StepExistsError) for error in lost), lost
             [winner] = won
             for number, (storage, attempt) in enumerate(zip(storages, attempts, strict=True)):
                 if number != winner:
                     await storage.discard(attempt)
             for storage in storages:
-                await assert_whole(storage, entry, winner, attempts[winner])
+                await assert_whole(storage, step_dir, winner, attempts[winner])
 
 
 async def of_many_who_replace_the_last_stays(case: StoreCase) -> None:
-    """With `overwrite` all succeed, one after the other, and the entry is always a whole one."""
+    """With `overwrite` all succeed, one after the other, and the step is always a whole one."""
     async with opened(case, _WRITERS) as storages:
         await publish(storages[0], "1", "first")
         attempts = [await write(each, "1", n) for n, each in enumerate(storages)]
@@ -117,7 +117,7 @@ async def of_many_notes_of_one_name_one_is_made(case: StoreCase) -> None:
 
 
 async def readers_see_whole_steps_only(case: StoreCase) -> None:
-    """While an entry is replaced, removed and written again, it is whole or does not exist."""
+    """While a step is replaced, removed and written again, it is whole or does not exist."""
     async with opened(case, 2) as [writer, reader]:
         ended, looks = anyio.Event(), 0
 
@@ -146,7 +146,7 @@ async def readers_see_whole_steps_only(case: StoreCase) -> None:
 
 
 async def what_replaced_it_is_not_removed(case: StoreCase) -> None:
-    """The removal of an attempt's entry does not remove its successor."""
+    """The removal of an attempt's step directory does not remove its successor."""
     async with opened(case, 2) as [storage, other]:
         for turn in range(_ROUNDS):
             old = await publish(storage, "1", f"old {turn}", overwrite=True)
@@ -161,7 +161,7 @@ async def what_replaced_it_is_not_removed(case: StoreCase) -> None:
 
 
 async def a_live_writer_is_left_alone(case: StoreCase) -> None:
-    """Sweeps of others never harm an attempt whose lease is renewed; its entry is whole."""
+    """Sweeps of others never harm an attempt whose lease is renewed; its step is whole."""
     async with opened(case, 2, case.lease_seconds) as [writer, cleaner]:
         attempt = await write(writer, "1", "live")
         until = anyio.current_time() + 3 * case.lease_seconds
@@ -187,7 +187,7 @@ async def a_dead_writer_is_cleaned_up_after(case: StoreCase) -> None:
     """A dead writer's attempt is removed once its lease has expired, and is never published."""
     async with opened(case, 2, case.lease_seconds) as [writer, cleaner]:
         kept = await publish(cleaner, "1", "kept")
-        dead = [await write(writer, entry, "dead") for entry in ("1", "2")]
+        dead = [await write(writer, step_dir, "dead") for step_dir in ("1", "2")]
         for attempt in dead:
             case.abandon(attempt)
         swept = await _sweep_until(cleaner, writer, dead)
@@ -195,10 +195,12 @@ async def a_dead_writer_is_cleaned_up_after(case: StoreCase) -> None:
         for attempt in dead:
             with refused(StorageError, "publish an attempt that was removed"):
                 await writer.publish(attempt, overwrite=True)
-            left = [path for path in await files_of(cleaner, attempt.entry) if attempt.id in path]
+            left = [
+                path for path in await files_of(cleaner, attempt.step_dir) if attempt.id in path
+            ]
             assert not left, f"files of a dead writer are left: {left}"
         await assert_whole(cleaner, "1", "kept", kept)
-        assert await cleaner.entries() == ["1"]
+        assert await cleaner.step_dirs() == ["1"]
         assert await cleaner.sweep() == []
 
 
@@ -247,47 +249,47 @@ async def a_cancelled_write_leaves_its_memory_alone(case: StoreCase) -> None:
 
 
 async def a_cancelled_publish_is_done_or_not(case: StoreCase) -> None:
-    """After a cancelled publication the entry is whole or missing; an old one is never lost."""
+    """After a cancelled publication the step is whole or missing; an old one is never lost."""
     async with opened(case, 2) as [storage, other]:
         for number, pause in enumerate((0.0, 0.0005, 0.002, 0.005, 0.02)):
-            entry = str(number)
-            old = await publish(other, entry, "old") if number % 2 else None
-            attempt = await write(storage, entry, "new")
+            step_dir = str(number)
+            old = await publish(other, step_dir, "old") if number % 2 else None
+            attempt = await write(storage, step_dir, "new")
             with anyio.move_on_after(pause) as scope:
                 await storage.publish(attempt, overwrite=True)
-            found = await read_all(other, entry)
+            found = await read_all(other, step_dir)
             if scope.cancelled_caught:
                 await storage.discard(attempt)
-                again = await read_all(other, entry)
+                again = await read_all(other, step_dir)
                 assert (again and again[0].attempt) == (found and found[0].attempt), (
                     "what was there after a cancelled publish has changed"
                 )
             if found is None:
-                assert old is None, "the old entry was lost"
+                assert old is None, "the old step was lost"
                 assert scope.cancelled_caught, "a finished publish left nothing"
                 continue
             ours = found[0].attempt == attempt.id
             assert ours or scope.cancelled_caught, "a finished publish is not there"
-            await assert_whole(other, entry, "new" if ours else "old")
+            await assert_whole(other, step_dir, "new" if ours else "old")
 
 
 async def a_cancelled_removal_is_done_or_not(case: StoreCase) -> None:
-    """After a cancelled removal the entry is whole or missing, and can be removed again."""
+    """After a cancelled removal the step is whole or missing, and can be removed again."""
     async with opened(case, 2) as [storage, other]:
         for number, pause in enumerate((0.0, 0.0005, 0.002, 0.02)):
-            entry = str(number)
-            await publish(storage, entry, "x")
+            step_dir = str(number)
+            await publish(storage, step_dir, "x")
             with anyio.move_on_after(pause):
-                await storage.remove(entry)
-            if await other.exists(entry):
-                await assert_whole(other, entry, "x")
-                assert await other.remove(entry)
-            assert not await other.exists(entry)
-            await publish(storage, entry, "y")
-            await assert_whole(other, entry, "y")
+                await storage.remove(step_dir)
+            if await other.exists(step_dir):
+                await assert_whole(other, step_dir, "x")
+                assert await other.remove(step_dir)
+            assert not await other.exists(step_dir)
+            await publish(storage, step_dir, "y")
+            await assert_whole(other, step_dir, "y")
 
 
-async def attempts_of_one_entry_do_not_meet(case: StoreCase) -> None:
+async def attempts_of_one_step_dir_do_not_meet(case: StoreCase) -> None:
     """Two writers run at once, the second begun during the first, and each reads its own files."""
     async with opened(case, 2) as [storage, other]:
         first, second = await storage.begin("1"), await other.begin("1")
@@ -309,7 +311,7 @@ async def attempts_of_one_entry_do_not_meet(case: StoreCase) -> None:
 
 
 async def notes_are_small_files_of_the_root(case: StoreCase) -> None:
-    """Notes are made or replaced, read within limits, listed by folder, and are not entries."""
+    """Notes are made or replaced, read within limits, listed by folder, and are not steps."""
     async with opened(case, 2) as [storage, other]:
         assert await storage.notes(".ckpt-notes") == {}
         assert await storage.read_note(".ckpt-notes/a", 10) is None
@@ -330,7 +332,7 @@ async def notes_are_small_files_of_the_root(case: StoreCase) -> None:
         assert await other.drop_note(".ckpt-notes/True")
         assert not await storage.drop_note(".ckpt-notes/True", durable=False)
         assert (await storage.notes(".ckpt-notes")).keys() == {"False"}
-        assert await storage.entries() in ([], ["metadata"])
+        assert await storage.step_dirs() in ([], ["metadata"])
 
 
 async def a_note_is_never_older_than_it_is(case: StoreCase) -> None:
@@ -349,7 +351,7 @@ async def a_note_is_never_older_than_it_is(case: StoreCase) -> None:
         await storage.put_note(".ckpt-notes/x", b"x", replace=False)
         with anyio.fail_after(30):
             await older(0.2)
-        # The clocks of some stores tell no more than hundredths of a second.
+        # The clocks of some stores are no finer than hundredths of a second.
         assert await age(other) <= anyio.current_time() - begun + 0.05
         renewals: tuple[Callable[[], Awaitable[bool]], ...] = (
             lambda: storage.touch_note(".ckpt-notes/x"),
@@ -378,5 +380,5 @@ CHECKS: tuple[Callable[[StoreCase], Awaitable[None]], ...] = (
     a_cancelled_write_leaves_its_memory_alone,
     a_cancelled_publish_is_done_or_not,
     a_cancelled_removal_is_done_or_not,
-    attempts_of_one_entry_do_not_meet,
+    attempts_of_one_step_dir_do_not_meet,
 )

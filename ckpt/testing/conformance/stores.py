@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable
 import anyio
 
 from ckpt.testing.conformance.store_cases import StoreCase
-from ckpt.testing.conformance.store_entries import CHECKS as ENTRY_CHECKS
+from ckpt.testing.conformance.store_step_dirs import CHECKS as STEP_DIR_CHECKS
 from ckpt.testing.conformance.store_writers import CHECKS as WRITER_CHECKS
 
 __all__ = ["CHECKS", "StoreCase", "check_store"]
 
-CHECKS: tuple[Callable[[StoreCase], Awaitable[None]], ...] = (*ENTRY_CHECKS, *WRITER_CHECKS)
+CHECKS: tuple[Callable[[StoreCase], Awaitable[None]], ...] = (*STEP_DIR_CHECKS, *WRITER_CHECKS)
 
 
 def check_store(case: StoreCase) -> None:

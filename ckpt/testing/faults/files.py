@@ -25,7 +25,7 @@ class FaultyFiles:
     them, in all threads: the functions of `os`, the built-in `open`, `fcntl.flock`, and this
     library's way to `renameat2`. It does not see what other processes do, nor libraries in C++ by
     themselves (TensorStore, for example), nor `mmap`, the
-    closing of files, and functions that somebody took out of `os` before (`from os import stat`).
+    closing of files, and functions that were taken out of `os` before (`from os import stat`).
 
     Blocks may be nested, and end in the opposite order; the inner one is asked first.
 

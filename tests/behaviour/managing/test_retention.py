@@ -221,10 +221,10 @@ def test_one_that_cannot_be_deleted_does_not_keep_the_others(
         save_all(mgr, range(5))
     whole: Callable[..., Any] = attempts.hide
 
-    def hide(root: Path, entry: str, *args: Any) -> Any:
-        if entry == "1":
-            raise OSError(errno.EIO, "no luck", entry)
-        return whole(root, entry, *args)
+    def hide(root: Path, step_dir: str, *args: Any) -> Any:
+        if step_dir == "1":
+            raise OSError(errno.EIO, "no luck", step_dir)
+        return whole(root, step_dir, *args)
 
     with plain(tmp_path, preservation=policies.LatestN(1)) as mgr:
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "ckpt"):
@@ -365,10 +365,10 @@ def test_a_step_that_is_saved_anew_while_others_are_deleted_stays(
     begun, go_on = threading.Event(), threading.Event()
     whole: Callable[..., Any] = attempts.hide
 
-    def hide(root: Path, entry: str, *args: Any) -> Any:
+    def hide(root: Path, step_dir: str, *args: Any) -> Any:
         begun.set()
         assert go_on.wait(60)
-        return whole(root, entry, *args)
+        return whole(root, step_dir, *args)
 
     one = policies.LatestN(1)
     with plain(tmp_path, preservation=one, deletion=Deletion(concurrency=1)) as mgr:
@@ -394,11 +394,11 @@ def test_another_process_that_saves_a_step_anew_wins(
         save_all(mgr, range(2))
     whole: Callable[..., Any] = attempts.hide
 
-    def hide(root: Path, entry: str, *args: Any) -> Any:
-        if entry == "0":
+    def hide(root: Path, step_dir: str, *args: Any) -> Any:
+        if step_dir == "0":
             with plain(tmp_path) as other:
                 other.save(0, {"n": "new"}, overwrite=True).result()
-        return whole(root, entry, *args)
+        return whole(root, step_dir, *args)
 
     with plain(tmp_path, preservation=policies.LatestN(1)) as mgr:
         with monkeypatch.context() as patch:

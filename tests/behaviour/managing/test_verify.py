@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 import ckpt
 import ckpt.sync
 from ckpt import ArrayFormat, errors
-from ckpt._engine.verify.pipeline import verify_entry
+from ckpt._engine.verify.pipeline import verify_step_dir
 from ckpt._engine.verify.report import Problem, VerifyReport
 from ckpt._engine.verify.scanner import Scanner
 from ckpt._format.chunk_locations import parts_inside
@@ -574,31 +574,31 @@ class Watched(LocalStorage):
         if self.refuse(path):
             raise errors.StorageError(f"cannot read {path}: broken", errno=errno.EIO)
 
-    async def files(self, entry: str) -> dict[str, int | None]:
+    async def files(self, step_dir: str) -> dict[str, int | None]:
         self._note("files", "")
-        return await super().files(entry)
+        return await super().files(step_dir)
 
-    async def read(self, entry: str, path: str, limit: int) -> bytes | None:
+    async def read(self, step_dir: str, path: str, limit: int) -> bytes | None:
         self._note("read", path)
-        return await super().read(entry, path, limit)
+        return await super().read(step_dir, path, limit)
 
-    async def read_block(self, entry: str, path: str, offset: int, target: memoryview) -> None:
+    async def read_block(self, step_dir: str, path: str, offset: int, target: memoryview) -> None:
         self._note("read_block", path)
         self.bytes_read += len(target)
-        await super().read_block(entry, path, offset, target)
+        await super().read_block(step_dir, path, offset, target)
 
 
-def verified(storage: Watched, entry: str, *, deep: bool) -> VerifyReport:
-    return anyio.run(verify_entry, storage, entry, None, deep, ())
+def verified(storage: Watched, step_dir: str, *, deep: bool) -> VerifyReport:
+    return anyio.run(verify_step_dir, storage, step_dir, None, deep, ())
 
 
 def test_without_deep_the_manifest_is_all_that_is_read(tmp_path: Path) -> None:
     asked = []
     for number, size in enumerate((1 << 10, 1 << 24)):
-        entry = str(number)
-        ckpt.sync.save(tmp_path / entry, {"w": np.ones(size, np.uint8)})
+        step_dir = str(number)
+        ckpt.sync.save(tmp_path / step_dir, {"w": np.ones(size, np.uint8)})
         storage = Watched(tmp_path)
-        assert verified(storage, entry, deep=False).ok
+        assert verified(storage, step_dir, deep=False).ok
         assert storage.bytes_read == 0
         asked.append(storage.calls)
     assert asked == [["read", "files"]] * 2

@@ -544,7 +544,7 @@ def io_error() -> OSError:
     return ckpt.errors.StorageError("a bad day", errno=errno.EIO)
 
 
-@pytest.mark.parametrize("method", ["entries", "put_note", "read"])
+@pytest.mark.parametrize("method", ["step_dirs", "put_note", "read"])
 def test_a_store_that_fails_for_a_moment_is_asked_again(tmp_path: Path, method: str) -> None:
     save(tmp_path, 1)
     with ckpt.sync.watch(tmp_path, poll_interval=QUICK) as watch:
@@ -596,12 +596,12 @@ def test_a_store_that_fails_until_the_time_is_over_is_told(tmp_path: Path) -> No
         with pytest.raises(ckpt.errors.StorageError):
             steps_of(file, timeout=timeout, poll_interval=QUICK * 2)
         with ckpt.sync.watch(root, timeout=timeout, poll_interval=10) as watch:
-            refusing(storage_of(watch), "entries", iter([io_error() for _ in range(5)]))
+            refusing(storage_of(watch), "step_dirs", iter([io_error() for _ in range(5)]))
             with pytest.raises(ckpt.errors.StorageError, match="a bad day"):
                 next(watch)
     # When the time is over, it works: nothing new is there, and that is known.
     with ckpt.sync.watch(root, after=1, timeout=0.2, poll_interval=10) as watch:
-        refusing(storage_of(watch), "entries", iter([io_error(), *[None] * 100]))
+        refusing(storage_of(watch), "step_dirs", iter([io_error(), *[None] * 100]))
         assert list(watch) == []
 
 

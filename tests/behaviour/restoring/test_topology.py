@@ -224,10 +224,10 @@ class Reads:
         parts = self.parts
 
         async def read_block(
-            self: LocalStorage, entry: str, path: str, offset: int, target: memoryview
+            self: LocalStorage, step_dir: str, path: str, offset: int, target: memoryview
         ) -> None:
             parts.append((path, offset, target.nbytes))
-            await real(self, entry, path, offset, target)
+            await real(self, step_dir, path, offset, target)
 
         monkeypatch.setattr(LocalStorage, "read_block", read_block)
 

@@ -360,7 +360,7 @@ def test_a_script_ends_promptly_and_loses_no_save(
         assert len(errors.splitlines()) == 1, errors
     elif expected.raises:
         assert errors.splitlines()[-1].startswith(expected.raises)
-        assert "nobody looked" not in errors
+        assert "never awaited" not in errors
     else:
         # Loud where something failed, and otherwise silent.
         assert len(errors.splitlines()) == expected.fires, errors

@@ -29,7 +29,7 @@ from ckpt._settings import Staging
 from ckpt._steps.factory import make_engine
 from ckpt._steps.restore_requests import wanted_items
 from ckpt.storage._manifests import read_manifest
-from ckpt.storage._resolve import open_entry
+from ckpt.storage._resolve import open_step_dir
 from tests.support.real_jobs import at, tell
 
 root = Path(sys.argv[1])
@@ -152,10 +152,10 @@ async def restored(target: Any) -> tuple[Any, list[Any]]:
     """Restore a few leaves as one process alone does, and tell what it did."""
     events: list[Any] = []
     engine = make_engine(Staging(), (), [events.append])
-    storage, entry = open_entry(root / "x", follow=True)
-    manifest = await read_manifest(storage, entry)
+    storage, step_dir = open_step_dir(root / "x", follow=True)
+    manifest = await read_manifest(storage, step_dir)
     wanted = wanted_items(manifest, target, None, ckpt.Adapt(extra="ignore"))
-    restore = RestoreContext(storage, entry, manifest, engine, engine.observers, index, count)
+    restore = RestoreContext(storage, step_dir, manifest, engine, engine.observers, index, count)
     found = await restore_items(restore, wanted)
     return found["state"], events
 

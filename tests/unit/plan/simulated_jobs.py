@@ -56,8 +56,8 @@ class Job:
         return [f"leaf{number}" for number in range(len(self.trees[0]))]
 
     def plan(self, process: int, largest: int | None = None) -> SavePlan:
-        team = ProcessGroup(process, self.count, self.mode)  # type: ignore[arg-type]
-        return plan_save(self.names, self.trees[process], self.budget, team, largest)
+        group = ProcessGroup(process, self.count, self.mode)  # type: ignore[arg-type]
+        return plan_save(self.names, self.trees[process], self.budget, group, largest)
 
     def plans(self, largest: int | None = None) -> list[SavePlan]:
         return [self.plan(process, largest) for process in range(self.count)]

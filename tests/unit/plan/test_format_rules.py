@@ -156,7 +156,7 @@ def test_a_function_is_asked_for_arrays_only() -> None:
     ("formats", "message"),
     [
         ({"parms": ArrayFormat()}, r"'parms' covers no leaf \(is it 'params"),
-        ({"params": ArrayFormat(), "params.w": ArrayFormat()}, "'params' stands before it"),
+        ({"params": ArrayFormat(), "params.w": ArrayFormat()}, "'params' comes before it"),
         ({"rng": ArrayFormat()}, "'rng' is a PRNG key"),
         ({"**.step": ArrayFormat(dtype="int32")}, "'step' is a leaf of kind int"),
     ],

@@ -165,7 +165,7 @@ def test_a_team_of_one_is_no_team(job: Job) -> None:
     alone = plan_save(names, tree, job.budget)
     assert plan_save(names, tree, job.budget, ProcessGroup(0, 1)) == alone
     assert plan_save(names, tree, job.budget, ProcessGroup(0, 1, "local")) == alone
-    assert (alone.team, alone.own) == (None, ())
+    assert (alone.group, alone.own) == (None, ())
 
 
 # -- balance --------------------------------------------------------------------------------------

@@ -543,12 +543,12 @@ def test_a_data_file_of_an_attempt(place: Path) -> None:
 
 
 def test_a_data_file_that_was_damaged_is_told_as_damage(tmp_path: Path) -> None:
-    entry = tmp_path / "7"
-    entry.mkdir()
-    (entry / "short").write_bytes(b"1234")
-    (entry / "directory").mkdir()
-    (entry / "link").symlink_to("short")
-    os.mkfifo(entry / "fifo")
+    step_dir = tmp_path / "7"
+    step_dir.mkdir()
+    (step_dir / "short").write_bytes(b"1234")
+    (step_dir / "directory").mkdir()
+    (step_dir / "link").symlink_to("short")
+    os.mkfifo(step_dir / "fifo")
     reasons = {
         "none": "No such file",
         "none/none": "No such file",
@@ -563,8 +563,8 @@ def test_a_data_file_that_was_damaged_is_told_as_damage(tmp_path: Path) -> None:
         for path, reason in reasons.items():
             with pytest.raises(CorruptCheckpointError, match=reason) as caught:
                 await storage.read_block("7", path, 0, memory(10))
-            assert str(caught.value).startswith(f"{entry}/{path}: ")
-            assert str(caught.value).count(str(entry)) == 1
+            assert str(caught.value).startswith(f"{step_dir}/{path}: ")
+            assert str(caught.value).count(str(step_dir)) == 1
 
     stored(tmp_path, work)
 

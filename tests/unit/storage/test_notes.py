@@ -1,4 +1,4 @@
-"""Notes: small files beside the entries of a root, written whole, aged by the store's clock."""
+"""Notes: small files beside the steps of a root, written whole, aged by the store's clock."""
 
 from __future__ import annotations
 
@@ -375,6 +375,6 @@ def test_a_note_that_was_dropped_does_not_come_back(tmp_path: Path) -> None:
 def test_an_empty_folder_of_pins_is_swept_and_one_with_pins_is_not(tmp_path: Path) -> None:
     (tmp_path / ".ckpt-pins").mkdir()
     put(tmp_path, ".ckpt-notes/x", b"")
-    assert run(lambda storage: storage.entries(), tmp_path) == []
+    assert run(lambda storage: storage.step_dirs(), tmp_path) == []
     sweep_root(tmp_path)
     assert names(tmp_path) == [".ckpt-notes"]

@@ -90,20 +90,20 @@ def test_a_list_of_a_large_root_does_not_grow_with_its_objects() -> None:
         raw = connect(config).open()[0]
         for number in range(1200):
             raw.write(f"1/other/{number}", b"x").result()
-        assert await storage.entries() == ["1", "2"]
+        assert await storage.step_dirs() == ["1", "2"]
         assert store.listed[-1] == b""
         store.taken()
         # Another one commits and deletes: that is seen at once, and without listing the steps.
         other, _ = counted(config)
         await publish(other, "3")
         await other.remove("2")
-        assert await storage.entries() == ["1", "3"]
+        assert await storage.step_dirs() == ["1", "3"]
         assert store.listed == [b".ckpt-steps/"]
         # What another tool has copied is seen by the next whole list.
         raw.write("7/ckpt.json", b"{}").result()
         storage._lists._next = 0.0
-        assert await storage.entries() == ["1", "3", "7"]
-        assert await storage.entries() == ["1", "3", "7"]
+        assert await storage.step_dirs() == ["1", "3", "7"]
+        assert await storage.step_dirs() == ["1", "3", "7"]
         assert store.listed[-1] == b".ckpt-steps/"
 
     anyio.run(main)
@@ -199,7 +199,7 @@ def test_paths_that_lead_elsewhere_are_refused() -> None:
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda storage: storage.entries(),
+        lambda storage: storage.step_dirs(),
         lambda storage: storage.exists("1"),
         lambda storage: storage.read("1", "ckpt.json", 100),
         lambda storage: storage.begin("1"),

@@ -21,7 +21,7 @@ from ckpt.policies import Deletion
 from ckpt.storage._object.config import GCS, S3, Memory, parent_of
 from ckpt.storage._object.connection import connect
 from ckpt.storage._object.storage import ObjectStorage
-from ckpt.storage._resolve import open_entry, open_root
+from ckpt.storage._resolve import open_root, open_step_dir
 
 STATE = {"a": np.arange(10)}
 CANARY = "cAnArY-s3cr3t-0123456789"
@@ -61,7 +61,7 @@ def test_a_place_is_a_url_or_a_store(root: Any, location: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "root", "entry"),
+    ("path", "root", "step_dir"),
     [
         ("s3://bucket/runs/a", "s3://bucket/runs", "a"),
         ("s3://bucket/a/", "s3://bucket", "a"),
@@ -69,9 +69,9 @@ def test_a_place_is_a_url_or_a_store(root: Any, location: str) -> None:
     ],
     ids=str,
 )
-def test_a_checkpoint_lies_in_a_place(path: Any, root: str, entry: str) -> None:
-    storage, name = open_entry(path)
-    assert (storage.location, name) == (root, entry)
+def test_a_checkpoint_lies_in_a_place(path: Any, root: str, step_dir: str) -> None:
+    storage, name = open_step_dir(path)
+    assert (storage.location, name) == (root, step_dir)
 
 
 def test_settings_stay_with_the_parent() -> None:
@@ -130,7 +130,7 @@ def test_a_bucket_is_no_checkpoint() -> None:
     ],
 )
 def test_secrets_in_a_url_are_refused_and_not_told(url: str) -> None:
-    for call in (open_root, open_entry):
+    for call in (open_root, open_step_dir):
         with pytest.raises(InvalidArgumentError, match="without user, query or fragment") as caught:
             call(url)
         assert CANARY not in str(caught.value)
@@ -209,7 +209,7 @@ def test_a_region_of_the_environment_that_is_none_is_refused(
 def test_other_names_with_a_colon_are_paths(tmp_path: Path) -> None:
     for name in ("run:7", "s4:bucket", "s3:bucket"):
         assert open_root(f"{tmp_path}/{name}").location == f"{tmp_path}/{name}"
-    assert open_entry("run:7")[1] == "run:7"
+    assert open_step_dir("run:7")[1] == "run:7"
 
 
 def test_managers_of_a_process_share_a_memory_by_name() -> None:

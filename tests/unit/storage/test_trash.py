@@ -25,17 +25,17 @@ def run(work: Callable[[LocalStorage], Awaitable[T]], root: Path, mode: int | No
     return anyio.run(work, LocalStorage(root, Timeouts(), mode=mode))
 
 
-def move(root: Path, entry: str, trash: str = "trash") -> str | None:
-    return run(lambda storage: storage.move(entry, trash), root)
+def move(root: Path, step_dir: str, trash: str = "trash") -> str | None:
+    return run(lambda storage: storage.move(step_dir, trash), root)
 
 
-def set_aside(root: Path, entry: str, *paths: str) -> Path:
-    """Write these files into an entry, each with its path as content, and move them out again."""
+def set_aside(root: Path, step_dir: str, *paths: str) -> Path:
+    """Write files into a step, each with its path as content, and move them out again."""
     for path in paths:
-        file = root / entry / path
+        file = root / step_dir / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(path)
-    return Path(run(lambda storage: storage.set_aside(entry, paths), root))
+    return Path(run(lambda storage: storage.set_aside(step_dir, paths), root))
 
 
 def files(folder: Path) -> dict[str, str]:

@@ -48,14 +48,14 @@ _MOST_BUILT_BYTES = 1 << 33
 
 
 async def it_says_what_it_is(case: StoreCase) -> None:
-    """The store says its location, lease and largest file, and an empty root holds no entries."""
+    """The store says its location, lease and largest file, and an empty root holds no steps."""
     async with opened(case, lease=1234.5) as [storage]:
         assert isinstance(storage.location, str)
         assert storage.location, "no location"
         assert storage.lease_seconds == 1234.5
         assert storage.largest_file_bytes >= 64 * _MIB
         await storage.prepare()
-        assert await storage.entries() == []
+        assert await storage.step_dirs() == []
         assert await storage.sweep() == []
         assert await files_of(storage, "1") == []
         assert await storage.read("1", FILE_NAME, MAX_BYTES) is None
@@ -64,21 +64,21 @@ async def it_says_what_it_is(case: StoreCase) -> None:
         assert not await storage.remove("1", attempt="0" * 32)
 
 
-async def an_attempt_is_seen_by_nobody(case: StoreCase) -> None:
+async def an_attempt_is_invisible(case: StoreCase) -> None:
     """Only once it is published, all of it is visible at once, to every process."""
     async with opened(case, 2) as [storage, other]:
         attempt = await write(storage, "7")
-        assert attempt.entry == "7"
+        assert attempt.step_dir == "7"
         assert len(attempt.id) == 32
         assert attempt.folder in ("", attempt.id)
         for each in (storage, other):
-            assert await each.entries() == []
+            assert await each.step_dirs() == []
             assert not await each.exists("7")
             assert await each.read("7", FILE_NAME, MAX_BYTES) is None
             assert await each.stamps(["7"], FILE_NAME) == [None]
         await storage.publish(attempt, overwrite=False)
         for each in (storage, other):
-            assert await each.entries() == ["7"]
+            assert await each.step_dirs() == ["7"]
             assert await each.exists("7")
             await assert_whole(each, "7", attempt=attempt)
             found = await each.files("7")
@@ -88,7 +88,7 @@ async def an_attempt_is_seen_by_nobody(case: StoreCase) -> None:
 
 
 async def a_discarded_attempt_leaves_nothing(case: StoreCase) -> None:
-    """No files and no entry are left, it cannot be published any more, and others are untouched."""
+    """No files and no step are left, it cannot be published any more, and others are untouched."""
     async with opened(case, 2) as [storage, other]:
         await publish(storage, "1")
         attempt, second = await write(storage, "1", 1), await write(other, "1", 2)
@@ -101,28 +101,28 @@ async def a_discarded_attempt_leaves_nothing(case: StoreCase) -> None:
         await assert_whole(storage, "1", 2, second)
 
 
-async def an_entry_is_not_replaced_unless_asked(case: StoreCase) -> None:
+async def a_step_dir_is_not_replaced_unless_asked(case: StoreCase) -> None:
     """The refused attempt still exists, and can be published with `overwrite`."""
     async with opened(case, 2) as [storage, other]:
         first = await publish(storage, "5", "first")
         attempt = await write(other, "5", "second")
-        with refused(StepExistsError, "publish over an entry", "5"):
+        with refused(StepExistsError, "publish over a step", "5"):
             await other.publish(attempt, overwrite=False)
         await assert_whole(other, "5", "first", first)
         await other.publish(attempt, overwrite=True)
         for each in (storage, other):
             await assert_whole(each, "5", "second", attempt)
         gone = [path for path in await storage.files("5") if first.id in path]
-        assert not gone, f"the files of the old entry are left: {gone}"
+        assert not gone, f"the files of the old step are left: {gone}"
 
 
 async def only_what_was_meant_is_replaced(case: StoreCase) -> None:
-    """With `replacing`, an entry of another attempt stays, and a removed entry stays removed."""
+    """With `replacing`, a step of another attempt stays, and a removed step stays removed."""
     async with opened(case, 2) as [storage, other]:
         first = await publish(storage, "5", "first")
         attempt = await write(storage, "5", "next")
         second = await publish(other, "5", "second", overwrite=True)
-        with refused(StepDeletedError, "replace what somebody has replaced"):
+        with refused(StepDeletedError, "replace what another writer has replaced"):
             await storage.publish(attempt, overwrite=True, replacing=first.id)
         await assert_whole(storage, "5", "second", second)
         await storage.publish(attempt, overwrite=False, replacing=second.id)
@@ -135,8 +135,8 @@ async def only_what_was_meant_is_replaced(case: StoreCase) -> None:
         await other.discard(late)
 
 
-async def an_entry_is_removed_whole(case: StoreCase) -> None:
-    """An entry is removed once, and its name is free; with `attempt`, only if it is of that."""
+async def a_step_dir_is_removed_whole(case: StoreCase) -> None:
+    """A step is removed once, and its name is free; with `attempt`, only if it is of that."""
     async with opened(case, 2) as [storage, other]:
         first = await publish(storage, "1", "first")
         await publish(storage, "10", "ten")
@@ -146,7 +146,7 @@ async def an_entry_is_removed_whole(case: StoreCase) -> None:
         for each in (storage, other):
             assert not await each.exists("1")
             assert await files_of(each, "1") == []
-            assert await each.entries() == ["10"]
+            assert await each.step_dirs() == ["10"]
             assert not await each.remove("1")
         await publish(storage, "1", "again")
         await assert_whole(other, "1", "again")
@@ -155,15 +155,15 @@ async def an_entry_is_removed_whole(case: StoreCase) -> None:
 
 
 async def every_name_is_kept_apart(case: StoreCase) -> None:
-    """Names of entries and files are kept exactly, even odd ones and prefixes of each other."""
+    """Names of steps and files are kept exactly, even odd ones and prefixes of each other."""
     async with opened(case, 2) as [storage, other]:
         for name in _NAMES:
             await publish(storage, name, name, nbytes=10)
-        assert sorted(await other.entries()) == sorted(_NAMES)
+        assert sorted(await other.step_dirs()) == sorted(_NAMES)
         for name in _NAMES:
             await assert_whole(other, name, name)
         assert await storage.remove("10")
-        assert sorted(await other.entries()) == sorted(set(_NAMES) - {"10"})
+        assert sorted(await other.step_dirs()) == sorted(set(_NAMES) - {"10"})
         attempt = await storage.begin("paths")
         files = {path: content(path, 100) for path in _PATHS}
         for number, (path, data) in enumerate(files.items()):
@@ -192,8 +192,8 @@ async def its_listing_is_always_true(case: StoreCase) -> None:
             else:
                 there[name] = await publish(writer, name, turn, overwrite=True, nbytes=10)
             for each in (reader, writer):
-                assert sorted(await each.entries()) == sorted(there), f"after {turn} changes"
-            # Attempts and notes are no entries.
+                assert sorted(await each.step_dirs()) == sorted(there), f"after {turn} changes"
+            # Attempts and notes are not step directories.
             if turn % 10 == 0:
                 await writer.begin("5")
                 await writer.put_note(".ckpt-notes/x", b"", replace=True)
@@ -281,8 +281,8 @@ async def files_of_every_size_are_kept(case: StoreCase) -> None:
             await storage.discard(attempt)
 
 
-async def a_file_of_the_old_entry_is_taken_over(case: StoreCase) -> None:
-    """`link` takes a file from a folder or from the entry, and it outlives the old entry."""
+async def a_file_of_the_old_step_dir_is_taken_over(case: StoreCase) -> None:
+    """`link` takes a file from a folder or from the step directory, and it outlives the old one."""
     async with opened(case) as [storage]:
         old = await publish(storage, "1", "old")
         attempt = await storage.begin("1")
@@ -302,7 +302,7 @@ async def another_process_joins_an_attempt(case: StoreCase) -> None:
         attempt = await storage.begin("3")
         joined = await second.join("3", attempt.id)
         gone = await third.join("3", attempt.id)
-        assert (joined.entry, joined.id, joined.folder) == ("3", attempt.id, attempt.folder)
+        assert (joined.step_dir, joined.id, joined.folder) == ("3", attempt.id, attempt.folder)
         files = {SMALL: content("3 small", 100), DATA: content("3", 5000)}
         await second.write_block(joined, DATA, memoryview(files[DATA]))
         await third.write(gone, SMALL, files[SMALL])
@@ -325,7 +325,7 @@ async def an_attempt_that_is_not_there_cannot_be_joined(case: StoreCase) -> None
 
 
 async def trash_is_kept_or_refused(case: StoreCase) -> None:
-    """A moved entry is whole in its folder; a store that cannot move says so at once."""
+    """A moved step directory is whole in its folder; a store that cannot move says so at once."""
     async with opened(case) as [storage]:
         await publish(storage, "1", "one")
         try:
@@ -343,31 +343,31 @@ async def trash_is_kept_or_refused(case: StoreCase) -> None:
 
 
 async def a_root_opened_anew_holds_the_same(case: StoreCase) -> None:
-    """Published entries exist for processes that start later."""
+    """Published step directories exist for processes that start later."""
     opens = case.fresh()
     first = opens(Timeouts())
     await first.prepare()
     attempt = await publish(first, "1", "one")
     second = opens(Timeouts())
     await second.prepare()
-    assert await second.entries() == ["1"]
+    assert await second.step_dirs() == ["1"]
     await assert_whole(second, "1", "one", attempt)
 
 
 CHECKS: tuple[Callable[[StoreCase], Awaitable[None]], ...] = (
     it_says_what_it_is,
-    an_attempt_is_seen_by_nobody,
+    an_attempt_is_invisible,
     a_discarded_attempt_leaves_nothing,
-    an_entry_is_not_replaced_unless_asked,
+    a_step_dir_is_not_replaced_unless_asked,
     only_what_was_meant_is_replaced,
-    an_entry_is_removed_whole,
+    a_step_dir_is_removed_whole,
     every_name_is_kept_apart,
     its_listing_is_always_true,
     a_change_is_told_by_the_stamp,
     small_files_are_read_within_limits,
     every_range_is_read,
     files_of_every_size_are_kept,
-    a_file_of_the_old_entry_is_taken_over,
+    a_file_of_the_old_step_dir_is_taken_over,
     another_process_joins_an_attempt,
     an_attempt_that_is_not_there_cannot_be_joined,
     trash_is_kept_or_refused,
