@@ -97,7 +97,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check the types of the package."""
+    """Check the types of the package, its tests and its benchmarks."""
     session.install("-e", ".", *group("types"))
     session.run("mypy", *session.posargs)
 

@@ -116,7 +116,7 @@ def _copied(tree: Any) -> Any:
 
 def _caches(directory: Path) -> list[tuple[str, Callable[[Path], None]]]:
     """Returns what the page cache can have of a step; in memory there is nothing beside it."""
-    warm = [("warm", pagecache.warm)]
+    warm: list[tuple[str, Callable[[Path], None]]] = [("warm", pagecache.warm)]
     return warm if _is_memory(directory) else [*warm, ("cold", pagecache.drop)]
 
 

@@ -161,7 +161,7 @@ def counts(where: Line) -> list[tuple[str, ...]]:
     """Rows: the requests of one operation of an open manager, by kind."""
     import ckpt.sync
 
-    rows = []
+    rows: list[tuple[str, ...]] = []
 
     def row(what: str, act: Callable[[], Any]) -> Any:
         where.requests()

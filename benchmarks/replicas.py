@@ -51,7 +51,7 @@ def compared(where: Line, processes: int, name: str) -> list[tuple[str, ...]]:
             for child in job.children:
                 child.go_on()
         seconds = [max(each) for each in zip(*(r.value for r in job.results()), strict=True)]
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for first, kind in enumerate(KINDS):
         later = range(first + len(KINDS), len(kinds), len(KINDS))
         # What has passed is known when the next round begins.

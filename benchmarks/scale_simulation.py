@@ -126,8 +126,8 @@ def run(case: Case) -> dict[str, Any]:
         assert disagreement(reports) is None
     with _timed(found, "join"):
         stored = merge_reports(plan.leaves, [report.written for report in reports])
-        tree = PlannedTree([], plan.leaves, [None] * len(specs))
-        entry = fill_entry(ItemEntry(handler="pytree"), tree, stored)
+        planned = PlannedTree([], plan.leaves, [None] * len(specs))
+        entry = fill_entry(ItemEntry(handler="pytree"), planned, stored)
         keys = list(key_values(plan.leaves, stored))
     found["chunks"] = sum(len(report.written.rows) for report in reports)
     del packed, reports

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_a_thousand_saves_in_a_row_leave_nothing_behind(in_memory: Path) -> None
 
 
 def test_growth_is_noticed() -> None:
-    before = {
+    before: dict[str, Any] = {
         "files": 20,
         "threads": 4,
         "tasks": 9,

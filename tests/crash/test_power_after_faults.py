@@ -22,7 +22,8 @@ from ckpt.storage._local import posix
 from ckpt.storage._local import sweep as sweeping
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.testing.faults import Effect, Fail, FaultyFiles, FileOperation
-from tests.support.crash_states import Tree, crash_states, read_tree
+from tests.support.crash_states import crash_states, read_tree
+from tests.support.disk_model import Tree
 
 
 def state(number: int) -> dict[str, Any]:

@@ -71,8 +71,8 @@ def test_a_reader_never_finds_no_step_where_there_always_is_one(tmp_path: Path, 
             await look_late()
             return await stamps(step_dirs, path)
 
-        storage.read = read_late  # type: ignore[method-assign]
-        storage.stamps = stamps_late  # type: ignore[method-assign]
+        storage.read = read_late
+        storage.stamps = stamps_late
         found = getattr(reader, call)()
     assert moved_on
     assert found == {"latest_step": 1, "all_steps": [1], "restore": {"n": 1}}[call]

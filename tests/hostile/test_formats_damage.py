@@ -152,8 +152,8 @@ def test_an_encoded_bomb_takes_no_more_memory_than_a_chunk(copy: Path) -> None:
     """What would decode to 256 MiB is refused before it has done so."""
     file, _, _ = place_of(copy, "large", 0)
     known = leaves_of(copy)["large"]
-    compression = {"zstd": Zstd(), "blosc": Blosc(cname="zstd", clevel=9)}[known["codec"]]
-    bomb = encode_chunk(np.zeros(1 << 28, np.uint8), compression, 4)
+    codecs: dict[str, Any] = {"zstd": Zstd(), "blosc": Blosc(cname="zstd", clevel=9)}
+    bomb = encode_chunk(np.zeros(1 << 28, np.uint8), codecs[known["codec"]], 4)
     # Behind all that is there; the manifest says that it is the leaf's first chunk.
     data = file.read_bytes()
     file.write_bytes(data + bomb)

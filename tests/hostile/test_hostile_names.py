@@ -70,7 +70,7 @@ def sandbox(tmp_path: Path) -> Path:
 
 def test_hostile_keys_come_back_and_stay_within_the_step(sandbox: Path, tmp_path: Path) -> None:
     assert len(KEYS) > 200
-    tree = {key: np.full(3, number) for number, key in enumerate(KEYS)}
+    tree: dict[str, Any] = {key: np.full(3, number) for number, key in enumerate(KEYS)}
     tree["nested"] = {first: {second: first} for first, second in itertools.pairwise(KEYS)}
     tree["large"] = {key: np.full(70_000, n, np.float32) for n, key in enumerate(PARTS)}
     before = outside(tmp_path, sandbox)

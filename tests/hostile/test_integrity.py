@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,7 +104,8 @@ def test_data_of_another_step_in_its_place_is_noticed(whole: Path, tmp_path: Pat
     shutil.copytree(whole / "state", tmp_path / "y" / "state")
     with pytest.raises(ckpt.errors.CorruptCheckpointError) as caught:
         ckpt.sync.load(tmp_path / "y")
-    assert "small" in {each.leaf for each in (caught.value, *caught.value.others)}
+    errors: list[Any] = [caught.value, *caught.value.others]
+    assert "small" in {error.leaf for error in errors}
 
 
 def test_every_file_is_listed_with_its_size_and_digest(whole: Path) -> None:
@@ -126,7 +128,7 @@ def test_every_damaged_leaf_is_told_at_once(tmp_path: Path) -> None:
         file.write_bytes(file.read_bytes().replace(needle, needle[::-1]))
     with pytest.raises(ckpt.errors.CorruptCheckpointError) as caught:
         ckpt.sync.load(tmp_path / "x")
-    errors = [caught.value, *caught.value.others]
+    errors: list[Any] = [caught.value, *caught.value.others]
     assert {error.leaf for error in errors} == {"leaf1", "leaf2", "leaf4"}
     assert all(error.item == "state" for error in errors)
     told = [str(caught.value), *caught.value.__notes__]

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
 import ckpt
-from tests.support.trees import P, abstract, mesh, sharded
+from tests.support.trees import P, abstract, mesh, sharded, structure
 
 Moments = namedtuple("Moments", ["mean", "variance"])
 
@@ -106,7 +106,7 @@ def expected_by_orbax(state: dict[str, Any]) -> dict[str, Any]:
 
 def assert_same(found: Any, expected: Any) -> None:
     """Compare two trees: structure, dtypes, shapes, values, and the places of jax arrays."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert structure(found) == structure(expected)
     for path, leaf in jax.tree_util.tree_leaves_with_path(expected):
         other = dict(jax.tree_util.tree_leaves_with_path(found))[path]
         where = jax.tree_util.keystr(path)
@@ -272,7 +272,7 @@ def test_v1_shows_its_metadata(checkpoint: Path, state: dict[str, Any]) -> None:
 
 
 def test_v1_loads_named_items(tmp_path: Path) -> None:
-    items = {"params": {"w": sharded(np.arange(16.0), "data")}, "opt": {"count": 3}}
+    items: dict[str, Any] = {"params": {"w": sharded(np.arange(16.0), "data")}, "opt": {"count": 3}}
     ckpt.sync.save(tmp_path / "both", items=items)
     assert_same(ocp.load_checkpointables(tmp_path / "both"), items)
     assert_same(ocp.load(tmp_path / "both", checkpointable_name="params"), items["params"])
@@ -419,7 +419,7 @@ def test_a_step_that_orbax_wrote_is_not_one_of_ours(tmp_path: Path) -> None:
 
 
 def test_v1_loads_every_dtype(tmp_path: Path) -> None:
-    tree = {}
+    tree: dict[str, Any] = {}
     for name in DTYPES:
         values = np.arange(12).reshape(3, 4) % 2 if name == "bool" else np.arange(12).reshape(3, 4)
         tree[f"{name}-host"] = values.astype(dtype_of(name))
@@ -543,7 +543,7 @@ def test_tensorstore_reads_every_array(checkpoint: Path, state: dict[str, Any]) 
 
 def test_orbax_reads_typed_keys_and_shared_leaves(tmp_path: Path) -> None:
     shared = jnp.arange(70_000, dtype=jnp.float32)
-    state = {
+    state: dict[str, Any] = {
         "key": jax.random.key(3),
         "keys": jax.random.split(jax.random.key(4, impl="rbg"), 3),
         "tied": {"embed": shared, "head": shared},
@@ -554,7 +554,7 @@ def test_orbax_reads_typed_keys_and_shared_leaves(tmp_path: Path) -> None:
             assert found[name].dtype == state[name].dtype
             assert found[name].shape == state[name].shape
             data = [np.asarray(jax.random.key_data(tree[name])) for tree in (found, state)]
-            assert np.array_equal(*data)
+            assert np.array_equal(data[0], data[1])
         assert np.array_equal(found["tied"]["embed"], shared)
         assert np.array_equal(found["tied"]["head"], shared)
 
@@ -565,7 +565,12 @@ def ocp0_restored(path: Path) -> Any:
 
 
 def test_orbax_reads_the_arrays_beside_values_it_has_no_kind_for(tmp_path: Path) -> None:
-    state = {"w": jnp.ones(3), "f": jax.nn.relu, "name": np.str_("x"), "raw": np.bytes_(b"y")}
+    state: dict[str, Any] = {
+        "w": jnp.ones(3),
+        "f": jax.nn.relu,
+        "name": np.str_("x"),
+        "raw": np.bytes_(b"y"),
+    }
     ckpt.sync.save(tmp_path / "x", state)
     found = ocp.load(tmp_path / "x")
     assert np.array_equal(found["w"], state["w"])

@@ -40,6 +40,7 @@ from ckpt.storage._manifests import read_manifest
 from ckpt.storage._resolve import open_step_dir
 from tests.support.real_jobs import Result, run_processes
 from tests.support.stateful_objects import Averages, Counter, Recording, Reservoir
+from tests.support.trees import structure
 
 
 class Writer:
@@ -275,7 +276,8 @@ def test_a_process_may_keep_its_own_on_a_disk_of_its_own(tmp_path: Path) -> None
     both = saved(tmp_path / "x", every([1, 2]))
     own = {}
     for name, entry in both.items.items():
-        first = entry.model_copy(update={"data": entry.data["processes"][1]})
+        data: Any = entry.data
+        first = entry.model_copy(update={"data": data["processes"][1]})
         assert apart(first, 0, 1) is first
         own[name] = apart(first, 1, 2)
     files = {path: each for path, each in both.files.items() if "process_0" not in path}
@@ -403,7 +405,7 @@ def test_the_tree_of_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
     saved(tmp_path / "x", {"a": [Trees({"other": np.zeros(2)}), Trees(tree())]})
     found = restored(tmp_path / "x", {"a": Trees()}, 1, 2)["a"].state
     wanted = tree()
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    assert structure(found) == structure(wanted)
     assert found["shared"][0] is found["shared"][1]
     assert found["key"].dtype == wanted["key"].dtype
     assert found["weak"].weak_type

@@ -94,7 +94,7 @@ def test_saves_are_made_in_the_order_of_their_calls_where_one_is_slow_to_begin(
 ) -> None:
     mgrs = managers(tmp_path, seconds=2.0)
     saved(mgrs, 0)
-    peers = mgrs[1]._service.root.processes.peers
+    peers: Any = mgrs[1]._service.root.processes.peers  # type: ignore[union-attr]
     operation = peers.operation
 
     async def slowly(kind: str, *args: Any) -> Any:

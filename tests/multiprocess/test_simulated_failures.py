@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -265,10 +266,10 @@ def test_a_restore_that_moves_is_waited_for(tmp_path: Path) -> None:
 
     async def slowly(*_: Any) -> None:
         # As a large step is read, in parts.
-        for _ in range(6):
+        for _part in range(6):
             await anyio.sleep(0.25)
             for observe in mgrs[1]._service.root.processes.observers:
-                observe(Event("restore", 1, "read", 0, 1, nbytes=8))
+                observe(Event("restore", "read", 1, 0, 1, nbytes=8))
 
     before(storage_of(mgrs[1]), "read_block", slowly)
     assert [each["b"] for each in together(*(mgr.restore for mgr in mgrs))] == [3, 3]
@@ -292,7 +293,7 @@ def test_who_cannot_restore_makes_the_others_fail(tmp_path: Path) -> None:
     like = {"a": np.zeros(11, np.int32), "b": 0}
     for index in (0, 1):
         calls = [mgrs[index].restore, mgrs[1 - index].restore]
-        found = together(lambda m=mgrs[index]: m.restore(like=like), calls[1])
+        found = together(partial(mgrs[index].restore, like=like), calls[1])
         assert kinds(found) == [TargetMismatchError] * 2
         assert f"process {index} of 2" in str(found[1])
     closed(mgrs)
@@ -344,7 +345,7 @@ def test_all_restore_the_step_that_the_primary_has_found(tmp_path: Path) -> None
     index = mgrs[0]._service.root.index
     found = index.found
     # As if it had looked a moment before the second one was there.
-    index.found = lambda _: found(1)
+    index.found = lambda _: found(1)  # type: ignore[assignment]
     assert [each["b"] for each in together(*(mgr.restore for mgr in mgrs))] == [1, 1]
     closed(mgrs)
 

@@ -71,8 +71,10 @@ def test_roots_with_names_are_opened_in_any_order(tmp_path: Path) -> None:
     def save(name: str, index: int, after: int) -> int:
         # Once so many have come.
         assert not after or opened[after - 1].wait(20)
-        step: int = roots[name][index].save(1, STATE).result(40).step
-        return step
+        info = roots[name][index].save(1, STATE).result(40)
+        assert info is not None
+        assert info.step is not None
+        return info.step
 
     first = [lambda: save("one", 0, 0), lambda: save("two", 1, 1)]
     assert together(*first, lambda: save("two", 0, 2), lambda: save("one", 1, 2)) == [1] * 4
@@ -212,7 +214,7 @@ def test_all_hear_that_one_disk_cannot_be_listed(tmp_path: Path) -> None:
     mgrs = managers(tmp_path, own_disks=True, seconds=FAR)
     saved(mgrs, 1)
     index = mgrs[1]._service.root.index
-    refresh, index.refresh = index.refresh, no_luck
+    refresh, index.refresh = index.refresh, no_luck  # type: ignore[assignment]
     assert kinds(together(*(mgr.all_steps for mgr in mgrs))) == [StorageError] * 2
     index.refresh = refresh
     assert together(*(mgr.all_steps for mgr in mgrs)) == [[1]] * 2

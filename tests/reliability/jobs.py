@@ -83,11 +83,11 @@ def _meet(job: Job, scenario: str) -> dict[int, Said]:
         job[who].reached(scenario, PATIENCE_S)
         for index in others:
             begun = f"begun {scenario}"
-            job[index].wait_for(lambda lines, b=begun: b in lines, begun, PATIENCE_S)
+            job[index].wait_for(lambda lines, b=begun: b in lines, begun, PATIENCE_S)  # type: ignore[misc]
     if what == "kill":
         job[who].kill()
-        said = {index: _said_or_ended(job, index, scenario) for index in others}
-        return {index: each for index, each in said.items() if each is not None}
+        ends = {index: _said_or_ended(job, index, scenario) for index in others}
+        return {index: each for index, each in ends.items() if each is not None}
     if what == "stop":
         job[who].stop()
         said = {index: said_of(job, index, scenario) for index in others}

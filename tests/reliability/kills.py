@@ -48,7 +48,7 @@ EVERY, TYPICAL = 200, 60
 
 
 def saver(root: Path, *arguments: object) -> list[str]:
-    """The command that saves to `root`; see `saver.py`."""
+    """The command that saves to `root`; see `save_until_killed.py`."""
     return [sys.executable, SAVER, str(root), *map(str, arguments)]
 
 
@@ -77,7 +77,7 @@ def check_root(root: Path, mode: str, acks: list[int], *, rebooted: bool = False
 
     Args:
         root: The root, as the crash left it.
-        mode: What the saver did: see `saver.py`.
+        mode: What the saver did: see `save_until_killed.py`.
         acks: Every number whose durability was acknowledged and that nobody has deleted.
         rebooted: Whether the machine went down, and not the program alone. Nobody knows then that
             the writer is dead, so its attempts stay until their leases have run out.

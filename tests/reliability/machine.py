@@ -288,7 +288,7 @@ def machine(directory: Path, count: int, seed: int = 0) -> Tally:
         return type("Machine", (Roots,), {"directory": directory, "tally": tally})()
 
     try:
-        run_state_machine_as_test(make, settings=chosen)
+        run_state_machine_as_test(make, settings=chosen)  # type: ignore[arg-type]
     except Exception as error:
         # With the program that failed, which Hypothesis adds as notes, also of those in a group.
         tally.losses.append("".join(traceback.format_exception(error)))

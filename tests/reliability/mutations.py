@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import ckpt
@@ -321,7 +322,7 @@ def _not_vouched_for(found: Any, document: Any) -> Iterator[str]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(found)[0]:
         if not hasattr(leaf, "dtype") or not leaf.size or tuple(leaf.shape) in in_chunks:
             continue
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             continue
         if digest(np.asarray(leaf).tobytes()) not in digests:
             yield jax.tree_util.keystr(path)[:80]

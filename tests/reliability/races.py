@@ -41,11 +41,11 @@ def command(program: str, *arguments: object) -> list[str]:
 def started(*commands: list[str]) -> Iterator[list[Child]]:
     """Programs beside the body; what still runs at its end is killed."""
     with contextlib.ExitStack() as stack:
-        children = []
+        children: list[Child] = []
         for each in commands:
-            child = stack.enter_context(program(*each[1:]))
-            stack.callback(child.kill)
-            children.append(child)
+            run = stack.enter_context(program(*each[1:]))
+            stack.callback(run.kill)
+            children.append(run)
         for child in children:
             answer = told(child)
             assert answer == "ready", f"{answer!r} came instead of a start"
@@ -92,6 +92,7 @@ def same_steps(directory: Path, count: int, seed: int = 0) -> Tally:
             # An answer that comes before the offset is over ends the wait, and the race.
             first = children[order[0]].stdout
             offset_s = choice.choice([0.0, choice.uniform(0, LONGEST_OFFSET_S)])
+            assert first is not None
             early = select.select([first], [], [], offset_s)[0]
             tell(children[order[1]], step)
             said = [told(child) for child in children]

@@ -11,6 +11,7 @@ import anyio
 
 import ckpt.sync
 from ckpt._format.manifest import ItemEntry
+from ckpt._plan.adapt import Adapt
 from ckpt.errors import StepNotFoundError
 from ckpt.handlers._base import ItemReader
 from ckpt.handlers._pytree import PyTreeHandler
@@ -32,10 +33,10 @@ class SlowHandler(PyTreeHandler):
         super().__init__()
         self._choice = choice
 
-    async def load(self, entry: ItemEntry, like: Any, reader: ItemReader, *rest: Any) -> Any:
+    async def load(self, entry: ItemEntry, like: Any, adapt: Adapt, reader: ItemReader) -> Any:
         if self._choice.random() < 0.5:
             await anyio.sleep(self._choice.uniform(0, LONGEST_PAUSE_S))
-        return await super().load(entry, like, reader, *rest)
+        return await super().load(entry, like, adapt, reader)
 
 
 def steps_beside_a_trainer(directory: Path, count: int, seed: int = 0) -> Tally:

@@ -22,7 +22,8 @@ def put_object(response: Any) -> Any:
         return _compared(response)
 
 
-S3Response.put_object = put_object  # type: ignore[method-assign]
+responses: Any = S3Response
+responses.put_object = put_object
 
 if __name__ == "__main__":
     server = ThreadedMotoServer("127.0.0.1", 0, False)

@@ -8,6 +8,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ def test_an_endpoint_where_nobody_listens(closed_port: int) -> None:
         request_timeout=1.0,
     )
     for act in (save, restore):
-        failure(lambda act=act: act(root), endpoint, "bucket", "endpoint")
+        failure(partial(act, root), endpoint, "bucket", "endpoint")
     failure(lambda: ckpt.sync.load(root), endpoint)
     failure(lambda: ckpt.sync.save(root, STATE), endpoint)
 
@@ -194,7 +195,7 @@ def test_credentials_that_are_wrong(
     save(s3(place))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", f"{CANARY}Wrong/secret")
     for act in (save, restore):
-        failure(lambda act=act: act(s3(place)), place.bucket, "credentials")
+        failure(partial(act, s3(place)), place.bucket, "credentials")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", f"AKIA{CANARY}UNKNOWN0")
     failure(lambda: save(s3(place)), place.bucket, "credentials")
     failure(lambda: save(s3(place, credentials="anonymous")), place.bucket, "credentials")
@@ -207,7 +208,7 @@ def test_credentials_of_google_that_are_wrong(make_place: Callable[[str], Place]
     try:
         place.fake.tokens = {"another"}
         for act in (save, restore):
-            failure(lambda act=act: act(s3(place)), place.bucket, "credentials")
+            failure(partial(act, s3(place)), place.bucket, "credentials")
     finally:
         place.fake.tokens = None
 

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -127,10 +128,10 @@ def assert_bearable(failed: list[tuple[str, str, str, str]]) -> None:
 
 def test_one_fault_in_a_save(faulty: Place) -> None:
     requests = requests_of(faulty, lambda: save(faulty, "dry"))
-    failed = []
+    failed: list[tuple[str, str, str, str]] = []
     for number, fault in sample(faulty, requests):
         name, what = f"run-{fault}-{number}", (fault, number, requests[number])
-        found = tried(faulty, once(number, fault), lambda name=name: save(faulty, name))
+        found = tried(faulty, once(number, fault), partial(save, faulty, name))
         check_saved(faulty, name, found, what)
         if found is not None:
             assert isinstance(found, StorageError), what
@@ -144,7 +145,7 @@ def test_a_store_that_fails_from_some_moment_on(faulty: Place) -> None:
     for number in range(0, len(requests), 5 if ALL else 15):
         for fault in faults:
             name, what = f"run-{fault}-{number}", (fault, number, requests[number])
-            found = tried(faulty, ever_since(number, fault), lambda name=name: save(faulty, name))
+            found = tried(faulty, ever_since(number, fault), partial(save, faulty, name))
             assert found is None or isinstance(found, StorageError), what
             check_saved(faulty, name, found, what)
 
@@ -229,7 +230,7 @@ def test_a_commit_whose_place_somebody_took_is_none(faulty: Place) -> None:
 def test_one_fault_in_a_restore(faulty: Place) -> None:
     save(faulty, "run")
     requests = requests_of(faulty, lambda: restore(faulty, "run"))
-    failed = []
+    failed: list[tuple[str, str, str, str]] = []
     for number, fault in sample(faulty, requests):
         found = tried(faulty, once(number, fault), lambda: restore(faulty, "run"))
         if isinstance(found, CheckpointError):
@@ -260,7 +261,7 @@ def test_faults_while_a_step_is_deleted(faulty: Place, fault: Fault) -> None:
         name = f"run-{number}"
         save(faulty, name)
         save(faulty, name, 2)
-        found = tried(faulty, once(number, fault), lambda name=name: act(name))
+        found = tried(faulty, once(number, fault), partial(act, name))
         with ckpt.sync.CheckpointManager(root(faulty, name)) as mgr:
             steps = mgr.all_steps()
             assert steps in ([2], [1, 2])

@@ -192,7 +192,9 @@ def test_saves_and_restores_with_asyncio(place: Place) -> None:
             cancelled = await mgr.save(3, state(3))
             cancelled.cancel()
             for commit in commits:
-                assert (await commit).step in (1, 2)
+                info = await commit
+                assert info is not None
+                assert info.step in (1, 2)
             try:
                 await cancelled
             except CommitCancelledError:

@@ -188,7 +188,7 @@ def test_an_evaluator_restores_every_step(kind: str, make_place: Callable[[str],
         for step in (1, 2, 3, 4):
             mgr.save(step, state("trainer", step)).result()
         mgr.save(99, state("trainer", 99)).result()
-        seen = []
+        seen: list[Any] = []
         while not seen or seen[-1][0] != 99:
             line = answer(evaluator)
             assert line, f"the evaluator ended after {seen}"

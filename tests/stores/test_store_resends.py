@@ -30,7 +30,7 @@ from tests.stores.places import Place
 from tests.stores.use_store import state
 
 CHILD = Path(__file__).with_name("use_store.py")
-STATE = {"w": np.arange(10_000.0), "name": "new"}
+STATE: dict[str, Any] = {"w": np.arange(10_000.0), "name": "new"}
 
 
 def commits_of(step: int) -> Callable[[Seen], bool]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -66,4 +67,5 @@ def watch(root: Any) -> None:
 
 if __name__ == "__main__":
     how, place, *rest = sys.argv[1:]
-    {"races": race, "saves": save, "watches": watch}[how](root_of(place), *rest)
+    programs: dict[str, Callable[..., None]] = {"races": race, "saves": save, "watches": watch}
+    programs[how](root_of(place), *rest)

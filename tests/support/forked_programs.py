@@ -149,7 +149,8 @@ def _be_a_nursery(control: socket.socket) -> None:
             os._exit(0)
         if os.fork() == 0:
             control.close()
-            _keep(*json.loads(request), given)
+            argv, env, cwd = json.loads(request)
+            _keep(argv, env, cwd, given)
             return
         for each in given:
             os.close(each)

@@ -42,5 +42,5 @@ class GateHandler:
 
         return Deferred(commit)
 
-    async def load(self, entry: Any, like: Any, reader: Any) -> Any:
+    async def load(self, entry: Any, like: Any, adapt: Any, reader: Any) -> Any:
         return None

@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 
 from ckpt._format.manifest import ItemEntry
+from ckpt._plan.adapt import Adapt
 from ckpt.handlers._base import Deferred, ItemReader, ItemWriter
 from ckpt.handlers._pytree import PyTreeHandler
 
@@ -61,5 +62,5 @@ class OddHandler:
 
         return Deferred(commit)
 
-    async def load(self, entry: ItemEntry, like: Any, reader: ItemReader) -> Any:
-        return await PyTreeHandler().load(entry, like, reader)
+    async def load(self, entry: ItemEntry, like: Any, adapt: Adapt, reader: ItemReader) -> Any:
+        return await PyTreeHandler().load(entry, like, adapt, reader)

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
 
+from tests.support.forked_programs import Forked
 from tests.support.paths import PROGRAMS
 
 _AT, _RESULT = "AT ", "RESULT "
@@ -77,7 +78,7 @@ class Result:
 class Child:
     """One process of a job, as its test sees it."""
 
-    def __init__(self, index: int, process: Process, errors: IO[str]) -> None:
+    def __init__(self, index: int, process: Process | Forked, errors: IO[str]) -> None:
         self.index = index
         self.process = process
         self.pid = process.pid

@@ -6,6 +6,7 @@ and many jobs cost nothing. Real jobs are started by `tests.support.real_jobs`.
 
 from __future__ import annotations
 
+import builtins
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +87,7 @@ class SharedValues:
                     del each[key]
 
     @property
-    def names(self) -> list[str]:
+    def names(self) -> builtins.list[str]:
         with self._guard:
             return sorted({*self._values, *self._counts})
 

@@ -47,17 +47,21 @@ def bits(array: Any) -> bytes:
     return np.asarray(array).tobytes()
 
 
+def structure(tree: Any) -> Any:
+    """The structure of a tree; of what jax calls it, mypy does not know that it has `==`."""
+    return jax.tree.structure(tree)
+
+
 def assert_same(found: Any, wanted: Any, *, placed: bool = True) -> None:
     """Every leaf has the kind, dtype, shape, bits (and place) it had, in the same structure."""
-    found_leaves, found_tree = jax.tree.flatten(found)
-    wanted_leaves, wanted_tree = jax.tree.flatten(wanted)
-    assert found_tree == wanted_tree
+    assert structure(found) == structure(wanted)
+    found_leaves, wanted_leaves = jax.tree.leaves(found), jax.tree.leaves(wanted)
     for path, mine, theirs in zip(
         jax.tree_util.tree_flatten_with_path(wanted)[0], found_leaves, wanted_leaves, strict=True
     ):
         where = jax.tree_util.keystr(path[0])
-        kinds = (jax.Array, np.ndarray)
-        kind = next((k for k in kinds if isinstance(theirs, k)), type(theirs))
+        kinds: tuple[Any, ...] = (jax.Array, np.ndarray)
+        kind: Any = next((k for k in kinds if isinstance(theirs, k)), type(theirs))
         assert isinstance(mine, kind), f"{where}: {type(mine)} for {type(theirs)}"
         if hasattr(theirs, "dtype"):
             assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), where

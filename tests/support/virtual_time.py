@@ -36,8 +36,8 @@ class Silent:
         async def request(key: str, *args: Any) -> Any:
             if self._word not in key:
                 return await getattr(self._inner, name)(key, *args)
-            if self._error is None:
-                await anyio.sleep_forever()
-            raise self._error
+            if self._error is not None:
+                raise self._error
+            await anyio.sleep_forever()
 
         return request

@@ -14,6 +14,7 @@ from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "ckpt"
 MODULES = sorted(PACKAGE.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # The table of docs/design/000-map.md. A room is a folder, or a file where it is named here; the
 # longest name that fits a module is its room. A room imports from floors below its own, and from
@@ -158,6 +159,11 @@ def test_private_modules_of_jax_are_named_in_exactly_one_file() -> None:
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_no_file_is_longer_than_one_responsibility(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+def test_no_test_file_is_longer_either() -> None:
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in TESTS}
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
 @pytest.mark.parametrize(

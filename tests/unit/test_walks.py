@@ -61,7 +61,7 @@ def functions_run() -> Iterator[set[tuple[str, str]]]:
         yield found
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
 
 @pytest.mark.parametrize("name", MOST_HOPS)

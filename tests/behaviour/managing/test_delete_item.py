@@ -184,9 +184,9 @@ def test_where_files_cannot_have_two_names_they_are_copied(root: Path, code: int
 # --- What goes wrong ------------------------------------------------------------------------------
 
 
-def delete_by(root: Path, manifest: Manifest, item: str) -> Manifest:
+def delete_by(root: Path, manifest: Manifest, item: str) -> None:
     """Delete an item of a step that looks as `manifest` says."""
-    return anyio.run(delete_item, open_root(root), "1", manifest, item)
+    anyio.run(delete_item, open_root(root), "1", manifest, item)
 
 
 def test_damage_of_other_items_is_told_and_the_step_stays(root: Path) -> None:

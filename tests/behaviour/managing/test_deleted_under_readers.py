@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ def state(number: int) -> dict[str, jnp.ndarray]:
 
 def reader(root: Path, meanwhile: Callable[[], object]) -> ckpt.sync.CheckpointManager:
     """A manager that does `meanwhile` when it has read the first part of a step."""
-    happened = []
+    happened: list[ckpt.Event] = []
 
     def observe(event: ckpt.Event) -> None:
         if event.operation == "restore" and event.phase == "read" and not happened:
@@ -78,7 +79,7 @@ def test_a_step_damaged_while_it_is_read_was_not_deleted(tmp_path: Path) -> None
     for step in (1, None):
         damage = shutil.rmtree if step else lambda path: None
         with (
-            reader(tmp_path, lambda damage=damage: damage(tmp_path / "1" / "state")) as other,
+            reader(tmp_path, partial(damage, tmp_path / "1" / "state")) as other,
             pytest.raises(ckpt.errors.CorruptCheckpointError, match="No such file"),
         ):
             other.restore(step)
@@ -91,7 +92,7 @@ def test_a_one_shot_checkpoint_deleted_while_it_is_loaded(
     from ckpt._api import oneshot
 
     ckpt.sync.save(tmp_path / "x", state(1))
-    real = oneshot.read_manifest
+    real = oneshot.read_manifest  # type: ignore[attr-defined]
 
     async def read_and_delete(*args: object, **named: object) -> object:
         manifest = await real(*args, **named)  # type: ignore[arg-type]

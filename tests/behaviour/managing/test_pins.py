@@ -10,6 +10,7 @@ import os
 import platform
 import random
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -362,7 +363,7 @@ def test_pins_are_kept_until_they_are_taken_away(tmp_path: Path) -> None:
     assert pinned_names(tmp_path) == {0: ["first"], 5: ["paper.v2"], 30: ["best"]}
     run(forget_expired, tmp_path)
     for step, name in ((0, "first"), (5, "paper.v2"), (30, "best")):
-        assert run(lambda storage, s=step, n=name: unpin(storage, s, n), tmp_path)
+        assert run(partial(unpin, step=step, name=name), tmp_path)
     assert os.listdir(tmp_path) == []
 
 
@@ -492,7 +493,7 @@ def test_on_a_full_disk_a_step_can_be_deleted(tmp_path: Path) -> None:
         async def full(*_: object, **__: object) -> bool:
             raise StorageError("no space left on device", errno=errno.ENOSPC)
 
-        storage.put_note = full  # type: ignore[method-assign]
+        storage.put_note = full
         async with deletion_of(storage, 6) as pinned:
             assert pinned == ()
         async with deletion_of(storage, 5) as pinned:
@@ -501,7 +502,7 @@ def test_on_a_full_disk_a_step_can_be_deleted(tmp_path: Path) -> None:
         async def forbidden(*_: object, **__: object) -> bool:
             raise StorageError("permission denied", errno=errno.EACCES)
 
-        storage.put_note = forbidden  # type: ignore[method-assign]
+        storage.put_note = forbidden
         with pytest.raises(StorageError, match="permission denied"):
             async with deletion_of(storage, 6):
                 raise AssertionError

@@ -446,7 +446,7 @@ def test_saves_that_follow_each_other_delete_one_after_the_other_and_nothing_twi
         assert mgr.all_steps() == [105]
     assert most == 1
     gone = [*range(12), *range(100, 105)]
-    ended = [e.step for e in events if e.operation == "delete" and e.phase == "end"]
+    ended = [e.step or 0 for e in events if e.operation == "delete" and e.phase == "end"]
     assert sorted(ended) == gone
     lines = [line for line in caplog.messages if line.startswith("deleted")]
     assert len(lines) == len(gone)

@@ -120,7 +120,8 @@ def test_damaged_metadata_of_the_root_stop_no_step(tmp_path: Path, content: str)
 
 def test_what_else_orbax_says_of_a_root_stays(tmp_path: Path) -> None:
     note = tmp_path / "metadata" / "_ROOT_METADATA"
-    for custom in ({}, None):
+    customs: list[dict[str, Any] | None] = [{}, None]
+    for custom in customs:
         said = {"internal_metadata": {"k": [1, "é"]}, "custom_metadata": custom, "new": 1.5}
         note.parent.mkdir(exist_ok=True)
         note.write_text(json.dumps(said))

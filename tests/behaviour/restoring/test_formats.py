@@ -23,7 +23,7 @@ from tests.support.trees import assert_same as assert_same_arrays
 
 # Little enough that a megabyte has several chunks, and an item several data files.
 SMALL = ckpt.Staging(budget_bytes=1 << 20)
-CODECS = {
+CODECS: dict[str, Any] = {
     "zstd": "zstd",
     "zstd-9": Zstd(level=9),
     "blosc": "blosc",

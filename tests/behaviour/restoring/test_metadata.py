@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 import ckpt
 from ckpt._steps.step_metadata import LeafInfo
 from ckpt._tree.table import size_text
-from tests.support.trees import P, mesh, sharded
+from tests.support.trees import P, mesh, sharded, structure
 
 
 def make_state() -> dict[str, Any]:
@@ -73,7 +73,7 @@ def test_metadata_stands_as_a_target(saved: Path) -> None:
     like = ckpt.sync.metadata(saved).tree
     like["activation"] = jax.nn.relu
     found = ckpt.sync.load(saved, like=like)
-    assert jax.tree.structure(found) == jax.tree.structure(state)
+    assert structure(found) == structure(state)
     for mine, original in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
         assert type(mine) is type(original)
         if isinstance(original, jax.Array) and not jnp.issubdtype(

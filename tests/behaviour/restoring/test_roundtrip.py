@@ -220,6 +220,8 @@ def test_metadata_tells_everything_but_the_values(tmp_path: Path) -> None:
         tmp_path / "x", tree, metrics={"loss": float("nan")}, metadata={"run": ["a", 1]}
     )
     found = asyncio.run(ckpt.metadata(tmp_path / "x"))
+    assert found.info.metrics is not None
+    assert info.metrics is not None
     assert found.info == info or np.isnan(found.info.metrics["loss"])
     assert np.isnan(info.metrics["loss"])
     assert info.metadata == {"run": ["a", 1]}
@@ -259,6 +261,7 @@ def test_async_and_plain_calls_are_the_same(tmp_path: Path) -> None:
         async with ckpt.CheckpointManager(tmp_path / "root") as mgr:
             commit = await mgr.save(7, tree, metrics={"loss": jnp.float32(0.5)})
             info = await commit
+            assert info is not None
             assert (info.step, info.metrics) == (7, {"loss": 0.5})
             assert await mgr.metrics(7) == {"loss": 0.5}
             assert await mgr.latest_step() == 7

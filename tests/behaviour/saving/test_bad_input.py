@@ -38,7 +38,7 @@ def test_a_step_that_is_none(mgr: ckpt.sync.CheckpointManager, step: Any) -> Non
 
 def test_numpy_integers_are_steps(tmp_path: Path) -> None:
     with ckpt.sync.CheckpointManager(tmp_path) as mgr:
-        mgr.save(np.int64(3), {"x": 1}).result()
+        mgr.save(np.int64(3), {"x": 1}).result()  # type: ignore[arg-type]
         assert mgr.all_steps() == [3]
         assert mgr.restore(jnp.int32(3)) == {"x": 1}
 
@@ -141,13 +141,19 @@ def test_an_item_name_that_could_leave_the_step(
 
 
 def test_arguments_that_contradict_each_other(mgr: ckpt.sync.CheckpointManager) -> None:
-    for arguments in ({}, {"state": 1, "items": {"a": 1}}, {"items": {}}, {"items": [1]}):
+    contradictions: list[dict[str, Any]] = [
+        {},
+        {"state": 1, "items": {"a": 1}},
+        {"items": {}},
+        {"items": [1]},
+    ]
+    for arguments in contradictions:
         with pytest.raises(errors.InvalidArgumentError, match="items"):
             mgr.save(0, **arguments)
     with pytest.raises(errors.InvalidArgumentError, match="metrics"):
         mgr.save(0, {"x": 1}, metrics={"loss": "low"})
     with pytest.raises(errors.InvalidArgumentError, match="metrics"):
-        mgr.save(0, {"x": 1}, metrics=[1])
+        mgr.save(0, {"x": 1}, metrics=[1])  # type: ignore[arg-type]
     for metadata in ({"a": Opaque()}, {"a": float("nan")}):
         with pytest.raises(errors.InvalidArgumentError, match="metadata"):
             mgr.save(0, {"x": 1}, metadata=metadata)
@@ -164,7 +170,7 @@ def test_a_shard_that_cannot_be_cut_evenly_is_saved_within_the_budget(tmp_path: 
     prime = 300_007
     state = {"ok": jnp.ones(3), "odd": sharded(np.ones(8 * prime, np.float32), ("data", "model"))}
     for step, mode in enumerate(("copy", "view", "device")):
-        staging = ckpt.Staging(1 << 20, mode=mode)
+        staging = ckpt.Staging(1 << 20, mode=mode)  # type: ignore[arg-type]
         with ckpt.sync.CheckpointManager(tmp_path, staging=staging) as mgr:
             mgr.save(step, state).result()
             assert mgr._service._engine.arena.high_water <= 1 << 20

@@ -84,7 +84,7 @@ def test_deleting_right_after_save_is_safe(tmp_path: Path, staging: ckpt.Staging
 def test_numpy_arrays_may_be_changed_in_place_after_save(
     tmp_path: Path, staging: ckpt.Staging
 ) -> None:
-    state = {
+    state: dict[str, Any] = {
         "large": np.arange(1 << 18, dtype=np.float64),
         "small": np.arange(3),
         "fortran": np.asfortranarray(np.arange(1 << 16, dtype=np.int64).reshape(256, 256)),
@@ -150,7 +150,10 @@ def test_a_pending_computation_is_saved_with_its_result(tmp_path: Path) -> None:
 
 
 def test_a_deleted_array_is_named(tmp_path: Path) -> None:
-    state = {"params": {"w": sharded(np.ones((8, 8)), P("data")[0])}, "ok": jnp.ones(3)}
+    state: dict[str, Any] = {
+        "params": {"w": sharded(np.ones((8, 8)), P("data")[0])},
+        "ok": jnp.ones(3),
+    }
     state["params"]["w"].delete()
     assert mesh().size == 8
     with ckpt.sync.CheckpointManager(tmp_path) as mgr:

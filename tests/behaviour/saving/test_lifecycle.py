@@ -1,270 +1,40 @@
-"""Promise 3 and what belongs to it: errors, cancellation, threads, forks, and the ends of programs.
-
-Errors reach their owner once; a listed step is a committed one; nothing is left behind; no script
-hangs or loses a save.
-"""
+"""Commits, managers, threads, forks and whole programs: no script hangs or loses a save."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ckpt
 import ckpt.sync
-from tests.support.numbered_states import state_of
-from tests.support.odd_items import Odd, OddHandler
+from tests.behaviour.saving.odd_managers import (
+    LARGE,
+    PATIENCE_S,
+    SMALL,
+    manager,
+    names,
+    plain_manager,
+    reached,
+    run,
+)
+from tests.support.odd_items import Odd
 from tests.support.paths import PROGRAMS
-from tests.support.trees import abstract, assert_same, sharded
+from tests.support.trees import assert_same
 
 ATTEMPT = ".orbax-checkpoint-tmp-"
-SMALL = {"w": np.arange(8, dtype=np.float32)}
-# Staged and written in many turns where the budget is a megabyte.
-MIB = ckpt.Staging(budget_bytes=1 << 20)
-LARGE = state_of(0, large=1 << 19)
-PATIENCE_S = 60
-
-
-def fire(number: int = 0) -> ckpt.CheckpointError:
-    return ckpt.CheckpointError(f"fire {number}")
-
-
-def manager(root: Path, **options: Any) -> ckpt.CheckpointManager:
-    return ckpt.CheckpointManager(root, handlers=[OddHandler()], **options)
-
-
-def plain_manager(root: Path, **options: Any) -> ckpt.sync.CheckpointManager:
-    return ckpt.sync.CheckpointManager(root, handlers=[OddHandler()], **options)
-
-
-def names(root: Path) -> set[str]:
-    return set(os.listdir(root))
-
-
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
-
-
-async def reached(item: Odd) -> None:
-    assert await asyncio.to_thread(item.reached.wait, PATIENCE_S)
-
-
-# --- Errors reach their owner, once ---------------------------------------------------------------
-
-
-def test_the_awaiter_of_a_failed_commit_gets_its_error_and_the_exit_does_not(
-    tmp_path: Path,
-) -> None:
-    async def main() -> None:
-        async with manager(tmp_path) as mgr:
-            commit = await mgr.save(3, Odd(SMALL, error=fire()))
-            with pytest.raises(ckpt.CheckpointError, match=r"^step 3, item 'state': fire 0$"):
-                await commit
-            assert commit.done()
-            assert commit.stage == "failed"
-            assert await mgr.latest_step() is None
-        await mgr.close()
-
-    run(main)
-    assert names(tmp_path) == {"metadata"}
-
-
-def test_an_error_that_somebody_fetched_is_not_raised_at_exit(tmp_path: Path) -> None:
-    with plain_manager(tmp_path) as mgr:
-        error = fire()
-        assert mgr.save(0, Odd(SMALL, error=error)).exception(PATIENCE_S) is error
-    with plain_manager(tmp_path) as mgr:
-        commit = mgr.save(0, Odd(SMALL, error=error))
-        with pytest.raises(ckpt.CheckpointError, match="fire"):
-            commit.result(PATIENCE_S)
-    with plain_manager(tmp_path) as mgr:
-        seen: Future[Any] = Future()
-        commit = mgr.save(0, Odd(SMALL, error=error))
-        commit.add_done_callback(lambda done: seen.set_result(done.exception()))
-        assert seen.result(PATIENCE_S) is error
-
-
-def test_looking_whether_a_commit_is_done_is_not_seeing_its_error(tmp_path: Path) -> None:
-    mgr = plain_manager(tmp_path)
-    done = threading.Event()
-    commit = mgr.save(0, Odd(SMALL, error=fire()))
-    commit.add_done_callback(lambda _: done.set())
-    assert done.wait(PATIENCE_S)
-    assert commit.done()
-    assert "failed" in repr(commit)
-    with pytest.raises(ckpt.CheckpointError, match="fire"):
-        mgr.close()
-
-
-def test_an_error_that_nobody_saw_is_raised_at_exit_and_not_again(tmp_path: Path) -> None:
-    async def main() -> None:
-        mgr = manager(tmp_path)
-        with pytest.raises(ckpt.CheckpointError, match=r"^step 0, item 'state': fire 0$"):
-            async with mgr:
-                await mgr.save(0, Odd(SMALL, error=fire()))
-        await mgr.close()
-        await mgr.close()
-
-    run(main)
-    assert names(tmp_path) == {"metadata"}
-
-
-@pytest.mark.parametrize("way", ["with", "close", "wait_until_finished"])
-def test_several_errors_that_nobody_saw_are_raised_as_a_group(tmp_path: Path, way: str) -> None:
-    mgr = plain_manager(tmp_path)
-    mgr.__enter__()
-    for number in range(3):
-        mgr.save(number, Odd(SMALL, error=fire(number)))
-    mgr.save(3, SMALL)
-    with pytest.raises(ExceptionGroup) as caught:
-        mgr.__exit__(None, None, None) if way == "with" else getattr(mgr, way)()
-    assert sorted(map(str, caught.value.exceptions)) == [
-        f"step {n}, item 'state': fire {n}" for n in range(3)
-    ]
-    mgr.close()
-    assert names(tmp_path) == {"metadata", "3"}
-
-
-def test_an_error_never_surfaces_in_another_call(tmp_path: Path) -> None:
-    async def main() -> None:
-        mgr = manager(tmp_path)
-        ended = threading.Event()
-        failed = await mgr.save(0, Odd(SMALL, error=fire()))
-        failed.add_done_callback(lambda _: ended.set())
-        assert await asyncio.to_thread(ended.wait, PATIENCE_S)
-        commit = await mgr.save(1, SMALL)
-        info = await commit
-        assert info is not None
-        assert info.step == 1
-        assert failed.done()
-        assert await mgr.all_steps() == [1]
-        assert await mgr.latest_step() == 1
-        assert_same(await mgr.restore(), SMALL)
-        await mgr.delete(1)
-        with pytest.raises(ckpt.errors.StepNotFoundError):
-            await mgr.restore()
-        with pytest.raises(ckpt.CheckpointError, match="fire"):
-            await mgr.wait_until_finished()
-        await mgr.wait_until_finished()
-        await mgr.close()
-
-    run(main)
-
-
-def test_an_error_of_the_block_goes_on_and_tells_of_the_failed_save(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with manager(tmp_path) as mgr:
-            await mgr.save(0, Odd(SMALL, error=fire()))
-            raise KeyError("of the block")
-
-    with pytest.raises(KeyError, match="of the block") as caught:
-        run(main)
-    assert any("fire 0" in note for note in caught.value.__notes__)
-
-
-def test_an_error_before_the_snapshot_is_raised_by_the_call_and_not_again(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with manager(tmp_path) as mgr:
-            with pytest.raises(ckpt.errors.UnsupportedLeafError, match=r"step 0.*broken"):
-                await mgr.save(0, {"broken": object()})
-            with pytest.raises(ckpt.errors.InvalidArgumentError):
-                await mgr.save(-1, SMALL)
-            commit = await mgr.save(0, SMALL)
-            await commit
-            with pytest.raises(ckpt.errors.StepExistsError, match="step 0"):
-                await mgr.save(0, SMALL)
-
-    run(main)
-    assert names(tmp_path) == {"metadata", "0"}
-
-
-@pytest.mark.parametrize("waits_in", ["a busy loop", "a thread"])
-def test_an_error_is_the_awaiter_s_also_when_the_manager_is_closed_meanwhile(
-    tmp_path: Path, waits_in: str
-) -> None:
-    gate, waiting, go_on = (threading.Event() for _ in range(3))
-
-    async def wait_for(commit: ckpt.Commit) -> None:
-        task = asyncio.ensure_future(commit)
-        for _ in range(10):
-            await asyncio.sleep(0)
-        waiting.set()
-        go_on.wait(PATIENCE_S)  # a long train step
-        await task
-
-    def awaiter(commit: ckpt.Commit) -> None:
-        if waits_in == "a thread":
-            waiting.set()
-            commit.result(PATIENCE_S)
-        else:
-            asyncio.run(wait_for(commit))
-
-    rounds = 1 if waits_in == "a busy loop" else 40
-    for number in range(rounds):
-        for event in (gate, waiting, go_on):
-            event.clear()
-        mgr = plain_manager(tmp_path)
-        commit = mgr.save(number, Odd(SMALL, gate=gate, error=fire()))
-        with ThreadPoolExecutor(1) as other:
-            found = other.submit(awaiter, commit)
-            assert waiting.wait(PATIENCE_S)
-            gate.set()
-            try:
-                mgr.close()  # somebody awaits the commit: the error is theirs
-            finally:
-                go_on.set()
-            assert isinstance(found.exception(PATIENCE_S), ckpt.CheckpointError)
-
-
-def test_an_error_whose_awaiter_is_cancelled_at_the_last_moment_is_not_lost(
-    tmp_path: Path,
-) -> None:
-    gate, waiting, go_on = (threading.Event() for _ in range(3))
-
-    async def wait_in_vain(commit: ckpt.Commit) -> None:
-        task = asyncio.ensure_future(commit)
-        for _ in range(10):
-            await asyncio.sleep(0)
-        waiting.set()
-        go_on.wait(PATIENCE_S)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    mgr = plain_manager(tmp_path)
-    commit = mgr.save(0, Odd(SMALL, gate=gate, error=fire()))
-    with ThreadPoolExecutor(1) as other:
-        waiter = other.submit(asyncio.run, wait_in_vain(commit))
-        assert waiting.wait(PATIENCE_S)
-        gate.set()
-        # Its awaiter may still see it, so this is not the time to raise it; or it is, then once.
-        raised = 0
-        try:
-            mgr.close()
-        except ckpt.CheckpointError:
-            raised += 1
-        go_on.set()
-        waiter.result(PATIENCE_S)
-    try:
-        mgr.close()
-    except ckpt.CheckpointError:
-        raised += 1
-    assert raised == 1
 
 
 # --- The ends of programs -------------------------------------------------------------------------
@@ -439,24 +209,6 @@ def test_a_commit_can_be_awaited_by_everybody_any_number_of_times(tmp_path: Path
     run(main)
 
 
-def test_a_failed_commit_raises_for_everybody_any_number_of_times(tmp_path: Path) -> None:
-    async def wait_for(commit: ckpt.Commit) -> None:
-        await commit
-
-    async def main() -> None:
-        error = fire()
-        async with manager(tmp_path) as mgr:
-            commit = await mgr.save(0, Odd(SMALL, error=error))
-            tasks = [asyncio.create_task(wait_for(commit)) for _ in range(3)]
-            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-            assert all(outcome is error for outcome in outcomes)
-            with pytest.raises(ckpt.CheckpointError, match="fire"):
-                await commit
-            assert commit.exception() is error
-
-    run(main)
-
-
 def test_trio_programs_can_use_it_all(tmp_path: Path) -> None:
     trio = pytest.importorskip("trio")
 
@@ -469,7 +221,9 @@ def test_trio_programs_can_use_it_all(tmp_path: Path) -> None:
                     await commit
                 assert not commit.done()
                 gate.set()
-                assert (await commit).step == 0
+                info = await commit
+                assert info is not None
+                assert info.step == 0
                 assert_same(await mgr.restore(), SMALL)
                 held = Odd(SMALL, hold="stage")
                 with trio.CancelScope() as scope:
@@ -501,17 +255,6 @@ def test_waiting_can_run_out_of_time_and_the_commit_goes_on(tmp_path: Path) -> N
         assert not mgr.is_saving_in_progress()
 
 
-def test_a_timeout_is_not_seeing_the_error(tmp_path: Path) -> None:
-    gate = threading.Event()
-    mgr = plain_manager(tmp_path)
-    commit = mgr.save(0, Odd(SMALL, gate=gate, error=fire()))
-    with pytest.raises(ckpt.errors.CommitTimeoutError):
-        commit.result(0)
-    gate.set()
-    with pytest.raises(ckpt.CheckpointError, match="fire"):
-        mgr.close()
-
-
 def test_done_callbacks_are_called_once_and_their_errors_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -535,119 +278,6 @@ def test_done_callbacks_are_called_once_and_their_errors_are_logged(
         assert calls[2:] == [("late", commit)]
         assert mgr.all_steps() == [0]
     assert "of the callback" in caplog.text
-
-
-@pytest.mark.parametrize("stands_in", ["commit", "line"])
-def test_a_cancelled_commit_leaves_nothing_and_the_next_save_works(
-    tmp_path: Path, stands_in: str
-) -> None:
-    async def main() -> None:
-        async with manager(tmp_path, staging=MIB) as mgr:
-            held = Odd(LARGE, hold="commit")
-            commit = await mgr.save(0, held)
-            await reached(held)
-            if stands_in == "line":
-                behind = asyncio.create_task(mgr.save(1, SMALL))
-                await asyncio.sleep(0)
-            assert commit.cancel() is True
-            with pytest.raises(ckpt.errors.CommitCancelledError, match="step 0"):
-                await commit
-            assert commit.done()
-            assert commit.cancel() is False
-            assert commit.stage == "failed"
-            if stands_in == "line":
-                await (await behind)
-            else:
-                assert names(tmp_path) == {"metadata"}
-                await (await mgr.save(1, SMALL))
-            assert names(tmp_path) == {"metadata", "1"}
-            commit = await mgr.save(0, LARGE)
-            await commit
-            assert_same(await mgr.restore(0), LARGE)
-
-    run(main)
-
-
-def test_a_cancelled_commit_that_nobody_awaits_is_no_failure(tmp_path: Path) -> None:
-    with plain_manager(tmp_path) as mgr:
-        mgr.save(0, Odd(SMALL, hold="commit")).cancel()
-    assert names(tmp_path) == {"metadata"}
-
-
-def test_a_commit_can_be_cancelled_from_the_library_s_own_thread(tmp_path: Path) -> None:
-    gate = threading.Event()
-    commits: list[ckpt.Commit] = []
-
-    def observe(event: ckpt.Event) -> None:
-        if event.phase == "write":
-            gate.wait(PATIENCE_S)
-            commits[0].cancel()
-
-    with plain_manager(tmp_path, observers=[observe]) as mgr:
-        commits.append(mgr.save(0, SMALL))
-        gate.set()
-        assert isinstance(commits[0].exception(PATIENCE_S), ckpt.errors.CommitCancelledError)
-    assert names(tmp_path) == {"metadata"}
-
-
-def test_cancelling_an_awaiter_leaves_the_commit_going(tmp_path: Path) -> None:
-    async def wait_for(commit: ckpt.Commit) -> None:
-        await commit
-
-    async def main() -> None:
-        gate = threading.Event()
-        async with manager(tmp_path) as mgr:
-            commit = await mgr.save(0, Odd(SMALL, gate=gate))
-            task = asyncio.create_task(wait_for(commit))
-            await asyncio.sleep(0)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(wait_for(commit), 0.001)
-            assert not commit.done()
-            gate.set()
-            info = await commit
-            assert info is not None
-            assert await mgr.all_steps() == [0]
-
-    run(main)
-
-
-def test_an_awaiter_that_was_cancelled_has_not_seen_the_error(tmp_path: Path) -> None:
-    async def main() -> None:
-        gate = threading.Event()
-        mgr = manager(tmp_path)
-        commit = await mgr.save(0, Odd(SMALL, gate=gate, error=fire()))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.ensure_future(commit), 0.001)
-        gate.set()
-        with pytest.raises(ckpt.CheckpointError, match="fire"):
-            await mgr.close()
-
-    run(main)
-
-
-def test_a_block_that_is_cancelled_still_commits_what_it_saved(tmp_path: Path) -> None:
-    async def main() -> None:
-        gate = threading.Event()
-        item = Odd(SMALL, gate=gate)
-
-        async def block() -> None:
-            async with manager(tmp_path) as mgr:
-                await mgr.save(0, item)
-                await asyncio.sleep(PATIENCE_S)
-
-        task = asyncio.create_task(block())
-        await reached(item)
-        task.cancel()
-        await asyncio.sleep(0)
-        gate.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert names(tmp_path) == {"metadata", "0"}
-
-    run(main)
 
 
 def test_a_save_that_a_policy_turns_down_is_falsy_and_says_why(tmp_path: Path) -> None:
@@ -768,194 +398,6 @@ def test_closing_from_many_places_waits_in_each(tmp_path: Path) -> None:
     assert names(tmp_path) == {"metadata", "0"}
 
 
-# --- Cancelling calls -----------------------------------------------------------------------------
-
-
-def loop_turns() -> Iterator[int]:
-    """How many turns of the loop to wait before cancelling: every small count, then fewer."""
-    turns = 0.0
-    while True:
-        yield int(turns)
-        turns = max(turns + 1, turns * 1.3)
-
-
-async def cancelled_after(turns: int, call: Coroutine[Any, Any, Any]) -> tuple[bool, Any]:
-    """Cancel `call` after so many turns of the loop; return whether that came in time."""
-    task = asyncio.create_task(call)
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    task.cancel()
-    try:
-        return False, await task
-    except asyncio.CancelledError:
-        return True, None
-
-
-def test_a_save_cancelled_at_any_point_leaves_nothing(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with manager(tmp_path, staging=MIB) as mgr:
-            kept = {"metadata"}
-            done = 0
-            for step, turns in enumerate(loop_turns()):
-                cancelled, commit = await cancelled_after(turns, mgr.save(step, LARGE))
-                if not cancelled:
-                    await commit
-                    done += 1
-                    kept.add(str(step))
-                elif str(step) in names(tmp_path):
-                    # Cancelled when nothing could be stopped any more: then it is all there.
-                    assert_same(await mgr.restore(step), LARGE)
-                    kept.add(str(step))
-                assert names(tmp_path) == kept, f"cancelled after {turns} turns"
-                assert not mgr.is_saving_in_progress()
-                if done == 2:
-                    break
-            assert step > 15
-            assert await mgr.all_steps() == sorted(int(name) for name in kept - {"metadata"})
-            await (await mgr.save(step + 1, LARGE))
-            assert_same(await mgr.restore(step + 1), LARGE)
-
-    run(main)
-
-
-@pytest.mark.parametrize("phase", ["plan", "stage", "write", "record", "publish"])
-def test_a_save_cancelled_in_any_phase_is_whole_or_not_there(tmp_path: Path, phase: str) -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        armed = False
-        task: asyncio.Task[ckpt.Commit]
-
-        def observe(event: ckpt.Event) -> None:
-            nonlocal armed
-            if armed and event.phase == phase:
-                armed = False
-                asked = threading.Event()
-
-                def cancel() -> None:
-                    task.cancel()
-                    # Once the task has passed the request on.
-                    loop.call_soon(loop.call_soon, asked.set)
-
-                loop.call_soon_threadsafe(cancel)
-                assert asked.wait(PATIENCE_S)
-
-        async def save() -> ckpt.Commit:
-            commit = await mgr.save(0, LARGE)
-            await commit
-            return commit
-
-        async with manager(tmp_path, staging=MIB, observers=[observe]) as mgr:
-            armed = True
-            task = asyncio.create_task(save())
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert not armed
-            await mgr.wait_until_finished()
-            if await mgr.all_steps() == [0]:
-                assert_same(await mgr.restore(0), LARGE)
-                assert names(tmp_path) == {"metadata", "0"}
-            else:
-                assert phase != "publish"
-                assert names(tmp_path) == {"metadata"}
-            await (await mgr.save(1, LARGE))
-            assert_same(await mgr.restore(1), LARGE)
-
-    run(main)
-
-
-def test_a_one_shot_save_cancelled_at_any_point_is_whole_or_not_there(tmp_path: Path) -> None:
-    async def main() -> None:
-        done = 0
-        kept: set[str] = set()
-        for number, turns in enumerate(loop_turns()):
-            path = tmp_path / f"{number}"
-            cancelled, _ = await cancelled_after(turns, ckpt.save(path, LARGE, staging=MIB))
-            done += not cancelled
-            if path.exists():
-                assert_same(await ckpt.load(path), LARGE)
-                kept.add(path.name)
-            else:
-                assert cancelled
-            assert names(tmp_path) == kept, f"cancelled after {turns} turns"
-            if done == 2:
-                break
-        assert number > 15
-
-    run(main)
-
-
-@pytest.mark.parametrize("way", ["manager", "one-shot"])
-def test_a_restore_cancelled_at_any_point_gives_its_memory_back(tmp_path: Path, way: str) -> None:
-    # Saved from one device and restored by columns onto eight, every chunk passes through the
-    # staging memory.
-    saved = {"w": np.arange(3 << 16, dtype=np.float32).reshape(768, 256)}
-    wanted = {"w": sharded(saved["w"], None, ("data", "model"))}
-    target = abstract(wanted)
-
-    async def main() -> None:
-        async with manager(tmp_path, staging=MIB) as mgr:
-            await (await mgr.save(0, {"w": jnp.asarray(saved["w"])}))
-
-            def restore() -> Coroutine[Any, Any, Any]:
-                if way == "manager":
-                    return mgr.restore(0, target)
-                return ckpt.load(tmp_path / "0", target)
-
-            tries = done = 0
-            for turns in loop_turns():
-                cancelled, tree = await cancelled_after(turns, restore())
-                tries += 1
-                if not cancelled:
-                    assert_same(tree, wanted)
-                    done += 1
-                    if done == 2:
-                        break
-            assert tries > 10
-            # With a megabyte of staging memory, none of which may have been lost:
-            assert_same(await mgr.restore(0, target), wanted)
-            await (await mgr.save(1, LARGE))
-            assert_same(await mgr.restore(1), LARGE)
-        assert names(tmp_path) == {"metadata", "0", "1"}
-
-    run(main)
-
-
-def test_a_delete_cancelled_at_any_point_is_whole_or_not_there(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with manager(tmp_path) as mgr:
-            kept = {"metadata"}
-            for step in range(80):
-                await (await mgr.save(step, SMALL))
-                await cancelled_after(int(1.12**step), mgr.delete(step))
-                if step in await mgr.all_steps():
-                    assert_same(await mgr.restore(step), SMALL)
-                    kept.add(str(step))
-                assert names(tmp_path) == kept, f"cancelled after {int(1.12**step)} turns"
-
-    run(main)
-
-
-def test_a_save_cancelled_while_it_waits_its_turn_never_begins(tmp_path: Path) -> None:
-    async def main() -> None:
-        gate = threading.Event()
-        async with manager(tmp_path) as mgr:
-            first = await mgr.save(0, Odd(SMALL, gate=gate))
-            waiting = asyncio.create_task(mgr.save(1, SMALL))
-            await asyncio.sleep(0)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            assert not first.done()
-            third = asyncio.create_task(mgr.save(2, SMALL))
-            await asyncio.sleep(0)
-            gate.set()
-            await (await third)
-            assert await mgr.all_steps() == [0, 2]
-
-    run(main)
-    assert names(tmp_path) == {"metadata", "0", "2"}
-
-
 def test_a_caller_that_blocks_its_loop_does_not_stall_a_commit(tmp_path: Path) -> None:
     async def main() -> None:
         done = threading.Event()
@@ -1038,12 +480,3 @@ def test_an_attempt_of_a_live_writer_is_not_swept(tmp_path: Path, phase: str) ->
         assert_same(writer.restore(0), LARGE)
         assert writer.all_steps() == [0, 1]
     assert attempts() == []
-
-
-def test_failures_that_were_fetched_are_not_kept(tmp_path: Path) -> None:
-    with plain_manager(tmp_path) as mgr:
-        for step in range(5):
-            commit = mgr.save(step, Odd(SMALL, error=fire()))
-            assert isinstance(commit.exception(PATIENCE_S), ckpt.CheckpointError)
-        mgr.save(5, SMALL).result(PATIENCE_S)
-        assert not mgr._service.saves._commits

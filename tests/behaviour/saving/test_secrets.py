@@ -9,6 +9,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,12 @@ def test_a_path_that_is_refused_shows_no_secret(
     monkeypatch.chdir(tmp_path)
     for call in CALLS:
         for path in (text, text.encode(), text + "\0"):
-            refused(lambda call=call, path=path: call(path))
+            refused(partial(call, path))
     for call in READS:
         # What is no URL any more is a path of a local file system, where there is nothing.
-        for path in (Path(text), "x" * 80 + "/" + text):
-            if "file:" not in str(path):
-                refused(lambda call=call, path=path: call(path))
+        for place in (Path(text), "x" * 80 + "/" + text):
+            if "file:" not in str(place):
+                refused(partial(call, place))
     assert os.listdir(tmp_path) == []
     assert CANARY not in "\n".join(record.getMessage() for record in caplog.records)
 
@@ -195,8 +196,8 @@ def test_a_local_path_that_holds_a_secret(tmp_path: Path, caplog: pytest.LogCapt
         (root / "1" / "ckpt.json").mkdir()
         refused(lambda: mgr.restore(1))
     for call in (ckpt.sync.load, ckpt.sync.metadata):
-        refused(lambda call=call: call(root / "1"))
-        refused(lambda call=call: call(root / "none"))
+        refused(partial(call, root / "1"))
+        refused(partial(call, root / "none"))
     (root / "file").write_text("x")
     refused(lambda: ckpt.sync.CheckpointManager(root / "file").__enter__())
     refused(lambda: ckpt.sync.save(root / "file" / "x", {"w": 1}))

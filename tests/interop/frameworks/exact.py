@@ -13,6 +13,7 @@ import jax
 import ckpt
 import ckpt.sync
 from ckpt.testing.compare import differences
+from tests.support.trees import structure
 
 __all__ = ["abstract", "by_jax", "comes_back", "comes_back_with_a_target", "told", "told_at_load"]
 
@@ -39,7 +40,7 @@ def told() -> Iterator[list[str]]:
     """The warnings that the library logs meanwhile."""
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger("ckpt")
     logger.addHandler(handler)
     try:
@@ -60,7 +61,7 @@ def comes_back(path: Path, tree: Any) -> Any:
     with told() as messages:
         ckpt.sync.save(path, tree)
         found = ckpt.sync.load(path)
-        assert jax.tree.structure(found) == jax.tree.structure(tree)
+        assert structure(found) == structure(tree)
         assert differences(tree, found) == []
         comes_back_with_a_target(path, tree)
     assert messages == []
@@ -71,5 +72,5 @@ def comes_back_with_a_target(path: Path, tree: Any) -> None:
     """Load what is saved onto the tree itself, and onto one of which only the shapes are left."""
     for like in (tree, abstract(tree)):
         found = ckpt.sync.load(path, like=like)
-        assert jax.tree.structure(found) == jax.tree.structure(tree)
+        assert structure(found) == structure(tree)
         assert differences(by_jax(tree), found) == []

@@ -27,7 +27,7 @@ from tests.support.trees import mesh, sharded  # noqa: E402
 KEY = jax.random.key(0)
 
 
-class Strict(eqx.Module):  # type: ignore[misc, name-defined]
+class Strict(eqx.Module):  # type: ignore[name-defined]
     """Converts, checks, and keeps things beside its leaves."""
 
     weight: jax.Array = eqx.field(converter=jnp.asarray)
@@ -42,7 +42,7 @@ class Strict(eqx.Module):  # type: ignore[misc, name-defined]
         return x * self.weight
 
 
-class Lazy(eqx.Module):  # type: ignore[misc, name-defined]
+class Lazy(eqx.Module):  # type: ignore[name-defined]
     """Has a field that its own constructor fills."""
 
     weight: jax.Array
@@ -52,7 +52,7 @@ class Lazy(eqx.Module):  # type: ignore[misc, name-defined]
         self.weight, self.scale = weight, jnp.sum(weight)
 
 
-class Outer(eqx.Module):  # type: ignore[misc, name-defined]
+class Outer(eqx.Module):  # type: ignore[name-defined]
     inner: Any
     name: str = eqx.field(static=True, default="outer")
 
@@ -121,7 +121,7 @@ def test_a_bound_method_is_a_module_whose_function_has_to_be_brought_along(tmp_p
     comes_back_with_a_target(tmp_path / "x", tree)
     found, messages = told_at_load(tmp_path / "x")
     assert type(found["method"]) is ckpt.UnknownNode
-    assert differences(tree["method"].__self__, found["method"]["__self__"]) == []
+    assert differences(tree["method"].__self__, found["method"]["__self__"]) == []  # type: ignore[attr-defined]
     assert len(messages) == 1
     assert "BoundMethod (its aux could not be stored: pass like=)" in messages[0]
 
@@ -141,7 +141,7 @@ def test_an_array_in_a_static_field_is_named_and_taken_from_a_target(tmp_path: P
 
 @pytest.mark.filterwarnings("ignore:Using `field.init=False.`:UserWarning")
 def test_fields_that_a_constructor_does_not_take(tmp_path: Path) -> None:
-    class Late(eqx.Module):  # type: ignore[misc, name-defined]
+    class Late(eqx.Module):  # type: ignore[name-defined]
         weight: jax.Array
         late: Any = dataclasses.field(init=False)
         fixed: Any = eqx.field(init=False, static=True)

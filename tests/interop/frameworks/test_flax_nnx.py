@@ -28,11 +28,11 @@ from tests.interop.frameworks.exact import (  # noqa: E402
 from tests.support.trees import mesh  # noqa: E402
 
 
-class Adapter(nnx.Variable):  # type: ignore[misc, name-defined]
+class Adapter(nnx.Variable):  # type: ignore[name-defined]
     """A kind of variable that the application made up."""
 
 
-class Net(nnx.Module):  # type: ignore[misc, name-defined]
+class Net(nnx.Module):  # type: ignore[name-defined]
     """Everything that NNX has a kind of variable for; more than ten layers."""
 
     def __init__(self, rngs: Any) -> None:
@@ -56,7 +56,7 @@ def net(seed: int = 0) -> Any:
 
 @functools.cache
 def train_step() -> Callable[..., Any]:
-    @nnx.jit  # type: ignore[untyped-decorator]
+    @nnx.jit
     def step(model: Any, optimizer: Any, x: Any) -> Any:
         loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
         optimizer.update(model, grads)

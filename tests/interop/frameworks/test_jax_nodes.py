@@ -108,7 +108,7 @@ class Keyed:
         self.pairs = pairs
 
 
-jax.tree_util.register_pytree_with_keys(
+jax.tree_util.register_pytree_with_keys(  # type: ignore[type-var]
     Keyed,
     lambda tree: (
         tuple((DictKey(key), child) for key, child in tree.pairs),
@@ -163,7 +163,7 @@ class Upper(dict[str, Any]):
 
 jax.tree_util.register_pytree_with_keys(
     Upper,
-    lambda tree: (tuple((DictKey(key), child) for key, child in tree.items()), tuple(tree)),
+    lambda tree: (tuple((DictKey(key), child) for key, child in tree.items()), tuple(tree)),  # type: ignore[arg-type, return-value]
     lambda keys, children: Upper(zip(keys, children, strict=True)),
 )
 
@@ -220,7 +220,7 @@ def test_a_tree_comes_back(tmp_path: Path, name: str) -> None:
 
 
 def test_static_data_of_nodes_of_one_class_are_not_mixed_up(tmp_path: Path) -> None:
-    tree = {
+    tree: dict[str, Any] = {
         "x": [Tagged(1, kind) for kind in "abc"],
         "y": [Layer(1, name=name) for name in "abc"],
         "z": [Moody(1), Moody(1)],

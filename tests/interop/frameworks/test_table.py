@@ -19,6 +19,7 @@ import optax
 import pytest
 
 from tests.support.paths import PROGRAMS, ROOT
+from tests.support.trees import structure
 
 eqx = pytest.importorskip("equinox")
 nnx = pytest.importorskip("flax.nnx")
@@ -43,13 +44,13 @@ class Model:
     name: str = struct.field(pytree_node=False)
 
 
-class Module(eqx.Module):  # type: ignore[misc, name-defined]
+class Module(eqx.Module):  # type: ignore[name-defined]
     w: jax.Array
     activation: Any
     size: int = eqx.field(static=True)
 
 
-class Net(nnx.Module):  # type: ignore[misc, name-defined]
+class Net(nnx.Module):  # type: ignore[name-defined]
     def __init__(self, rngs: Any) -> None:
         self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs) for _ in range(2)])
         self.norm = nnx.BatchNorm(2, rngs=rngs)
@@ -109,7 +110,7 @@ WITH_FUNCTIONS = {"equinox module with a function", "linen TrainState"}
 
 
 def exactly(wanted: Any, found: Any) -> bool:
-    same = jax.tree.structure(wanted) == jax.tree.structure(found)
+    same = structure(wanted) == structure(found)
     return same and not differences(wanted, found)
 
 
@@ -154,9 +155,10 @@ def test_a_process_without_the_classes_gets_records_and_one_warning_that_helps(
     tree = {"named": Named(W, 1), "struct": Struct(2, "a kind"), "lent": Lent(3, 4, name="a name")}
     ckpt.sync.save(tmp_path / "lent", tree)
     # Of the script that saved: the one that loads has no such class, or one of that name.
-    absent, mine = namedtuple("Absent", ["mean", "count"]), namedtuple("Mine", ["mean", "count"])
-    absent.__module__ = mine.__module__ = "__main__"
-    ckpt.sync.save(tmp_path / "main", {"absent": absent(1, 2), "mine": mine(3, 4)})
+    Absent = namedtuple("Absent", ["mean", "count"])
+    Mine = namedtuple("Mine", ["mean", "count"])
+    Absent.__module__ = Mine.__module__ = "__main__"
+    ckpt.sync.save(tmp_path / "main", {"absent": Absent(1, 2), "mine": Mine(3, 4)})
     child = PROGRAMS / "load_unknown_classes.py"
     run = subprocess.run(
         [sys.executable, child, tmp_path],

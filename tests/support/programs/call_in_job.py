@@ -100,7 +100,7 @@ def slow_in_a_row() -> Any:
         await anyio.sleep(LIMIT * 0.4)
         await write(*arguments)
 
-    LocalStorage.write_block = slowly
+    LocalStorage.write_block = slowly  # type: ignore[assignment]
     try:
         with manager("slow", save_policy=lambda step, previous, context: True) as mgr:
             commits = [mgr.save(step, state(step)) for step in range(6)]
@@ -222,7 +222,7 @@ def in_asyncio() -> Any:
             commits = [await mgr.save(step, state(step)) for step in range(3)]
             infos = [await commit for commit in commits]
             good = is_right(await mgr.restore(like=state(0)), 2)
-            return [[info.step for info in infos], good]
+            return [[info and info.step for info in infos], good]
 
     return asyncio.run(main())
 

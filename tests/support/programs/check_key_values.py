@@ -49,7 +49,7 @@ async def main() -> dict[str, object]:
         await check_key_values(values, f"suite/{me}")
     # The folders of all processes are gone, the parts of long values included.
     await together("checked")
-    left = job._shared._client.key_value_dir_get_bytes("ckpt/parts/")
+    left = job._shared._client.key_value_dir_get_bytes("ckpt/parts/")  # type: ignore[attr-defined]
     # One election: exactly one of all wins.
     won = await values.put("election", b"%d" % me)
     seconds = [await operate(number) for number in range(20)]

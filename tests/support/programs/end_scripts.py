@@ -294,7 +294,8 @@ def forks() -> None:
         sys.exit(7)
     show(os.waitstatus_to_exitcode(os.wait()[1]))
     gate.set()
-    show(commit.result().step)
+    info = commit.result()
+    show(info and info.step)
     end()
 
 

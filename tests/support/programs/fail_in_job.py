@@ -49,7 +49,7 @@ def state(step: int) -> dict[str, Any]:
     for number in range(12):
         sharding = NamedSharding(line, P("x") if number else P())
         data = np.full(SHAPE, step + number, np.float32)
-        found[f"w{number}"] = jax.make_array_from_callback(SHAPE, sharding, lambda i, d=data: d[i])
+        found[f"w{number}"] = jax.make_array_from_callback(SHAPE, sharding, data.__getitem__)
     return found
 
 
@@ -126,7 +126,7 @@ def staged(owner: Any, name: str, stage: str, *, after: bool = False, path: str 
     setattr(owner, name, run)
 
 
-LocalStorage.largest_file_bytes = 1 << 20
+LocalStorage.largest_file_bytes = 1 << 20  # type: ignore[assignment]
 staged(LocalStorage, "begin", "begin")
 staged(LocalStorage, "join", "begin")
 staged(PyTreeHandler, "stage", "stage")
@@ -162,7 +162,9 @@ def call(mgr: Any, step: int, first: int) -> Any:
             timeouts = ckpt.Timeouts(coordination=seconds)
             async with ckpt.CheckpointManager(root, timeouts=timeouts) as other:
                 now.mgr = other
-                return (await (await other.save(step, state(step)))).step
+                info = await (await other.save(step, state(step)))
+                assert info is not None
+                return info.step
 
         return asyncio.run(main())
     if now.call == "one":

@@ -16,6 +16,7 @@ import jax
 
 import ckpt
 import ckpt.sync
+from tests.support.trees import structure
 
 root = Path(sys.argv[1])
 warnings: list[str] = []
@@ -65,6 +66,6 @@ assert type(known["named"]) is Named
 assert (known["struct"].kind, known["lent"].name) == ("a kind", "a name")
 # What a process without the classes saved again is what it was.
 again = tell("again")
-assert jax.tree.structure(again) == jax.tree.structure(known)
+assert structure(again) == structure(known)
 tell("lent", handlers=[ckpt.PyTreeHandler(classes=renamed)])
 tell("main", handlers=[ckpt.PyTreeHandler(classes={"__main__:Absent": Twin})])

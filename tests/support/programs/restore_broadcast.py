@@ -107,7 +107,7 @@ def total(events: list[ckpt.Event], phase: str) -> int:
 
 def plain() -> dict[str, Any]:
     """The plain manager, with much memory and with as little as may be."""
-    told = {}
+    told: dict[str, Any] = {}
     for nbytes in (64 * MIB, MIB):
         events: list[ckpt.Event] = []
         with ckpt.sync.CheckpointManager(
@@ -130,7 +130,7 @@ def awaited() -> dict[str, Any]:
     """The asyncio manager; programs are run on the thread that awaits."""
     threads: set[str] = set()
 
-    def compiled(event: str, seconds: float, **_: Any) -> None:
+    def compiled(event: str, duration_secs: float, **_: str | int) -> None:
         if "backend_compile" in event:
             threads.add(threading.current_thread().name)
 
@@ -206,7 +206,7 @@ def refusals() -> dict[str, Any]:
     one = {"everywhere": like("everywhere", everywhere)}
     two = {**one, "rows": like("rows", everywhere)}
     adapt = ckpt.Adapt(extra="ignore")
-    told = {}
+    told: dict[str, Any] = {}
     with ckpt.sync.CheckpointManager(root, read_only=True, timeouts=TIMEOUTS) as mgr:
         nbytes = 4 * MIB if index else 8 * MIB
         told["bytes"] = outcome(lambda: mgr.restore(1, one, adapt=adapt, broadcast_bytes=nbytes))
@@ -233,7 +233,7 @@ def refusals() -> dict[str, Any]:
 
 def damaged() -> dict[str, Any]:
     """One step has a flipped byte, another one a file that was cut; a third is whole."""
-    told = {}
+    told: dict[str, Any] = {}
     with ckpt.sync.CheckpointManager(root, read_only=True, timeouts=TIMEOUTS) as mgr:
         for step in (3, 4, 1):
             told[str(step)] = outcome(

@@ -100,7 +100,11 @@ def targets() -> dict[str, Any]:
     target["numpy"] = np.empty(*names["numpy"])
     target["left out"] = ...
     timed: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(lambda event, _, **__: timed.append(event))
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        timed.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     found = ckpt.sync.load(root / "x", target)
     programs = [event for event in timed if "backend_compile" in event]
     problems = [wrong(name, found[name]) for name in wanted]

@@ -48,7 +48,7 @@ def state(step: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (shape, dtype, sharding) in LEAVES.items():
         values = whole(name, shape, dtype, step)
-        found[name] = jax.make_array_from_callback(shape, sharding, lambda i, v=values: v[i])
+        found[name] = jax.make_array_from_callback(shape, sharding, values.__getitem__)
     found["key"] = jax.jit(lambda: jax.random.key(step), out_shardings=NamedSharding(line, P()))()
     found["numpy"] = whole("numpy", (300, 7), np.int16, step)
     found["host"] = jnp.full((3,), step, jnp.int32)
@@ -79,7 +79,7 @@ def wrong(found: dict[str, Any], step: int) -> list[str]:
         found["key"].addressable_shards, expected["key"].addressable_shards, strict=True
     ):
         data = [np.asarray(jax.random.key_data(each.data)) for each in (one, other)]
-        if not np.array_equal(*data):
+        if not np.array_equal(data[0], data[1]):
             problems.append("key")
     return problems
 
@@ -91,11 +91,13 @@ def roundtrip() -> None:
     ) as mgr:
         for step in (1, 2, 3):
             info = mgr.save(step, state(step), metrics={"loss": 1.0 / step}).result(60)
+            assert info is not None
             assert info.step == step
         mgr.wait_until_finished()
         steps = mgr.all_steps() if index == 0 else [2, 3]
         problems = wrong(mgr.restore(like=state(0)), 3)
         problems += wrong(mgr.restore(2), 2)
+    assert info is not None
     tell({"steps": steps, "problems": problems, "info": [info.nbytes, list(info.items)]})
 
 

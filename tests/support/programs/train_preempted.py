@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import ckpt
 import ckpt.sync
 from ckpt._format.manifest import ItemEntry
+from ckpt._plan.adapt import Adapt
 from ckpt.handlers._base import ItemReader, ItemWriter
 from ckpt.handlers._pytree import PyTreeHandler
 from tests.support.odd_items import Odd, OddHandler
@@ -75,8 +76,8 @@ class SignallingHandler:
         signal_here()
         return await PyTreeHandler().stage(item.tree, writer)
 
-    async def load(self, entry: ItemEntry, like: Any, reader: ItemReader) -> Any:
-        return await PyTreeHandler().load(entry, like, reader)
+    async def load(self, entry: ItemEntry, like: Any, adapt: Adapt, reader: ItemReader) -> Any:
+        return await PyTreeHandler().load(entry, like, adapt, reader)
 
 
 def plain(signals: tuple[signal.Signals, ...] = TERM) -> None:

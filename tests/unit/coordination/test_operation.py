@@ -487,9 +487,9 @@ class Broken:
 
     def __getattr__(self, name: str) -> Any:
         async def request(*_: Any) -> Any:
-            if self._error is None:
-                await anyio.sleep_forever()
-            raise self._error
+            if self._error is not None:
+                raise self._error
+            await anyio.sleep_forever()
 
         return request
 

@@ -98,7 +98,7 @@ def test_a_device_without_room_leaves_the_copy_to_the_host(
     def full(array: Any) -> Any:
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
 
-    monkeypatch.setattr(staging.jnp, "copy", full)
+    monkeypatch.setattr(jnp, "copy", full)
     tree = state()
     with ckpt.sync.CheckpointManager(tmp_path, staging=ckpt.Staging(mode="device")) as mgr:
         commit = mgr.save(0, tree)

@@ -47,7 +47,7 @@ def test_copies_from_the_device_overlap_writes_to_the_store(tmp_path: Path) -> N
     assert len({e.lane for e in found["write"]}) > 1
     for phase in ("stage", "digest", "write"):
         assert sum(e.nbytes for e in found[phase]) == 64 * MIB
-        assert sorted(e.batch for e in found[phase]) == list(range(16))
+        assert sorted(e.batch or 0 for e in found[phase]) == list(range(16))
     for phase in ("plan", "snapshot", "record", "publish"):
         assert len([e for e in found[phase] if e.operation == "save"]) == 1
 
@@ -123,7 +123,7 @@ class ThreadRecorder:
     async def stage(self, item: Any, writer: Any) -> Any:
         raise NotImplementedError
 
-    async def load(self, entry: Any, like: Any, reader: Any) -> Any:
+    async def load(self, entry: Any, like: Any, adapt: Any, reader: Any) -> Any:
         raise NotImplementedError
 
 
@@ -161,7 +161,7 @@ def test_work_is_done_on_the_engine_s_threads_only(tmp_path: Path) -> None:
 
 
 def test_saves_commit_in_the_order_of_their_calls(tmp_path: Path) -> None:
-    ended: list[int] = []
+    ended: list[int | None] = []
 
     async def main() -> None:
         async with ckpt.CheckpointManager(tmp_path) as mgr:

@@ -281,7 +281,7 @@ def test_what_a_snapshot_holds() -> None:
         number: {chunk.leaf for chunk in batch.chunks} for number, batch in enumerate(plan.batches)
     }
     for mode in MODES:
-        held = snapshot(plan.batches, leaves, mode)
+        held = snapshot(plan.batches, leaves, mode)  # type: ignore[arg-type]
         expected = set() if mode == "copy" else {1, 2}
         # Of batches with others in them nothing is held; here there is none such.
         assert {leaf for number in held for leaf in kinds[number]} == expected
@@ -344,7 +344,7 @@ def test_a_device_without_room_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> No
     def full(_: Any) -> Any:
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
 
-    monkeypatch.setattr(staging.jnp, "copy", full)
+    monkeypatch.setattr(jnp, "copy", full)
     assert snapshot(plan.batches, [array], "device") == {}
 
 

@@ -198,7 +198,7 @@ def write(directory: Path) -> None:
         mgr.save(STEP, items=step_items(), metrics=METRICS, metadata=METADATA)
     # Any chunks and batches are valid; tiny ones keep what is committed small.
     limits = {"PACKED_BYTES": 64, "CHUNK_BYTES": 1024, "BATCH_BYTES": 8192}
-    with mock.patch.multiple(chunking, **limits):
+    with mock.patch.multiple(chunking, **limits):  # type: ignore[call-overload]
         ckpt.sync.save(directory / "shards", sharded_state())
 
 

@@ -65,7 +65,7 @@ jax.tree_util.register_dataclass(Layer)
 jax.tree_util.register_pytree_with_keys(
     Box,
     lambda box: ([(jax.tree_util.GetAttrKey("value"), box.value)], box.names),
-    lambda names, children: Box(*children, names),
+    lambda names, children: Box(*children, names),  # type: ignore[call-arg]
 )
 
 

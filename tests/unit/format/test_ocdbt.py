@@ -178,6 +178,7 @@ def test_a_tree_has_as_many_levels_as_it_needs() -> None:
         with limits(2):
             _, files = encoded({bytes([n]): Value(b"x") for n in range(count)})
         database = opened(files)
+        assert database.base is not None
         heights.append(ts.ocdbt.dump(database.base).result()["versions"][0]["root_height"])
         assert len(content(database)) == count
     assert heights == [0, 0, 1, 1, 2, 2, 3]
@@ -307,6 +308,7 @@ def test_the_statistics_of_every_node_are_right(
     with limits(*limit):
         database, files = encoded(values)
     base = opened(files).base
+    assert base is not None
     [version] = ts.ocdbt.dump(base).result()["versions"]
     keys, tree_bytes, indirect = check_statistics(base, version["root"])
     assert keys == len(values)
@@ -316,6 +318,7 @@ def test_the_statistics_of_every_node_are_right(
 
 def test_the_manifest_says_what_it_was_given() -> None:
     base = opened(encoded(DEEP)[1]).base
+    assert base is not None
     found = ts.ocdbt.dump(base).result()
     assert found["config"] == {
         "uuid": UUID.hex(),
@@ -334,6 +337,7 @@ def test_nodes_are_kept_small() -> None:
     values = {b"%06d" % n: Value(bytes(900)) for n in range(10_000)}
     database, files = encoded(values)
     base = opened(files).base
+    assert base is not None
     [version] = ts.ocdbt.dump(base).result()["versions"]
     assert version["root_height"] == 1
     root = ts.ocdbt.dump(base, version["root"]["location"]).result()

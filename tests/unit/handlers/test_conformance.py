@@ -145,9 +145,9 @@ def cases() -> Iterator[tuple[str, HandlerCase]]:
             name,
             HandlerCase(
                 RandomStateHandler(),
-                lambda bits=bits: drawn(np.random.Generator(bits(5))),
+                lambda bits=bits: drawn(np.random.Generator(bits(5))),  # type: ignore[misc]
                 same_draws,
-                like=lambda bits=bits: np.random.Generator(bits(6)),
+                like=lambda bits=bits: np.random.Generator(bits(6)),  # type: ignore[misc]
                 raw=same_draws,
                 change=draws,
             ),
@@ -208,9 +208,9 @@ def cases() -> Iterator[tuple[str, HandlerCase]]:
             name,
             HandlerCase(
                 StatefulHandler(),
-                lambda made=made: make_iterator(made(), 5),
+                lambda made=made: make_iterator(made(), 5),  # type: ignore[misc]
                 same_stream,
-                like=lambda made=made: iter(made()),
+                like=lambda made=made: iter(made()),  # type: ignore[misc]
                 raw=lambda _, found: isinstance(found, dict),
                 change=next,
             ),

@@ -148,7 +148,7 @@ class Adam(Optimizer):
 
 class Lossy(pydantic.BaseModel):
     optimizer: Optimizer = Optimizer()
-    hidden: int = pydantic.Field(1, exclude=True)
+    hidden: int = pydantic.Field(default=1, exclude=True)
     token: pydantic.SecretStr | None = None
     pair: tuple[int, ...] | list[int] = []
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf import descriptor_pb2, struct_pb2, timestamp_pb2
@@ -32,7 +33,8 @@ def test_a_message_comes_back_by_class_by_object_and_by_its_name(tmp_path: Path)
 
 def test_another_message_is_a_mismatch(tmp_path: Path) -> None:
     ckpt.sync.save(tmp_path / "x", message())
-    for like in (timestamp_pb2.Timestamp, timestamp_pb2.Timestamp(), {}, int):
+    others: list[Any] = [timestamp_pb2.Timestamp, timestamp_pb2.Timestamp(), {}, int]
+    for like in others:
         with pytest.raises(errors.TargetMismatchError, match=r"google\.protobuf\.Struct"):
             ckpt.sync.load(tmp_path / "x", like)
 

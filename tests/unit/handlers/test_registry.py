@@ -93,7 +93,7 @@ def test_a_mapping_chooses_by_item_name_for_manager_and_calls(tmp_path: Path) ->
         ({"note": None}, "no method accepts"),
         ([NoteHandler("")], "name"),
         ([NoteHandler("a/b")], "name"),
-        ([NoteHandler(3)], "name"),
+        ([NoteHandler(3)], "name"),  # type: ignore[arg-type]
     ],
     ids=plain_id,
 )

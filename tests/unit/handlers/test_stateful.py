@@ -88,7 +88,7 @@ def test_the_two_phases_run_for_programs_of_either_kind(backend: str, tmp_path: 
 
 
 def test_every_protocol_is_written_and_set(tmp_path: Path) -> None:
-    items = {
+    items: dict[str, Any] = {
         "json": Counter(3),
         "bytes": Reservoir(b"\0\xff"),
         "tree": Averages(2.0),
@@ -169,6 +169,7 @@ def test_objects_without_the_protocol_are_refused(item: Any, tmp_path: Path) -> 
 def rewritten(path: Path, **data: Any) -> None:
     manifest = decode((path / "ckpt.json").read_bytes(), where="")
     entry = manifest.items["state"]
+    assert isinstance(entry.data, dict)
     entry = entry.model_copy(update={"data": {**entry.data, **data}})
     manifest = manifest.model_copy(update={"items": {"state": entry}})
     (path / "ckpt.json").write_bytes(encode(manifest))

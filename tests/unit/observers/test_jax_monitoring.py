@@ -27,14 +27,14 @@ def heard() -> Iterator[Heard]:
         if name.startswith("/test-ckpt/"):
             told.append((kind, name.removeprefix("/test-ckpt/"), value))
 
-    def on_event(name: str, **_: object) -> None:
-        take("event", name, 0)
+    def on_event(event: str, **_: str | int) -> None:
+        take("event", event, 0)
 
-    def on_duration(name: str, seconds: float, **_: object) -> None:
-        take("duration", name, seconds)
+    def on_duration(event: str, duration_secs: float, **_: str | int) -> None:
+        take("duration", event, duration_secs)
 
-    def on_scalar(name: str, value: float, **_: object) -> None:
-        take("scalar", name, value)
+    def on_scalar(event: str, value: float, **_: str | int) -> None:
+        take("scalar", event, value)
 
     monitoring.register_event_listener(on_event)
     monitoring.register_event_duration_secs_listener(on_duration)
@@ -107,4 +107,4 @@ def test_a_real_save_uses_documented_names(heard: Heard, tmp_path: Path) -> None
 @pytest.mark.parametrize("prefix", ["", "/", None, 3])
 def test_a_prefix_is_a_text(prefix: object) -> None:
     with pytest.raises(InvalidArgumentError, match="such as '/ckpt'"):
-        JaxMonitoring(prefix)
+        JaxMonitoring(prefix)  # type: ignore[arg-type]

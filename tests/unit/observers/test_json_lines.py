@@ -191,4 +191,4 @@ def test_a_folder_that_is_not_there_is_a_storage_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", [None, 7, io.BytesIO()])
 def test_a_file_is_a_path_or_takes_text(file: object) -> None:
     with pytest.raises(InvalidArgumentError, match="expected a path, or a file"):
-        JsonLines(file)
+        JsonLines(file)  # type: ignore[arg-type]

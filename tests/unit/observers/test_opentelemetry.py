@@ -47,9 +47,10 @@ class Told:
         """Every data point by the name of the instrument and the values of its attributes."""
         data = self._reader.get_metrics_data()
         assert data is not None
-        found = {}
+        found: dict[tuple[Any, ...], Any] = {}
         for metric in data.resource_metrics[0].scope_metrics[0].metrics:
             for point in metric.data.data_points:
+                assert point.attributes is not None
                 assert set(point.attributes) == set(OPENTELEMETRY[metric.name].labels)
                 values = (point.attributes[name] for name in OPENTELEMETRY[metric.name].labels)
                 found[metric.name, *values] = point
@@ -99,6 +100,7 @@ def test_spans_lie_where_the_phases_were_in_the_time_of_day(told: Told) -> None:
         told.observer(each)
     spans = told.spans
     start = spans["ckpt.save"].start_time
+    assert start is not None
     assert abs(start - (offset - 20 * US)) < 60 * 10**9
     assert spans["ckpt.save"].end_time == start + 325 * US
     # Relative to each other they are exact.
@@ -116,6 +118,7 @@ def test_only_a_failure_has_the_status_of_one_and_says_why(told: Told) -> None:
     assert failed.status.description == "no space left"
     assert skipped.status.is_unset
     assert cancelled.status.is_unset
+    assert failed.attributes is not None
     assert failed.attributes["ckpt.reason"] == "no space left"
     assert skipped.attributes == {
         "ckpt.nbytes": 0,
@@ -162,8 +165,11 @@ def test_a_real_run_is_told(told: Told, tmp_path: Path) -> None:
         mgr.save(4, {"w": jnp.ones((256, 1024))})
     after = time.time_ns()
     save, write = told.spans["ckpt.save"], told.spans["ckpt.save.write"]
-    assert before <= save.start_time <= write.start_time <= write.end_time <= save.end_time
-    assert save.end_time <= after
+    times: list[Any] = [save.start_time, write.start_time, write.end_time, save.end_time]
+    assert sorted(times) == times
+    assert before <= times[0]
+    assert times[-1] <= after
+    assert save.attributes is not None
     assert save.attributes["ckpt.nbytes"] == 1 << 20
 
 
@@ -176,4 +182,4 @@ def test_the_global_providers_are_taken_unless_there_are_others() -> None:
 @pytest.mark.parametrize("name", ["tracer_provider", "meter_provider"])
 def test_a_provider_is_one(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"OpenTelemetry\\({name}='jaeger'\\)"):
-        OpenTelemetry(**{name: "jaeger"})
+        OpenTelemetry(**{name: "jaeger"})  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tracemalloc
 
 import pytest
@@ -68,7 +69,9 @@ def test_what_never_ended_is_not_taken_for_the_next_one() -> None:
 
 
 @given(INTERVALS, st.randoms(use_true_random=False))
-def test_the_seconds_of_a_phase_are_those_in_which_one_was_running(intervals, rng) -> None:
+def test_the_seconds_of_a_phase_are_those_in_which_one_was_running(
+    intervals: list[tuple[int, int]], rng: random.Random
+) -> None:
     spans = [(began, began + length) for began, length in intervals]
     rng.shuffle(spans)
     (found,) = told(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -290,13 +291,13 @@ def test_without_matplotlib_the_error_says_what_to_install(
 
 
 @pytest.mark.parametrize("draw", [draw_html, draw_png])
-def test_nothing_to_draw_is_an_error(draw, tmp_path: Path) -> None:
+def test_nothing_to_draw_is_an_error(draw: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"observers=\[trace\]"):
         draw(Timeline((), SAVE.spans), tmp_path / "picture")
     assert not (tmp_path / "picture").exists()
 
 
 @pytest.mark.parametrize("draw", [draw_html, draw_png])
-def test_a_path_that_cannot_be_written_is_a_storage_error(draw, tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_a_storage_error(draw: Any, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="Is a directory"):
         draw(SAVE, tmp_path)

@@ -140,9 +140,9 @@ def test_the_global_registry_is_taken_unless_there_is_another() -> None:
 @pytest.mark.parametrize("prefix", ["", "my-run", "9", "a b", None])
 def test_a_prefix_can_begin_a_name(prefix: object, registry: CollectorRegistry) -> None:
     with pytest.raises(InvalidArgumentError, match="letters, digits and underscores"):
-        Prometheus(registry, prefix)
+        Prometheus(registry, prefix)  # type: ignore[arg-type]
 
 
 def test_a_registry_is_one() -> None:
     with pytest.raises(InvalidArgumentError, match=r"Prometheus\(registry='http://"):
-        Prometheus("http://localhost:9090")
+        Prometheus("http://localhost:9090")  # type: ignore[arg-type]

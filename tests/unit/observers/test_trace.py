@@ -127,7 +127,8 @@ def test_chrome_events_are_well_formed_whatever_happened(timeline: Timeline) -> 
     events = json.loads(json.dumps(chrome_events(timeline), allow_nan=False))
     tracks = check_chrome(events)
     assert sum(map(len, tracks.values())) == len(timeline.events) + len(timeline.spans)
-    zero = min(e.began_ns for e in (*timeline.events, *timeline.spans))
+    timed: list[Any] = [*timeline.events, *timeline.spans]
+    zero = min(each.began_ns for each in timed)
     writes = sorted((e.began_ns - zero) / 1000 for e in timeline.events if e.phase == "write")
     assert writes == sorted(e["ts"] for e in events if e["name"] == "write")
 
@@ -223,7 +224,7 @@ class _Interrupted(deque[Any]):
     def _pause(self) -> None:
         if self.asking == threading.get_ident():
             type(self).asking = None
-            self.come()
+            type(self).come()
 
     def __len__(self) -> int:
         length = super().__len__()

@@ -221,8 +221,8 @@ def test_the_sharding_of_the_target_is_the_one_that_comes_back() -> None:
 def test_three_dots_skip_a_leaf_and_only_that(tree: Any, data: st.DataObject) -> None:
     leaves, treedef = jax.tree.flatten(tree)
     skipped = [data.draw(st.booleans()) for _ in leaves]
-    like = treedef.unflatten(
-        [... if skip else leaf for leaf, skip in zip(leaves, skipped, strict=True)]
+    like = jax.tree.unflatten(
+        treedef, [... if skip else leaf for leaf, skip in zip(leaves, skipped, strict=True)]
     )
     found, all_of_it = match(tree, like), match(tree, tree)
     for number, skip in enumerate(skipped):
@@ -286,7 +286,7 @@ def test_one_leaf_that_differs_is_one_line_that_names_it(tree: Any, data: st.Dat
         mutations = [other for other in others if type(other) is not type(leaf)]
         mutations += [type(other) for other in mutations] + [np.zeros(2), sds(1)]
     leaves[number] = data.draw(st.sampled_from(mutations))
-    (line,) = problems(tree, treedef.unflatten(leaves))
+    (line,) = problems(tree, jax.tree.unflatten(treedef, leaves))
     assert line.startswith(f"{names[number]}: ")
 
 

@@ -29,14 +29,11 @@ from tests.unit.plan.simulated_jobs import KIB, MIB, Job, chunks_in, jobs
 Spec = PartitionSpec
 
 
-def local_region(spec: LeafSpec, process: int, shard: int) -> tuple[slice, ...]:
+def parts_of(spec: LeafSpec, process: int) -> list[tuple[slice, ...]]:
+    """What each device of a process has of a leaf."""
     assert spec.sharding is not None
-    indices = [
-        index
-        for device, index in spec.sharding.devices_indices_map(spec.shape).items()
-        if device.process_index == process
-    ]
-    return indices[shard]
+    of_devices: dict[Any, tuple[slice, ...]] = dict(spec.sharding.devices_indices_map(spec.shape))
+    return [part for device, part in of_devices.items() if device.process_index == process]
 
 
 def filled(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -71,19 +68,18 @@ def test_only_a_process_that_holds_a_chunk_writes_it(job: Job) -> None:
             if not chunk.parts:
                 # Gathered from all shards that are here.
                 whole = np.zeros(spec.shape, bool)
-                for device, index in spec.sharding.devices_indices_map(spec.shape).items():
-                    if device.process_index == process:
-                        whole[index] = True
+                for index in parts_of(spec, process):
+                    whole[index] = True
                 assert whole.all()
                 continue
             for part in chunk.parts:
-                starts = [a for a, _ in filled(local_region(spec, process, part.shard), spec.shape)]
+                starts = [a for a, _ in filled(parts_of(spec, process)[part.shard], spec.shape)]
                 corner = tuple(a + b for a, b in zip(starts, part.source.offset, strict=True))
                 at = tuple(
                     a + b for a, b in zip(chunk.region.offset, part.target.offset, strict=True)
                 )
                 assert corner == at
-                ends = filled(local_region(spec, process, part.shard), spec.shape)
+                ends = filled(parts_of(spec, process)[part.shard], spec.shape)
                 for start, length, (_, end) in zip(corner, part.source.shape, ends, strict=True):
                     assert start + length <= end
                 covered[part.target.slices] += 1
@@ -142,8 +138,8 @@ def test_with_disks_of_their_own_processes_write_all_that_they_hold(job: Job) ->
         found = {(chunk.leaf, chunk.region) for chunk in chunks_in(plan)}
         assert len(found) == len(chunks_in(plan))
         counts = [np.zeros(leaf.spec.shape, np.int64) for leaf in plan.leaves]
-        for leaf, region in found:
-            counts[leaf][region.slices] += 1
+        for index, region in found:
+            counts[index][region.slices] += 1
         for number, leaf in enumerate(plan.leaves):
             here = np.zeros(leaf.spec.shape, np.int64)
             if leaf.spec.same_as is not None or leaf.spec.dtype is None:
@@ -151,9 +147,8 @@ def test_with_disks_of_their_own_processes_write_all_that_they_hold(job: Job) ->
             if leaf.spec.sharding is None:
                 here[...] = 1
             elif 0 not in leaf.spec.shape:
-                for device, index in leaf.spec.sharding.devices_indices_map(here.shape).items():
-                    if device.process_index == process:
-                        here[index] = 1
+                for part in parts_of(leaf.spec, process):
+                    here[part] = 1
             assert (counts[number] == here).all()
         assert plan.own == ()
 

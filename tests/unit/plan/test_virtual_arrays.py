@@ -78,9 +78,10 @@ def read(
             part = data[use.source.slices]
             assert part.shape == use.source.shape
             assert part.size > 0
-            view = buffer[(*use.target.slices, ...)]
+            target: Any = (*use.target.slices, ...)
+            view = buffer[target]
             view[...] = part.reshape(view.shape)
-            written[use.read][use.region][(*use.target.slices, ...)] += 1
+            written[use.read][use.region][target] += 1
     assert all((count <= 1).all() for each in written for count in each), "written twice"
     return buffers
 

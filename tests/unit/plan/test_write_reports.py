@@ -129,7 +129,10 @@ def as_text(report: ProcessReport) -> tuple[Any, ...]:
 def test_merged_reports_are_that_of_a_process_that_wrote_everything(job: Job) -> None:
     written = Written(job)
     entry, keys = written.merge(written.reports)
-    batches, places, digests, files = [], {}, [], []
+    batches: list[Any] = []
+    places: dict[Any, Any] = {}
+    digests: list[Any] = []
+    files: list[Any] = []
     for process, plan in enumerate(written.plans):
         for number, found in written.places[process].items():
             places[len(batches) + number] = found

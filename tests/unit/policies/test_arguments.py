@@ -13,7 +13,7 @@ from ckpt.policies import SaveContext, SavedStep, refusal_of
 
 
 def test_counts_and_steps_come_as_numbers_of_numpy_too() -> None:
-    one = np.int64(1)
+    one: Any = np.int64(1)
     for count in (
         p.FixedInterval(one).n,
         p.LatestN(one).n,

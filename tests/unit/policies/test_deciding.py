@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 import numpy as np
-import policy_models as model
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +16,8 @@ from hypothesis import strategies as st
 from ckpt import policies as p
 from ckpt.errors import InvalidArgumentError, StorageError
 from ckpt.policies import SaveContext, SavedStep, refusal_of
-from tests.unit.policies.policy_models import SAVING, SIMPLE_SAVING, contexts, saved_steps
+from tests.unit.policies import reference_policies as model
+from tests.unit.policies.reference_policies import SAVING, SIMPLE_SAVING, contexts, saved_steps
 
 NONE: list[SavedStep] = []
 ONE = [SavedStep(7, 100.0)]
@@ -176,7 +176,7 @@ class TestWhatIsLookedAt:
     def test_policies_of_the_time_look_at_the_newest_if_there_was_no_save(
         self, policy: Any
     ) -> None:
-        measured = {"step_seconds": 1.0, "lost_seconds": 1.0, "save_seconds": 1.0}
+        measured: dict[str, Any] = {"step_seconds": 1.0, "lost_seconds": 1.0, "save_seconds": 1.0}
         known = SaveContext(1000.0, last_time=999.0, **measured)
         assert refusal_of(policy, 8, Untouched(), known) is not None
         first = SaveContext(101.0, **measured)
@@ -293,7 +293,7 @@ class TestPoliciesOfOthers:
                 p.check_save_policy(policy)
         # Hidden in a function it is found when it is asked, without a warning later.
         with pytest.raises(InvalidArgumentError, match="coroutine"):
-            refusal_of(lambda *a: chosen(*a), 3, NONE, SaveContext(0.0))  # type: ignore[arg-type, return-value]
+            refusal_of(lambda *a: chosen(*a), 3, NONE, SaveContext(0.0))  # type: ignore[arg-type]
 
     def test_what_is_one_is_taken(self) -> None:
         for policy in (p.FixedInterval(1), Answer(None), lambda *_: True):

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import policy_models as model
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +14,8 @@ from hypothesis import strategies as st
 from ckpt import policies as p
 from ckpt.errors import InvalidArgumentError
 from ckpt.policies import SavedStep, steps_kept
-from tests.unit.policies.policy_models import PRESERVATION, SIMPLE_PRESERVATION, saved_steps
+from tests.unit.policies import reference_policies as model
+from tests.unit.policies.reference_policies import PRESERVATION, SIMPLE_PRESERVATION, saved_steps
 
 NOW = 200.0
 
@@ -153,7 +153,7 @@ class TestBest:
         policy = p.BestN(1, lambda m: m["a"] + m["b"], "max", keep_without_metrics=False)
         assert steps_kept(policy, steps, NOW) == {0}
         assert p.best_of(steps, lambda m: m["a"] + m["b"], "min") == 3
-        assert p.best_of(steps, lambda m: np.float32(m["a"]), "max") == 2
+        assert p.best_of(steps, lambda m: np.float32(m["a"]), "max") == 2  # type: ignore[arg-type, return-value]
         assert p.best_of(steps, lambda m: None, "max") is None
 
     def test_a_function_that_changes_the_metrics_changes_a_copy(self) -> None:
@@ -293,7 +293,7 @@ class TestPoliciesOfOthers:
         with pytest.raises(InvalidArgumentError, match="chosen") as caught:
             steps_kept(chosen, steps_of(7), NOW)
         assert repr(answer) in str(caught.value)
-        assert steps_kept(lambda step: np.bool_(step > 7), steps_of(7, 8), NOW) == {8}
+        assert steps_kept(lambda step: np.bool_(step > 7), steps_of(7, 8), NOW) == {8}  # type: ignore[arg-type, return-value]
 
     def test_what_it_raises_is_said(self) -> None:
         def broken(step: int) -> bool:
@@ -366,7 +366,7 @@ def test_counts_that_cannot_be_meant_are_refused(n: Any) -> None:
             with pytest.raises(InvalidArgumentError, match="max_to_keep"):
                 policy(1, max_to_keep=n)
     with pytest.raises(InvalidArgumentError, match="exact"):
-        p.EveryNSteps(1, exact=n if n is not True else 1)
+        p.EveryNSteps(1, exact=n if n is not True else 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seconds", WRONG_SECONDS)

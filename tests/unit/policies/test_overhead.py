@@ -120,6 +120,7 @@ def test_the_first_save_is_made_to_measure_one() -> None:
     run.go_on(300)
     # 0.05 s, and a tenth of about 14 steps of 0.3 s.
     cost = 0.05 + 0.1 * 13 * 0.3
+    assert run.pace.lost_seconds is not None
     assert run.pace.lost_seconds == pytest.approx(cost, rel=0.1)
     assert run.intervals()[-1] == pytest.approx(run.pace.lost_seconds / 0.03, rel=0.05)
 

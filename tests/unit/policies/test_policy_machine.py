@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import policy_models as model
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -14,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from ckpt import policies as p
 from ckpt._steps.saves.overhead import OverheadEstimate
 from ckpt.policies import SaveContext, SavedStep, refusal_of, steps_kept
-from tests.unit.policies.policy_models import (
+from tests.unit.policies import reference_policies as model
+from tests.unit.policies.reference_policies import (
     METRICS,
     PRESERVATION,
     SAVING,

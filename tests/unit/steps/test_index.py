@@ -124,7 +124,7 @@ def test_lists_that_are_made_at_the_same_time_are_whole(tmp_path: Path) -> None:
 
         await index.refresh()
         (tmp_path / "3" / "ckpt.json").touch()
-        storage.read_each = late  # type: ignore[method-assign]
+        storage.read_each = late  # type: ignore[assignment]
         assert list(await index.refresh()) == [0, 1, 2, 3, 4]
 
     make_root(tmp_path, 5)

@@ -67,6 +67,8 @@ class RefusingStore:
     def write(self, key: str, value: bytes | None, *, if_equal: bytes | None = None) -> Any:
         self.writes += key == self.key
         if key == self.key and self.writes >= self.at:
+            promise: ts.Promise
+            future: ts.Future
             promise, future = ts.Promise.new()
             promise.set_exception(ValueError("PERMISSION_DENIED: HTTP response code: 403"))
             return future
@@ -113,6 +115,8 @@ class FailingStore:
             return do()
         if first and self.kind.startswith("lost"):
             do().result()
+        promise: ts.Promise
+        future: ts.Future
         promise, future = ts.Promise.new()
         if first and self.kind == "hangs":
             self.late.append(do)

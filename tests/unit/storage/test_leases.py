@@ -168,7 +168,8 @@ def test_a_lock_that_may_be_another_one_proves_nothing(
 def test_a_writer_that_got_no_lock_is_not_taken_for_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, refused = fcntl.flock, []
+    real = fcntl.flock
+    refused: list[Any] = []
 
     def once(fd: int, operation: int) -> None:
         if not refused:
@@ -192,7 +193,8 @@ def test_a_writer_that_got_no_lock_is_not_taken_for_dead(
 def test_a_cleaner_that_is_stopped_with_the_lock_does_not_stop_a_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, held = fcntl.flock, []
+    real = fcntl.flock
+    held: list[Any] = []
 
     def after_a_cleaner(fd: int, operation: int) -> None:
         """The cleaner comes between the making of the lease and its first lock."""

@@ -153,7 +153,8 @@ def test_a_folder_that_goes_before_it_is_used_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool, call: str
 ) -> None:
     """Somebody has removed the last other note of it in between."""
-    real, gone = getattr(os, call), []
+    real = getattr(os, call)
+    gone: list[Any] = []
 
     def then_gone(path: Any, *args: Any, **options: Any) -> Any:
         result = real(path, *args, **options)

@@ -159,7 +159,7 @@ class Page:
         while (head := await read_head(reader)) is not None:
             async for _ in read_pieces(reader, head):
                 pass
-            await send(writer, 200, b"<html>Log in</html>", **self.headers)
+            await send(writer, 200, b"<html>Log in</html>", **self.headers)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -205,6 +205,8 @@ class Reluctant:
         self.times -= 1
         if self.other is not None:
             self.store.write(key, self.other).result()
+        promise: ts.Promise
+        future: ts.Future
         promise, future = ts.Promise.new()
         promise.set_exception(ValueError(self.text))
         return future
@@ -256,6 +258,8 @@ class SlowStore:
         found = self.store.read(key, byte_range=byte_range)
         if byte_range is not None:
             return found
+        promise: ts.Promise
+        future: ts.Future
         promise, future = ts.Promise.new()
         timer = threading.Timer(self.seconds, lambda: promise.set_result(found.result()))
         timer.daemon = True

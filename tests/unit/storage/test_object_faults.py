@@ -83,7 +83,7 @@ async def a_committed_one(place: Place) -> None:
     """Its writer died before it could remove its record."""
     storage, _ = place.opened()
     attempt = await write(storage, "5", "old")
-    await object_attempts.publish(storage._keys, attempt, overwrite=False, replacing=None)
+    await object_attempts.publish(storage._keys, attempt, overwrite=False, replacing=None)  # type: ignore[arg-type]
 
 
 async def a_dead_writer(place: Place) -> None:

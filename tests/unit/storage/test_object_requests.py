@@ -241,11 +241,11 @@ def test_who_waits_for_a_deletion_only_looks() -> None:
         # It stops after the tombstone.
         store = FailingStore(connect(config).open()[0], 3, "gone")
         assert await opened(config, store).remove("1")
-        store = CountingStore(connect(config).open()[0])
-        await publish(opened(config, store), "1", "new")
+        counting = CountingStore(connect(config).open()[0])
+        await publish(opened(config, counting), "1", "new")
         # Two files, the name, the record three times, the manifest where there is none, and in
         # place of the tombstone; and what its predecessor does no more.
-        assert store.counts["write"] <= 8
+        assert counting.counts["write"] <= 8
         await assert_whole(deleter, "1", "new")
 
     anyio.run(main)

@@ -84,6 +84,8 @@ class ResendingStore:
 
 
 def failed(text: str) -> Any:
+    promise: ts.Promise
+    future: ts.Future
     promise, future = ts.Promise.new()
     promise.set_exception(ValueError(text))
     return future
@@ -182,6 +184,8 @@ class LateStore:
     def write(self, key: str, value: bytes | None, *, if_equal: bytes | None = None) -> Any:
         if key != MANIFEST or self.promises:
             return self.raw.write(key, value, if_equal=if_equal)
+        promise: ts.Promise
+        future: ts.Future
         promise, future = ts.Promise.new()
         # Whoever waits for it must not be told that it was dropped.
         self.promises.append(promise)

@@ -53,7 +53,7 @@ class Box:
 
     @classmethod
     def tree_unflatten(cls, beside: Any, children: Any) -> Box:
-        return cls(*children, beside)
+        return cls(children[0], beside)
 
 
 def test_nodes_keys_and_functions_do_not_differ_from_themselves() -> None:

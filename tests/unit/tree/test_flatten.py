@@ -280,8 +280,8 @@ def test_a_nested_namedtuple_class_is_found() -> None:
 
 
 def test_an_unknown_namedtuple_class_becomes_a_record_and_is_reported() -> None:
-    gone = namedtuple("Gone", ["x", "y"])
-    nodes = describe([gone(1, Point(2, 3)), 4]).nodes
+    Gone = namedtuple("Gone", ["x", "y"])
+    nodes = describe([Gone(1, Point(2, 3)), 4]).nodes
     found, unknown = unflatten(nodes, [1, 2, 3, 4])
     assert set(unknown) == {f"{HERE}:Gone"}
     assert "classes=[...]" in unknown[f"{HERE}:Gone"]
@@ -409,7 +409,7 @@ def test_no_code_of_a_module_runs_by_a_stored_name(monkeypatch: pytest.MonkeyPat
 # -- what may be in a file ------------------------------------------------------------------------
 
 KINDS = ["dict", "ordered_dict", "default_dict", "list", "tuple", "namedtuple", "none", "custom"]
-STORED_KEYS = st.one_of(
+STORED_KEYS = st.one_of(  # type: ignore[var-annotated]
     st.sampled_from(["a", "b", "x", "y", 0, 1, None, 1.5, True, [], {}]),
     st.sampled_from(["float", "bytes", "bool", "tuple", "int"]).flatmap(
         lambda kind: st.fixed_dictionaries(

@@ -89,7 +89,7 @@ def test_no_key_takes_the_name_of_a_leaf_without_a_key(key: str) -> None:
 
 @given(st.lists(keys(), unique=True, max_size=8))
 def test_siblings_have_different_names_whatever_their_types(siblings: list[object]) -> None:
-    names = sibling_names(siblings)  # type: ignore[arg-type]
+    names = sibling_names(siblings)
     assert len(names) == len(siblings)
     assert len(set(names)) == len(names)
     assert all(not set(name) & (CONTROLS | set("./\\")) for name in names)
@@ -102,7 +102,7 @@ def test_a_number_gives_way_to_a_string_of_the_same_text() -> None:
 
 @given(st.lists(st.sampled_from([1, "1", True, "True", b"b", "b'b'"]), unique=True))
 def test_a_string_keeps_its_name_beside_any_sibling(siblings: list[object]) -> None:
-    for key, name in zip(siblings, sibling_names(siblings), strict=True):  # type: ignore[arg-type]
+    for key, name in zip(siblings, sibling_names(siblings), strict=True):
         if isinstance(key, str):
             assert name == escape_key(key)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fnmatch import translate
 from re import fullmatch
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -85,7 +86,8 @@ def test_what_is_no_rule_is_refused(wrong: object) -> None:
 
 
 def test_a_rule_may_be_any_collection_of_patterns_and_predicates() -> None:
-    for rule in (["a", str.isupper], ("a", str.isupper)):
+    rules: list[Any] = [["a", str.isupper], ("a", str.isupper)]
+    for rule in rules:
         (one, other) = compile_rule(rule)
         assert (one[0], one[1]("a.b"), one[1]("A")) == ("a", True, False)
         assert (other[0], other[1]("a.b"), other[1]("A")) == ("isupper", False, True)

@@ -71,7 +71,7 @@ jax.tree_util.register_pytree_with_keys(
         ((GetAttrKey("left"), tree.left), (GetAttrKey("right"), tree.right)),
         tree.beside,
     ),
-    lambda beside, children: Keyed.of(*children, beside),
+    lambda beside, children: Keyed.of(*children, beside),  # type: ignore[call-arg]
 )
 
 
@@ -168,7 +168,7 @@ def test_a_new_static_field_takes_its_default() -> None:
     found, unbuilt, kind = now([("w", Any), ("size", int), dtype], ["size", "dtype"])
     assert (type(found), found.w, found.size, found.dtype) == (kind, 7, 8, "f4")
     assert not unbuilt
-    names = ("names", Any, dataclasses.field(default_factory=tuple))
+    names: tuple[str, Any, Any] = ("names", Any, dataclasses.field(default_factory=tuple))
     found, _, kind = now([("w", Any), ("size", int), names], ["size", "names"])
     assert (type(found), found.names) == (kind, ())
 
@@ -247,7 +247,7 @@ def local_class() -> type:
 
         @classmethod
         def tree_unflatten(cls, scale: float, children: Any) -> Any:
-            return cls(*children, scale)
+            return cls(children[0], scale)
 
     return Local
 

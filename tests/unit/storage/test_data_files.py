@@ -1,11 +1,10 @@
-"""Data files: what is written is what is read, past the page cache where that works."""
+"""Data files: what is written is what is read, past the page cache or through it."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 import resource
 import shutil
@@ -25,11 +24,21 @@ import ckpt.sync
 from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.storage._local import data_files as blocks
-from ckpt.storage._local.data_files import read_block as read_below
 from ckpt.storage._local.data_files import write_block
 from ckpt.storage._local.storage import LocalStorage
+from tests.unit.storage.blocks_on_disk import (
+    KIB,
+    MIB,
+    RANDOM,
+    evict,
+    filled,
+    memory,
+    read_block,
+    refuse_direct,
+    supports_direct,
+    warm,
+)
 
-KIB, MIB = 1 << 10, 1 << 20
 SIZES = [
     *(0, 1, 63, 64, 4095, 4096, 4097),
     *(MIB - 4096, MIB - 1, MIB, MIB + 1, MIB + 512, MIB + 4095, MIB + 4096, MIB + 4097),
@@ -37,23 +46,6 @@ SIZES = [
 ]
 # Where memory starts within a page: direct I/O wants a sector, jax a cache line.
 SHIFTS = [0, 64, 512, 1]
-RANDOM = np.random.default_rng(0).bytes(8 * MIB)
-
-
-def read_block(path: Path, offset: int, target: memoryview) -> None:
-    read_below(path.parent, path.name, offset, target)
-
-
-def memory(nbytes: int, shift: int = 0) -> memoryview:
-    """Return memory that begins `shift` bytes after a page boundary."""
-    region = mmap.mmap(-1, nbytes + shift + 1)
-    return memoryview(region)[shift : shift + nbytes]
-
-
-def filled(nbytes: int, shift: int = 0) -> memoryview:
-    block = memory(nbytes, shift)
-    block[:] = RANDOM[:nbytes]
-    return block
 
 
 @pytest.fixture(params=["disk", "tmpfs", "without direct I/O"])
@@ -70,37 +62,6 @@ def place(
     if request.param == "without direct I/O":
         refuse_direct(monkeypatch)
     yield tmp_path
-
-
-def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, real_control = os.open, fcntl.fcntl
-
-    def refusing(path: Any, flags: int, *rest: Any, **named: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
-        return real(path, flags, *rest, **named)
-
-    def control(fd: int, command: int, value: int = 0) -> int:
-        if command == fcntl.F_SETFL and value & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real_control(fd, command, value)
-
-    monkeypatch.setattr(blocks.os, "open", refusing)
-    monkeypatch.setattr(blocks.fcntl, "fcntl", control)
-
-
-def evict(path: Path) -> None:
-    """Drop a file from the page cache; a file system in memory has nothing to drop."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
-
-
-def warm(path: Path) -> None:
-    path.read_bytes()
 
 
 # -- what is written is what is read --------------------------------------------------------------
@@ -185,7 +146,7 @@ def test_short_writes_are_continued(
         calls += 1
         return real(fd, data[:least] if calls % 2 else data[: 40 * 4096], offset)
 
-    monkeypatch.setattr(blocks.os, "pwrite", short)
+    monkeypatch.setattr(os, "pwrite", short)
     write_block(place / "x", filled(nbytes))
     assert calls > 1
     assert (place / "x").read_bytes() == RANDOM[:nbytes]
@@ -209,7 +170,7 @@ def test_short_reads_are_continued(
         [target] = parts
         return real(fd, [target[:least] if calls % 2 else target[: 40 * 4096]], offset)
 
-    monkeypatch.setattr(blocks.os, "preadv", short)
+    monkeypatch.setattr(os, "preadv", short)
     target = memory(nbytes)
     read_block(path, 0, target)
     assert calls > 1
@@ -238,7 +199,7 @@ def test_direct_calls_that_are_refused_midway_go_on_through_the_cache(
             raise OSError(code, "from the device")
         return real(fd, data, offset, *flags)
 
-    monkeypatch.setattr(blocks.os, call, refusing)
+    monkeypatch.setattr(os, call, refusing)
     expected = pytest.raises(OSError, match="from the device")
     with expected if code == errno.EIO else contextlib.nullcontext():
         if call == "pwrite":
@@ -381,139 +342,6 @@ def test_no_descriptor_is_left_open(place: Path) -> None:
         with pytest.raises(ValueError, match="regular"):
             read_block(place, 0, memory(nbytes))
     assert count() == before
-
-
-# -- the page cache -------------------------------------------------------------------------------
-
-
-def cached_bytes(path: Path) -> int:
-    """Return how much of a file can be read without asking the device; afterwards none can.
-
-    By the kernel's count of what this thread has had read from devices. (A read that must not wait
-    would tell as well, but sets off the reading ahead of what the next look would find.)
-    """
-
-    def from_devices() -> int:
-        lines = Path("/proc/thread-self/io").read_text().splitlines()
-        return int(dict(line.split(": ") for line in lines)["read_bytes"])
-
-    before = from_devices()
-    size = len(path.read_bytes())
-    # It may have had other things read besides, such as what the file system keeps of the file.
-    found = max(size - (from_devices() - before), 0)
-    evict(path)
-    return found
-
-
-def supports_direct(directory: Path) -> bool:
-    path = directory / "trial"
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
-        try:
-            return os.pwrite(fd, memory(4096), 0) == 4096
-        finally:
-            os.close(fd)
-    except OSError:
-        return False
-    finally:
-        path.unlink(missing_ok=True)
-
-
-@pytest.fixture
-def uncached(tmp_path: Path) -> Path:
-    """A directory of a file system that has direct I/O, and tells what is in its cache."""
-    if not supports_direct(tmp_path):
-        pytest.skip("the file system of the temporary directory has no direct I/O")
-    path = tmp_path / "probe"
-    path.write_bytes(bytes(MIB))
-    try:
-        known = (cached_bytes(path), cached_bytes(path)) == (MIB, 0)
-    except OSError:
-        known = False
-    if not known:
-        pytest.skip("the file system does not tell what is in the page cache")
-    return tmp_path
-
-
-@pytest.mark.parametrize("nbytes", [2 * MIB, 4 * MIB + 4096])
-def test_a_block_leaves_nothing_in_the_page_cache(uncached: Path, nbytes: int) -> None:
-    path = uncached / "x"
-    write_block(path, filled(nbytes))
-    assert cached_bytes(path) == 0
-    # Not after several reads either: none may take a trace of the one before for a cached file.
-    for _ in range(3):
-        read_block(path, 0, memory(nbytes))
-    read_block(path, 4096, memory(nbytes - 4096))
-    assert cached_bytes(path) == 0
-    # Through the cache it would be there.
-    warm(path)
-    assert cached_bytes(path) == nbytes
-
-
-def test_what_is_mostly_in_the_page_cache_is_read_from_there(
-    uncached: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = uncached / "x"
-    write_block(path, filled(4 * MIB))
-    refuse_direct(monkeypatch)
-    monkeypatch.setattr(blocks, "_WITHOUT_DIRECT", set[int]())
-    for offset, cached, tries_direct in (
-        (0, 0, True),
-        (0, 64 * KIB, True),
-        (0, 3 * MIB, False),
-        (0, 4 * MIB, False),
-        (MIB, MIB, True),
-        # Only the part that is read counts, not what lies before it.
-        (3 * MIB, 3 * MIB, True),
-        (2 * MIB, 4 * MIB, False),
-    ):
-        evict(path)
-        with open(path, "rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-            file.read(cached)
-        target = memory(4 * MIB - offset)
-        expected = pytest.raises(OSError, match="Invalid argument")
-        with expected if tries_direct else contextlib.nullcontext():
-            read_block(path, offset, target)
-            assert target == RANDOM[offset : 4 * MIB]
-
-
-def test_space_need_not_be_reserved_to_go_past_the_page_cache(
-    uncached: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unsupported(fd: int, offset: int, nbytes: int) -> None:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
-    monkeypatch.setattr(blocks.os, "posix_fallocate", unsupported)
-    write_block(uncached / "x", filled(2 * MIB))
-    assert cached_bytes(uncached / "x") == 0
-    assert (uncached / "x").read_bytes() == RANDOM[: 2 * MIB]
-
-
-def large_files(step: Path) -> list[Path]:
-    return [path for path in step.rglob("d/*") if path.stat().st_size >= MIB]
-
-
-def test_a_saved_state_is_not_in_the_page_cache(uncached: Path) -> None:
-    """All of the way: blocks of the arena are aligned, and batches end on a sector."""
-    state = {f"p{n}": np.full(MIB + 17 * n, n, np.float32) for n in range(5)}
-    staging = ckpt.Staging(budget_bytes=32 * MIB)
-    ckpt.sync.save(uncached / "step", state, staging=staging)
-    files = large_files(uncached / "step")
-    assert sum(path.stat().st_size for path in files) >= 20 * MIB
-    assert [cached_bytes(path) for path in files] == [0] * len(files)
-
-
-def test_a_restored_state_is_not_in_the_page_cache(uncached: Path) -> None:
-    state = {f"p{n}": np.full(MIB, n, np.float32) for n in range(5)}
-    ckpt.sync.save(uncached / "step", state, staging=ckpt.Staging(budget_bytes=32 * MIB))
-    files = large_files(uncached / "step")
-    for path in files:
-        evict(path)
-    for _ in range(2):
-        found = ckpt.sync.load(uncached / "step")
-        assert all(np.array_equal(found[name], array) for name, array in state.items())
-    assert [cached_bytes(path) for path in files] == [0] * len(files)
 
 
 # -- as the storage tells it ----------------------------------------------------------------------
