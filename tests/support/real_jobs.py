@@ -8,7 +8,7 @@ first line:
 
 or it stays in the middle, and stops or kills a child at a moment the child has announced:
 
-    with started(4, PROGRAMS / "peer_stages.py", root) as job:
+    with started(4, PROGRAMS / "run_operations.py", root) as job:
         job[3].reached("before report")
         job[3].kill()
         results = job.results()
