@@ -23,6 +23,7 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from ckpt._runtime.futures import CallingThread
+from ckpt._runtime.threads import threads_of_loop
 from ckpt.errors import ClosedError, CommitCancelledError, ForkedProcessError, InvalidArgumentError
 
 T = TypeVar("T")
@@ -248,10 +249,14 @@ def _run_loop(started: Future[_Running]) -> None:
             # loop (such as trio's), which would be wrong here.
             loop.call_soon_threadsafe(function, *args, context=context.copy())
 
-        async with anyio.create_task_group() as tasks:
-            running = _Running(schedule, tasks, anyio.Event())
-            started.set_result(running)
-            await running.stop.wait()
+        threads = threads_of_loop()
+        try:
+            async with anyio.create_task_group() as tasks:
+                running = _Running(schedule, tasks, anyio.Event())
+                started.set_result(running)
+                await running.stop.wait()
+        finally:
+            threads.end()
 
     try:
         # asyncio, because TensorStore's callbacks and aiofiles are used from here only.

@@ -2,6 +2,8 @@
 
 The threads of `concurrent.futures.ThreadPoolExecutor` are joined at exit, so one call that hangs in
 a network file system would keep the program from ending.
+
+Every event loop has threads of its own: see `threads_of_loop`.
 """
 
 from __future__ import annotations
@@ -13,10 +15,14 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from anyio.lowlevel import RunVar
+
 P = ParamSpec("P")
 T = TypeVar("T")
 # While operations follow each other, keeping a thread costs less than starting one.
 _IDLE_SECONDS = 2.0
+# Small file operations at the same time: enough for the files of a step.
+_MOST = 8
 
 
 class DaemonThreads(Executor):
@@ -29,6 +35,7 @@ class DaemonThreads(Executor):
         self._changed = threading.Condition()
         self._threads = 0
         self._idle = 0
+        self._ended = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run a call in one of the threads."""
@@ -42,11 +49,17 @@ class DaemonThreads(Executor):
                 self._threads += 1
         return future
 
+    def end(self) -> None:
+        """Let the threads end once the calls are done; does not wait for them."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._idle += 1
-                self._changed.wait_for(lambda: self._calls, _IDLE_SECONDS)
+                self._changed.wait_for(lambda: self._calls or self._ended, _IDLE_SECONDS)
                 self._idle -= 1
                 if not self._calls:
                     self._threads -= 1
@@ -61,3 +74,16 @@ class DaemonThreads(Executor):
                     future.set_result(result)
             # An idle thread keeps nothing of the last call alive.
             del future, call
+
+
+_THREADS: RunVar[DaemonThreads] = RunVar("ckpt_file_threads")
+
+
+def threads_of_loop() -> DaemonThreads:
+    """Return the threads for small file operations of the running event loop."""
+    try:
+        return _THREADS.get()
+    except LookupError:
+        threads = DaemonThreads(_MOST)
+        _THREADS.set(threads)
+        return threads

@@ -19,7 +19,7 @@ import anyio
 import anyio.lowlevel
 from aiofiles.base import wrap
 
-from ckpt._runtime.threads import DaemonThreads
+from ckpt._runtime.threads import threads_of_loop
 from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError
 from ckpt.storage._base import Attempt, note_parts
@@ -37,8 +37,6 @@ T = TypeVar("T")
 # Files read by one call of a thread: a cancelled call waits for it.
 _BATCH = 256
 _LARGEST_FILE_BYTES = 1 << 44
-# Small operations of one root at the same time: enough for the files of a step.
-_THREADS = 8
 
 
 class LocalStorage:
@@ -61,7 +59,6 @@ class LocalStorage:
         self._create = create
         self._mode = mode
         self._prepared = False
-        self._threads = DaemonThreads(_THREADS)
 
     @property
     def location(self) -> str:
@@ -328,7 +325,7 @@ class LocalStorage:
         await anyio.lowlevel.checkpoint_if_cancelled()
         # A thread cannot be stopped, only lost sight of.
         with anyio.CancelScope(shield=True):
-            result: T = await _wrapped_call(function, args, options, executor=self._threads)
+            result: T = await _wrapped_call(function, args, options, executor=threads_of_loop())
         return result
 
 

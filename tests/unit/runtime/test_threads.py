@@ -54,6 +54,20 @@ def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert executor.submit(int, "7").result(PATIENCE_S) == 7
 
 
+def test_threads_told_to_end_finish_what_was_asked_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threads, "_IDLE_SECONDS", 600.0)
+    executor, free = DaemonThreads(1), threading.Event()
+    executor.submit(free.wait, PATIENCE_S)
+    last = executor.submit(threading.current_thread)
+    executor.end()
+    free.set()
+    thread = last.result(PATIENCE_S)
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("operation", ["read_regular", "rename_new"])
 def test_a_file_system_that_hangs_does_not_keep_a_program_from_ending(
     tmp_path: Path, operation: str
