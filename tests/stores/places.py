@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import ckpt.storage
+from ckpt.storage import open_root
 from ckpt.storage._base import Attempt
-from ckpt.storage._resolve import open_root
 from ckpt.testing.conformance import StoreCase
 from tests.stores import servers
 from tests.stores.fault_proxy import FaultProxy

@@ -25,7 +25,7 @@ import ckpt.sync
 from ckpt import errors
 from ckpt._engine.save.item_removal import delete_item
 from ckpt._format.manifest import FILE_NAME, FileEntry, Manifest, decode
-from ckpt.storage._resolve import open_root
+from ckpt.storage import open_root
 from ckpt.testing.faults import (
     Crash,
     Fail,

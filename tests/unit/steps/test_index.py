@@ -15,8 +15,8 @@ import ckpt
 import ckpt.sync
 from ckpt._format.manifest import decode, encode
 from ckpt._steps.index import StepIndex
+from ckpt.storage import open_root
 from ckpt.storage._local import posix
-from ckpt.storage._resolve import open_root
 
 
 def make_root(root: Path, count: int) -> None:

@@ -22,15 +22,18 @@ from ckpt.testing.conformance.store_cases import assert_whole, publish, read_all
 from tests.unit.storage.failing_store import KINDS, FailingStore, RefusingStore
 
 LEASE_S = 0.05
-REQUEST_S = 0.05
+# Where the store answers, every request is waited for. Where it does not, it is given up soon.
+REQUEST_S = 5.0
+SILENCE_S = 0.05
 PATIENCE_S = 20
 
 
 class Place:
     """One root in memory, opened with and without failures."""
 
-    def __init__(self) -> None:
-        self.config = Memory(f"memory://{uuid.uuid4().hex}/run", request_timeout=REQUEST_S)
+    def __init__(self, kind: str = "hangs") -> None:
+        seconds = SILENCE_S if "gone" in kind or kind == "hangs" else REQUEST_S
+        self.config = Memory(f"memory://{uuid.uuid4().hex}/run", request_timeout=seconds)
 
     def opened(self, at: int | None = None, kind: str = "") -> tuple[ObjectStorage, FailingStore]:
         store = FailingStore(connect(self.config).open()[0], at, kind)
@@ -147,7 +150,7 @@ async def quiet(place: Place) -> None:
 async def run_one(scene: str, at: int | None, kind: str) -> int:
     """Run a scene that fails at one request; return how many requests it took."""
     before, act, allowed = SCENES[scene]
-    place = Place()
+    place = Place(kind)
     await before(place)
     storage, store = place.opened(at, kind)
     with anyio.fail_after(PATIENCE_S):
