@@ -19,8 +19,8 @@ nox.options.sessions = ["lint", "types", "tests"]
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 
 # Two, also where there are more cores: many tests start jobs of up to four processes. The tests of
-# a file stay together, for they share what takes its time to make. Files come in the order of their
-# names: those of few and long tests would be last otherwise, and one worker idle in the end.
+# a file stay together, because they share things that are slow to make. Files come in the order of
+# their names: those of few and long tests would be last otherwise, and one worker idle in the end.
 WORKERS = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
@@ -58,9 +58,21 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests in two processes; arguments after -- go to pytest, `-n 0` is one process."""
+    """Run the tests but the slow ones; arguments after -- go to pytest, `-n 0` is one process."""
+    run_tests(session, "not slow")
+
+
+@nox.session
+def slow(session: nox.Session) -> None:
+    """Run the slow tests: kills, power cuts and damage in large numbers."""
+    run_tests(session, "slow")
+
+
+def run_tests(session: nox.Session, marks: str) -> None:
+    """Runs the tests with these marks in two processes."""
     session.install("-e", ".", *group("test"))
-    session.run("python", "-m", "pytest", *WORKERS, *session.posargs, env=hermetic_env(session))
+    options = (*WORKERS, "-m", marks, *session.posargs)
+    session.run("python", "-m", "pytest", *options, env=hermetic_env(session))
 
 
 @nox.session

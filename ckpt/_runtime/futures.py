@@ -49,12 +49,12 @@ def settled_here(future: Future[Any], timeout: float | None = None) -> bool:
         future: What to wait for.
         timeout: Seconds to wait at most; None waits for as long as it takes.
     """
-    bell = _WakeUp()
-    future.add_done_callback(bell.ring)
+    wake_up = _WakeUp()
+    future.add_done_callback(wake_up.wake)
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     while True:
         left = deadline - time.monotonic()
-        if bell.wait(max(0.0, min(left, _LOOK_SECONDS))):
+        if wake_up.wait(max(0.0, min(left, _LOOK_SECONDS))):
             return True
         if left <= 0:
             return False
@@ -72,13 +72,13 @@ class _WakeUp:
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    def ring(self, _: object = None) -> None:
-        # It may have been rung before, without a wait since.
+    def wake(self, _: object = None) -> None:
+        # It may be woken already, without a wait since.
         with contextlib.suppress(RuntimeError):
             self._lock.release()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until it is rung, once for each time, or for so many seconds."""
+        """Wait until it is woken, at most `seconds`; return whether it was."""
         return self._lock.acquire(timeout=seconds)
 
 
@@ -102,17 +102,17 @@ class CallingThread:
     def __init__(self, future: Future[Any]) -> None:
         """Wait for `future`, which may be running already; there is nothing to call yet."""
         self._calls: deque[Callable[[], None]] = deque()
-        self._bell = _WakeUp()
+        self._wake_up = _WakeUp()
         self._wake: Callable[[], None] | None = None
         self._is_over = False
         future.add_done_callback(self._end)
 
     def _end(self, _: Future[Any]) -> None:
         self._is_over = True
-        self._ring()
+        self._wake_both()
 
-    def _ring(self) -> None:
-        self._bell.ring()
+    def _wake_both(self) -> None:
+        self._wake_up.wake()
         if self._wake is not None:
             self._wake()
 
@@ -144,7 +144,7 @@ class CallingThread:
                 result.set_result(found)
 
         self._calls.append(call)
-        self._ring()
+        self._wake_both()
         await settled(result)
         return result.result()
 
@@ -166,7 +166,7 @@ class CallingThread:
     def serve_here(self) -> None:
         """Do the same in a plain thread; see `settled_here`."""
         while not self._is_over:
-            self._bell.wait(_LOOK_SECONDS)
+            self._wake_up.wait(_LOOK_SECONDS)
             self._run_all()
 
     def _run_all(self) -> None:

@@ -165,7 +165,7 @@ class StepIndex:
         )
 
     def no_step(self) -> StepNotFoundError:
-        """Return the error that says that there is no step at all."""
+        """Return the error for a root without steps."""
         return StepNotFoundError(f"{self._storage.location} has no committed step; save one first")
 
     async def _candidates(self) -> list[str]:

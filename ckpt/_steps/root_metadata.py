@@ -37,7 +37,7 @@ async def write_root_metadata(storage: Storage, metadata: Mapping[str, Any] | No
         except StorageError as error:
             if error.errno not in (errno.EACCES, errno.EPERM):
                 raise
-            logger.warning("the metadata of the root is left as it is: %s", error)
+            logger.warning("the metadata of the root was not changed: %s", error)
             return
         if document is not None:
             await _add(storage, document, metadata or {})

@@ -55,7 +55,7 @@ class BoundedOverhead:
                 raise invalid("at_least_seconds", least, what, of="BoundedOverhead")
 
     def refusal(self, step: int, previous: Sequence[SavedStep], context: SaveContext) -> str | None:
-        """Return None if the last save has ended and its cost is paid for, else why not."""
+        """Return None if the last save has ended and is paid for, else the reason not to save."""
         if context.saving:
             return f"step {context.saving[0].step} is still being saved (BoundedOverhead)"
         if context.lost_seconds is None:

@@ -112,7 +112,7 @@ class FixedInterval:
         object.__setattr__(self, "n", whole_number("n", self.n, of="FixedInterval"))
 
     def refusal(self, step: int, previous: Sequence[SavedStep], context: SaveContext) -> str | None:
-        """Return None for multiples of `n`, else why not."""
+        """Return None for multiples of `n`, else the reason not to save."""
         if step % self.n == 0:
             return None
         return f"step {step} is not a multiple of {self.n} (FixedInterval)"
@@ -132,7 +132,7 @@ class SpecificSteps:
         object.__setattr__(self, "steps", set_of_steps("steps", steps, of="SpecificSteps"))
 
     def refusal(self, step: int, previous: Sequence[SavedStep], context: SaveContext) -> str | None:
-        """Return None for the chosen steps, else why not."""
+        """Return None for the chosen steps, else the reason not to save."""
         if step in self.steps:
             return None
         return f"step {step} is not one of the {len(self.steps)} steps (SpecificSteps)"
@@ -178,7 +178,7 @@ class EverySeconds:
         number_of_seconds("seconds", self.seconds, of="EverySeconds")
 
     def refusal(self, step: int, previous: Sequence[SavedStep], context: SaveContext) -> str | None:
-        """Return None if the last save began long enough ago, else why not."""
+        """Return None if the last save began long enough ago, else the reason not to save."""
         return _too_soon(self.seconds, "EverySeconds", previous, context)
 
 
@@ -196,7 +196,7 @@ class Initial:
     """Saves the first step of a fresh run: when no step is committed or being saved."""
 
     def refusal(self, step: int, previous: Sequence[SavedStep], context: SaveContext) -> str | None:
-        """Return None if there is no step yet, else why not."""
+        """Return None for the first step, else the reason not to save."""
         if context.saving:
             return f"step {context.saving[0].step} is being saved already (Initial)"
         return "there is a committed step already (Initial)" if previous else None
@@ -207,7 +207,7 @@ class OnPreemption:
     """Saves the step at which a preempted run ends; see the manager's `reached_preemption`."""
 
     def refusal(self, step: int, previous: Sequence[SavedStep], context: SaveContext) -> str | None:
-        """Return None if the run is preempted, else why not."""
+        """Return None if the run is preempted, else the reason not to save."""
         return None if context.preempted else "the run is not preempted (OnPreemption)"
 
 

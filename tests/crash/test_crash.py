@@ -34,6 +34,7 @@ from tests.support.kills import at_call, can_watch, run_watched
 from tests.support.traced_disk import MODIFYING, Disk, system_calls
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_kill_at_a_random_moment_loses_nothing_acknowledged(tmp_path: Path) -> None:
     at_random(tmp_path, 9).check(faults=1)
@@ -71,6 +72,7 @@ def test_a_kill_in_any_phase_loses_nothing_acknowledged(tmp_path: Path) -> None:
 needs_watching = pytest.mark.skipif(not can_watch(), reason="system calls cannot be watched here")
 
 
+@pytest.mark.slow
 @needs_watching
 def test_a_kill_at_any_system_call_loses_nothing_acknowledged(tmp_path: Path) -> None:
     at_calls(tmp_path, 3).check(faults=2)
@@ -91,6 +93,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @needs_watching
 @pytest.mark.timeout(300)
 def test_a_kill_at_a_system_call_loses_nothing_acknowledged(tmp_path: Path) -> None:
@@ -143,6 +146,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, li
         return dict(zip(FAULTS, two.map(meet, FAULTS), strict=True))
 
 
+@pytest.mark.slow
 @needs_watching
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "removal of old files"])

@@ -15,6 +15,7 @@ from tests.support.disk_model import DiskModel, Tree
 from tests.support.traced_disk import Disk
 
 
+@pytest.mark.slow
 def test_every_state_after_a_power_cut_has_whole_steps_only(tmp_path: Path) -> None:
     power_cuts(tmp_path, 220).check(faults=150)
 

@@ -12,11 +12,13 @@ from tests.reliability.scenarios import SAVE, SCENARIOS, scenarios
 OTHERS = [scenario for scenario in SCENARIOS if scenario is not SAVE]
 
 
+@pytest.mark.slow
 def test_a_save_that_dies_at_any_operation_loses_nothing(tmp_path: Path) -> None:
     tally = faults.crashes(tmp_path, 1000, scenarios=[SAVE])
     tally.check(faults=70)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("campaign", ["crashes", "transient_errors", "persistent_errors"])
 def test_whatever_fails_in_the_middle_loses_nothing(tmp_path: Path, campaign: str) -> None:
     chosen = OTHERS if campaign == "crashes" else SCENARIOS
@@ -24,6 +26,7 @@ def test_whatever_fails_in_the_middle_loses_nothing(tmp_path: Path, campaign: st
     tally.check(faults=20)
 
 
+@pytest.mark.slow
 def test_a_name_or_its_durability_that_is_refused_is_taken_back(tmp_path: Path) -> None:
     chosen = [scenarios()[name] for name in ("save", "overwrite", "delete", "fresh")]
     tally = faults.transient_errors(

@@ -10,6 +10,7 @@ from hypothesis import settings
 from tests.reliability.machine import machine
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_managers_list_and_restore_what_was_committed(tmp_path: Path) -> None:
     machine(tmp_path, settings().max_examples // 3).check(faults=10)

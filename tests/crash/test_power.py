@@ -27,6 +27,7 @@ needs_power = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_power
 def test_a_power_cut_loses_nothing_acknowledged_and_shows_nothing_bad(tmp_path: Path) -> None:
     cuts(tmp_path, 4).check(faults=4)

@@ -79,6 +79,7 @@ def overwrite_and_die(root: Path) -> None:
     anyio.run(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("die", [delete_and_die, overwrite_and_die])
 def test_a_cleaner_removes_nothing_that_a_power_cut_can_bring_back(
     root: Path, tmp_path: Path, die: Callable[[Path], None]

@@ -78,10 +78,12 @@ def test_a_reader_never_finds_no_step_where_there_always_is_one(tmp_path: Path, 
     assert found == {"latest_step": 1, "all_steps": [1], "restore": {"n": 1}}[call]
 
 
+@pytest.mark.slow
 def test_eight_managers_in_eight_threads_do_not_mind_each_other(tmp_path: Path) -> None:
     managers_in_threads(tmp_path, 10).check(faults=0)
 
 
+@pytest.mark.slow
 def test_eight_managers_in_eight_tasks_do_not_mind_each_other(tmp_path: Path) -> None:
     managers_in_tasks(tmp_path, 10).check(faults=0)
 

@@ -15,6 +15,7 @@ from tests.reliability.tally import Tally
 from tests.support.damage import Cut, damaged, files_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("campaign", "count"), [(damage, 260), (flips, 140)])
 def test_damage_is_never_silent(tmp_path: Path, campaign: Callable[..., Tally], count: int) -> None:
     campaign(tmp_path, count).check(faults=count)

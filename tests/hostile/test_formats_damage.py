@@ -195,6 +195,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["zstd", "blosc"])
 def test_data_that_cannot_be_compressed_is_saved_within_the_budget(
     tmp_path: Path, codec: str

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ckpt._format.digests import digest
 from tests.reliability.mutations import mutate, seal
 from tests.reliability.specimens import specimens
@@ -114,6 +116,7 @@ def audited(root: Path, bait: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_opening_a_hostile_checkpoint_runs_nothing(tmp_path: Path) -> None:
     hostile(tmp_path / "root", COUNT)
     bait = tmp_path / "bait"

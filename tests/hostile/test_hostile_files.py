@@ -193,6 +193,7 @@ def try_all(step: Path, path: Path, puts: list[Put], expected: Any) -> None:
     os.rename(original, path)
 
 
+@pytest.mark.slow
 def test_something_else_in_the_place_of_any_file(step: Path) -> None:
     expected = comparable(ckpt.sync.load(step))
     for name in files_of(step):

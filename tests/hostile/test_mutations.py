@@ -27,6 +27,7 @@ from tests.support.paths import PROGRAMS
 MIB = 1 << 20
 
 
+@pytest.mark.slow
 def test_manifests_that_lie_are_refused_or_harmless(tmp_path: Path) -> None:
     mutations(tmp_path, 500).check(faults=450)
 
@@ -297,6 +298,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_is_refused_before_it_takes_memory(
     reports: dict[str, dict[str, list[Any]]], bomb: str

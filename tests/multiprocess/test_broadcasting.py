@@ -89,6 +89,7 @@ def four(root: Path) -> list[Result]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["plain", "awaited", "surgery", "cancelled"])
 def test_every_process_gets_what_it_asked_for(four: list[Result], phase: str) -> None:
     for result in four:

@@ -16,6 +16,7 @@ from tests.reliability.jobs import at_stages, committed, play
 pytestmark = pytest.mark.timeout(400)
 
 
+@pytest.mark.slow
 def test_an_error_is_everybodys_and_a_silent_process_is_named(tmp_path: Path) -> None:
     scenarios = at_stages("error", 2)[2:]
     scenarios += ["error:save:before:1", *at_stages("cancel", 2, before=False, late=False)]
@@ -32,6 +33,7 @@ def test_an_error_is_everybodys_and_a_silent_process_is_named(tmp_path: Path) ->
     play(tmp_path / "root", 2, scenarios).check(faults=len(scenarios) - 3)
 
 
+@pytest.mark.slow
 def test_a_call_more_or_fewer_harms_no_other(tmp_path: Path) -> None:
     scenarios = [
         "fewer:save:x:1",
@@ -44,6 +46,7 @@ def test_a_call_more_or_fewer_harms_no_other(tmp_path: Path) -> None:
     play(tmp_path / "root", 2, scenarios).check(faults=3)
 
 
+@pytest.mark.slow
 def test_jobs_of_other_sizes_go_on_after_a_kill(tmp_path: Path) -> None:
     root = tmp_path / "root"
     play(root, 4, ["kill:save:write:3"]).check(faults=1)

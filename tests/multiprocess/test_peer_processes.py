@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.support.real_jobs import Job, started
 
 LIMIT = 3.0
@@ -55,6 +57,7 @@ def check_done(said: Record, processes: int) -> None:
     assert said.get("outcome") == f"begin {parts}"
 
 
+@pytest.mark.slow
 def test_two_processes() -> None:
     early = [(stage, index) for stage in ("lead", "report") for index in (0, 1)]
     late = [("decide", 0), ("conclude", 0)]

@@ -23,6 +23,7 @@ def run(count: int, *args: object, **options: object) -> list[dict[str, object]]
     return [child.value for child in children]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_what_a_job_has_saved_is_what_a_job_of_any_size_restores(
     count: int, tmp_path: Path
@@ -57,6 +58,7 @@ def test_processes_that_do_not_agree_all_hear_of_it(kind: str, text: str, tmp_pa
     assert not list(tmp_path.rglob("ckpt.json"))
 
 
+@pytest.mark.slow
 def test_processes_with_disks_of_their_own_restore_what_all_of_them_have(tmp_path: Path) -> None:
     root = tmp_path / "root"
     for told in run(2, "apart", root, "save", 3):

@@ -188,6 +188,7 @@ def test_a_bucket_that_is_not_there(bucket: Place) -> None:
     failure(lambda: ckpt.sync.load(root), "ckpt-no-such-bucket", kind=CheckpointError)
 
 
+@pytest.mark.slow
 def test_credentials_that_are_wrong(
     make_place: Callable[[str], Place], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,7 +61,7 @@ async def make_way(storage: Storage, request: SaveRequest, others: Sequence[str]
             )
         if not request.overwrite:
             raise StepExistsError(
-                f"{where} already exists; it was left as it is. Choose another step, or pass "
+                f"{where} already exists and was not changed. Choose another step, or pass "
                 "overwrite=True to replace it",
                 step=request.step,
             )

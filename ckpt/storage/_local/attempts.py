@@ -235,13 +235,13 @@ def _refuse_to_replace(target: Path, overwrite: bool, error: OSError) -> None:
     """
     if not overwrite:
         raise StepExistsError(
-            f"{target} already exists; it was left as it is. Choose another step, or pass "
+            f"{target} already exists and was not changed. Choose another step, or pass "
             "overwrite=True to replace it"
         ) from error
     if not stat.S_ISDIR(os.lstat(target).st_mode):
         # The exchange would swap these as well, and then they could not be removed.
         raise StepExistsError(
-            f"{target} is a file or a link, not a checkpoint; it was left as it is. Move it away, "
+            f"{target} is a file or a link, not a checkpoint, and was not changed. Move it away, "
             "or choose another name"
         ) from error
     if not posix.is_there(target / FILE_NAME) and posix.is_there(target):

@@ -115,7 +115,7 @@ async def publish(
                 return None
             if found is not None and not is_gone(found.data) and not overwrite:
                 raise StepExistsError(
-                    f"{where} already exists; it was left as it is. Choose another step, or pass "
+                    f"{where} already exists and was not changed. Choose another step, or pass "
                     "overwrite=True to replace it"
                 )
 

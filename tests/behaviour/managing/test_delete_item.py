@@ -447,6 +447,7 @@ def test_a_name_that_cannot_be_given_back_at_once_is_told(
         assert ckpt.sync.load(kept) == {"number": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_deletions_and_saves_beside_it_keep_what_they_promise(tmp_path: Path, backend: str) -> None:
     """Races at moments that nobody chose."""

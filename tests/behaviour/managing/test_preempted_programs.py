@@ -110,6 +110,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
         return dict(zip(TOLD, three.map(go, TOLD), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["plain", "in_asyncio"])
 def test_one_final_save_and_an_orderly_end(ends: dict[str, End], scenario: str) -> None:
     end = ends[scenario]

@@ -264,6 +264,7 @@ def line_of(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_an_evaluator_can_restore_every_step_it_is_handed(tmp_path: Path) -> None:
     """The trainer keeps one step and goes on as fast as it can."""

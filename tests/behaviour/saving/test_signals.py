@@ -80,6 +80,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
         return dict(zip(STOPS, three.map(go, STOPS), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", STOPS)
 def test_a_program_that_is_stopped_ends_soon_and_loses_no_step(
     ends: dict[str, End], scenario: str

@@ -117,6 +117,7 @@ def test_a_state_of_which_a_pure_dict_was_saved_and_the_other_way_round(
     assert differences(state, again) == []
 
 
+@pytest.mark.slow
 def test_training_goes_on_bit_for_bit_after_an_update_with_what_came_back(tmp_path: Path) -> None:
     model, optimizer = trained(0, steps=3)
     ckpt.sync.save(tmp_path / "x", {"m": nnx.state(model), "o": nnx.state(optimizer)})

@@ -196,6 +196,7 @@ def test_every_scene_ends_well_without_failures() -> None:
         assert anyio.run(run_one, scene, None, "") > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scene", SCENES)
 def test_a_failure_at_any_request_leaves_a_whole_step_or_none(

@@ -165,6 +165,7 @@ def test_arrays_and_scalars_of_every_dtype_are_reached(strategy: SearchStrategy[
     }
 
 
+@pytest.mark.slow
 def test_containers_of_every_kind_are_reached() -> None:
     found = reached(trees(), 2000)
     kinds = {dict, OrderedDict, defaultdict, list, tuple}
@@ -189,6 +190,7 @@ def test_arrays_of_every_layout_are_reached() -> None:
     assert any(stride < 0 for array in found for stride in array.strides)
 
 
+@pytest.mark.slow
 def test_states_have_arrays_on_devices_keys_modules_boxes_and_shared_arrays() -> None:
     found = reached(states(), 300)
     leaves_found = [leaf for tree in found for leaf in jax.tree.leaves(tree)]
