@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ckpt import types as types
     from ckpt._api.manager import CheckpointManager
     from ckpt._api.oneshot import load, metadata, save, verify
+    from ckpt._api.resumption import abstract
     from ckpt._api.watch import watch
     from ckpt._commit import Commit, Progress, StepInfo
     from ckpt._events import Event
@@ -51,6 +52,7 @@ __all__ = [
     "Timeouts",
     "UnknownNode",
     "Zstd",
+    "abstract",
     "errors",
     "handlers",
     "load",
@@ -86,6 +88,7 @@ _HOMES = {
     "StepMetadata": "ckpt._steps.step_metadata",
     "Timeouts": "ckpt._settings",
     "Zstd": "ckpt._format.array_format",
+    "abstract": "ckpt._api.resumption",
     "load": "ckpt._api.oneshot",
     "metadata": "ckpt._api.oneshot",
     "save": "ckpt._api.oneshot",
@@ -95,6 +98,11 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        # Its import takes longer than that of this package.
+        from importlib.metadata import version
+
+        return version("ckpt-jax")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in __all__ or name in _MODULES:

@@ -116,9 +116,10 @@ def check_step(step: object, name: str = "step", *, of: str = "", hint: str = ""
     """
     number = as_int(step)
     if number is None or not 0 <= number <= _MOST:
-        raise invalid(
-            name, step, hint or "a whole number, 0 or more, such as the training step", of=of
-        )
+        what = "a whole number, 0 or more, such as the training step"
+        if number is not None and number > _MOST:
+            what = f"a step of at most {_MOST}"
+        raise invalid(name, step, hint or what, of=of)
     return number
 
 

@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 from ckpt._format.manifest import Manifest
 from ckpt._runtime.futures import settled, settled_here
-from ckpt.errors import CommitTimeoutError
+from ckpt._runtime.tracebacks import outcome
+from ckpt._tree.table import size_text
+from ckpt.errors import CommitTimeoutError, SaveSkippedError
 
 logger = logging.getLogger("ckpt")
 
@@ -97,7 +99,7 @@ def _early_statistics(early: Mapping[str, float]) -> SaveStatistics | None:
     return SaveStatistics(**known) if known else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class StepInfo:
     """What is known of a committed step without reading its arrays.
 
@@ -122,6 +124,12 @@ class StepInfo:
     created: datetime
     committed: datetime
     statistics: SaveStatistics | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        name = "" if self.step is None else f"step {self.step}, "
+        metrics = "".join(f"{key}={value:.6g}, " for key, value in (self.metrics or {}).items())
+        when = f"{self.committed:%Y-%m-%d %H:%M:%S} UTC"
+        return f"StepInfo({name}{size_text(self.nbytes)}, {metrics}{when}, {self.path!r})"
 
     @staticmethod
     def time_of(unix_ns: int) -> datetime:
@@ -155,7 +163,7 @@ class Commit:
     Await it for the `StepInfo` of the durable step, or for the error of this save: from any task of
     any event loop, from any thread through `result()`, any number of times. An error that was
     fetched here is not raised again when the manager closes. The `Commit` of a save that a policy
-    turned down is falsy and says why in `skipped`.
+    turned down is falsy and says why in `skipped`; to await it is an error.
 
     Cancelling a task that awaits a commit leaves the commit as it is; `cancel()` cancels it.
     """
@@ -176,7 +184,7 @@ class Commit:
         self.step = step
         self._cancel = cancel
         self._check_caller = check_caller
-        self._future: Future[StepInfo | None] = Future()
+        self._future: Future[StepInfo] = Future()
         self._guard = threading.Lock()
         self._stage: Stage = "waiting"
         self._progress = Progress()
@@ -225,18 +233,19 @@ class Commit:
         self._wait(timeout)
         return self._future.exception()
 
-    def result(self, timeout: float | None = None) -> StepInfo | None:
-        """Return the `StepInfo` of the durable step (None if skipped), waiting in this thread.
+    def result(self, timeout: float | None = None) -> StepInfo:
+        """Return the `StepInfo` of the durable step, waiting in this thread.
 
         Args:
             timeout: Seconds to wait at most; None waits for as long as it takes.
 
         Raises:
             CommitTimeoutError: The save had not ended in time; it goes on.
+            SaveSkippedError: A policy turned the save down, so there is no step.
             CheckpointError: What went wrong with this save.
         """
         self._wait(timeout)
-        return self._future.result()
+        return outcome(self._future)
 
     def add_done_callback(self, callback: Callable[[Commit], object]) -> None:
         """Call `callback(commit)` once the save has ended, at once if it has.
@@ -245,7 +254,7 @@ class Commit:
         logged.
         """
 
-        def call(_: Future[StepInfo | None]) -> None:
+        def call(_: Future[StepInfo]) -> None:
             try:
                 callback(self)
             except Exception:
@@ -253,13 +262,13 @@ class Commit:
 
         self._future.add_done_callback(call)
 
-    def __await__(self) -> Generator[Any, Any, StepInfo | None]:
+    def __await__(self) -> Generator[Any, Any, StepInfo]:
         if not self.done():
             self._check_caller()
         with self._awaited():
             yield from settled(self._future).__await__()
             self._seen = True
-        return self._future.result()
+        return outcome(self._future)
 
     def __bool__(self) -> bool:
         return self._skipped is None
@@ -318,9 +327,18 @@ class CommitHooks:
 
     def skip(self, reason: str) -> None:
         """End the save as turned down by a policy."""
-        self._commit._skipped = reason
-        self._commit._stage = "skipped"
-        self._commit._future.set_result(None)
+        commit = self._commit
+        commit._skipped = reason
+        commit._stage = "skipped"
+        # Not an error of the save, so the manager's exit does not raise it.
+        commit._seen = True
+        commit._future.set_exception(
+            SaveSkippedError(
+                f"nothing was saved: {reason}. Ask 'if commit:' before you await it, or pass "
+                "force=True",
+                step=commit.step,
+            )
+        )
 
     def fail(self, error: BaseException, *, seen: bool) -> None:
         """End the save with `error`; `seen` if its owner gets it some other way."""

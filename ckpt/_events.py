@@ -75,6 +75,34 @@ def emit(observers: Sequence[Observer], event: Event) -> None:
             logger.exception("an observer failed on %s; the operation goes on", event.phase)
 
 
+class GuardedObserver:
+    """An observer whose errors are logged: the first one whole, later ones by their number."""
+
+    def __init__(self, observer: Observer) -> None:
+        """Guard `observer`."""
+        self._observer = observer
+        self._failures = 0
+        self._said = 0
+
+    def __call__(self, event: Event) -> None:
+        """Call the observer; never raises."""
+        try:
+            self._observer(event)
+        except Exception:
+            self._failures += 1
+            if self._failures == 1:
+                self._said = 1
+                logger.exception(
+                    "the observer %r failed on %s; the operation goes on, and further errors of "
+                    "this observer are only counted",
+                    self._observer,
+                    event.phase,
+                )
+        if event.phase == "end" and self._failures > self._said:
+            more, self._said = self._failures - self._said, self._failures
+            logger.warning("the observer %r failed on %d more events", self._observer, more)
+
+
 @dataclass(frozen=True, slots=True)
 class EventRecorder:
     """Emits the events of one operation. Without observers it costs nothing measurable."""

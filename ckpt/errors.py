@@ -18,6 +18,8 @@
     ├── ForkedProcessError (RuntimeError)       used in a child process after `fork()`
     ├── CoordinationError                       the processes of a job disagree, or cannot talk
     │   └── CoordinationTimeoutError (TimeoutError)  a process gave no sign of life in time
+    ├── NotAwaitedError (AttributeError)        `await` was forgotten
+    ├── SaveSkippedError                        a policy skipped the save whose step is awaited
     ├── CommitCancelledError                    the commit was cancelled before it was published
     └── CommitTimeoutError (TimeoutError)       `result(timeout)` timed out; the commit goes on
 
@@ -44,7 +46,9 @@ __all__ = [
     "HandlerError",
     "InvalidArgumentError",
     "NotACheckpointError",
+    "NotAwaitedError",
     "ReadOnlyError",
+    "SaveSkippedError",
     "StepDeletedError",
     "StepExistsError",
     "StepNotFoundError",
@@ -223,6 +227,17 @@ class CoordinationTimeoutError(CoordinationError, TimeoutError):
     """
 
     missing: tuple[int, ...] = ()
+
+
+class NotAwaitedError(CheckpointError, AttributeError):
+    """The result of a call was used before the call was awaited."""
+
+
+class SaveSkippedError(CheckpointError):
+    """There is no step, because the save policy, or the backlog, skipped the save.
+
+    A commit is false then, so ask `if commit:` before you await it; or pass `force=True`.
+    """
 
 
 class CommitCancelledError(CheckpointError):

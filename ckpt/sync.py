@@ -7,20 +7,24 @@ prefer the asyncio API there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, TypeVar, overload
 
-from ckpt._api.manager import ManagerBase
+from ckpt._api.base import ManagerBase
+from ckpt._api.coroutines import refused
 from ckpt._api.oneshot import Call, load_call, metadata_call, save_call, verify_call
 from ckpt._api.partial import SyncPartialSave
+from ckpt._api.resumption import Fresh, State, fresh_state, resume_target
 from ckpt._api.watch import SyncWatch, watcher_of
+from ckpt._arguments import true_or_false
 from ckpt._commit import Commit, StepInfo
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.format_rules import Formats
 from ckpt._runtime.futures import settled_here
 from ckpt._runtime.loop import EngineLoop
+from ckpt._runtime.tracebacks import outcome
 from ckpt._settings import Staging, Timeouts
 from ckpt._steps.pins import Pin
 from ckpt._steps.saves.requests import make_request
@@ -43,6 +47,12 @@ class CheckpointManager(ManagerBase):
     Use it as `with`. Its methods are those of `ckpt.CheckpointManager` without `await`, and may be
     called from any thread. An interrupt (Ctrl-C) has the effect of a cancellation there.
     """
+
+    if not TYPE_CHECKING:
+        __aenter__ = __aexit__ = refused(
+            "use 'with ckpt.sync.CheckpointManager(...)', or with asyncio 'async with "
+            "ckpt.CheckpointManager(...)'"
+        )
 
     def __enter__(self) -> Self:
         try:
@@ -73,9 +83,10 @@ class CheckpointManager(ManagerBase):
         finally:
             self._service.preemption.close()
 
+    @overload
     def save(
         self,
-        step: int,
+        step: SupportsIndex,
         state: Any = None,
         *,
         items: Mapping[str, Any] | None = None,
@@ -83,27 +94,58 @@ class CheckpointManager(ManagerBase):
         metadata: Any = None,
         force: bool = False,
         overwrite: bool = False,
-    ) -> Commit:
+        durable: Literal[False] = False,
+    ) -> Commit: ...
+
+    @overload
+    def save(
+        self,
+        step: SupportsIndex,
+        state: Any = None,
+        *,
+        items: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Any = None,
+        force: bool = False,
+        overwrite: bool = False,
+        durable: Literal[True],
+    ) -> StepInfo: ...
+
+    def save(
+        self,
+        step: SupportsIndex,
+        state: Any = None,
+        *,
+        items: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Any = None,
+        force: bool = False,
+        overwrite: bool = False,
+        durable: bool = False,
+    ) -> Commit | StepInfo:
         """Take a snapshot and return once it is safe; see `ckpt.CheckpointManager.save`.
 
         An interrupt while it waits stops the save and removes it.
         """
+        true_or_false("durable", durable)
         self._loop.check_caller()
         commit, job, staged = self._service.saves.start(
             step, state, items, metrics, metadata, force=force, overwrite=overwrite
         )
         try:
             settled_here(staged)
-        except BaseException:
-            job.cancel()
-            settled_here(job.future)
+            outcome(staged)
+            return commit.result() if durable else commit
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                # Interrupted.
+                job.cancel()
+                settled_here(job.future)
             raise
-        staged.result()
-        return commit
 
     def partial(
         self,
-        step: int,
+        step: SupportsIndex,
         *,
         metrics: Mapping[str, Any] | None = None,
         metadata: Any = None,
@@ -116,18 +158,72 @@ class CheckpointManager(ManagerBase):
 
     def restore(
         self,
-        step: int | None = None,
-        like: Any = None,
+        step: SupportsIndex | None = None,
+        like: State | None = None,
         *,
         items: Mapping[str, Any] | Iterable[str] | None = None,
+        at: str | None = None,
         adapt: Adapt | Mapping[str, Adapt] | None = None,
         broadcast_bytes: int | None = None,
-    ) -> Any:
+        fallback: bool = False,
+    ) -> State:
         """Load a committed step; see `ckpt.CheckpointManager.restore`."""
         restore = self._service.reader.restore
-        return self._loop.call_served(restore, step, like, items, adapt, broadcast_bytes)
+        found: State = self._loop.call_served(
+            restore, step, like, items, at, adapt, broadcast_bytes, fallback
+        )
+        return found
 
-    def should_save(self, step: int) -> bool:
+    @overload
+    def resume(
+        self,
+        init: Callable[[], Fresh],
+        *,
+        like: Any = None,
+        adapt: Adapt | None = None,
+        fallback: bool = True,
+    ) -> tuple[int, Fresh]: ...
+
+    @overload
+    def resume(
+        self,
+        init: Fresh,
+        *,
+        like: Any = None,
+        adapt: Adapt | None = None,
+        fallback: bool = True,
+    ) -> tuple[int, Fresh]: ...
+
+    @overload
+    def resume(
+        self,
+        *,
+        items: Mapping[str, Any],
+        like: Mapping[str, Any] | None = None,
+        adapt: Adapt | Mapping[str, Adapt] | None = None,
+        fallback: bool = True,
+    ) -> tuple[int, dict[str, Any]]: ...
+
+    def resume(
+        self,
+        init: Any = None,
+        *,
+        items: Mapping[str, Any] | None = None,
+        like: Any = None,
+        adapt: Adapt | Mapping[str, Adapt] | None = None,
+        fallback: bool = True,
+    ) -> tuple[int, Any]:
+        """Return the step to go on with, and the state to go on from.
+
+        See `ckpt.CheckpointManager.resume`.
+        """
+        if self._loop.call(self._service.reader.is_fresh):
+            return 0, fresh_state(init, items)
+        target = resume_target(init, items, like)
+        resume = self._service.reader.resume
+        return self._loop.call_served(resume, target, items is not None, adapt, fallback)
+
+    def should_save(self, step: SupportsIndex) -> bool:
         """Return whether `save` would save `step`; only ask about the current step."""
         self._service.reached_preemption(step)
         return self._loop.call(self._service.should_save, step)
@@ -155,27 +251,27 @@ class CheckpointManager(ManagerBase):
         """Return the metadata of the root; empty if it has none."""
         return self._loop.call(self._service.root_metadata)
 
-    def metadata(self, step: int | None = None) -> StepMetadata:
+    def metadata(self, step: SupportsIndex | None = None) -> StepMetadata:
         """Return the structure, shapes, dtypes and shardings of a step, or of the latest one."""
         return self._loop.call(self._service.reader.metadata, step)
 
-    def metrics(self, step: int | None = None) -> dict[str, float] | None:
+    def metrics(self, step: SupportsIndex | None = None) -> dict[str, float] | None:
         """Return the metrics a step was saved with, or None."""
         return self.metadata(step).info.metrics
 
-    def verify(self, step: int | None = None, *, deep: bool = True) -> VerifyReport:
+    def verify(self, step: SupportsIndex | None = None, *, deep: bool = True) -> VerifyReport:
         """Compare a step with its manifest; see `ckpt.CheckpointManager.verify`."""
         return self._loop.call(self._service.reader.verify, step, deep)
 
-    def delete(self, step: int, *, item: str | None = None) -> None:
+    def delete(self, step: SupportsIndex, *, item: str | None = None) -> None:
         """Delete a committed step, or one item; see `ckpt.CheckpointManager.delete`."""
         self._loop.call(self._service.delete, step, item)
 
-    def pin(self, step: int, name: str) -> None:
+    def pin(self, step: SupportsIndex, name: str) -> None:
         """Protect a step from deletion until it is unpinned; see `ckpt.CheckpointManager.pin`."""
         self._loop.call(self._service.pin, step, name)
 
-    def unpin(self, step: int, name: str) -> bool:
+    def unpin(self, step: SupportsIndex, name: str) -> bool:
         """Remove the pin of that name; return whether there was one."""
         return self._loop.call(self._service.unpin, step, name)
 
@@ -210,15 +306,17 @@ def save(
 
 def load(
     path: PathLike,
-    like: Any = None,
+    like: State | None = None,
     *,
     items: Mapping[str, Any] | Iterable[str] | None = None,
+    at: str | None = None,
     adapt: Adapt | Mapping[str, Adapt] | None = None,
     handlers: HandlersLike = (),
     coordinator: Coordinator | None = None,
-) -> Any:
+) -> State:
     """Load a one-shot checkpoint, or a step from a manager's root. See `ckpt.load`."""
-    return _run(load_call(path, like, items, adapt, handlers, coordinator))
+    found: State = _run(load_call(path, like, items, at, adapt, handlers, coordinator))
+    return found
 
 
 def metadata(path: PathLike) -> StepMetadata:

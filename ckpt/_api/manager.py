@@ -1,198 +1,29 @@
-"""The managers' common base, and `CheckpointManager` for asyncio and trio programs."""
+"""`CheckpointManager`, for asyncio and trio programs."""
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, overload
 
 import anyio
 
+from ckpt._api.base import ManagerBase
+from ckpt._api.coroutines import awaited_methods, refused
 from ckpt._api.partial import PartialSave
-from ckpt._arguments import instance_of, invalid, one_of, plain_json
-from ckpt._commit import Commit
+from ckpt._api.resumption import Fresh, State, fresh_state, resume_target
+from ckpt._arguments import true_or_false
+from ckpt._commit import Commit, StepInfo
 from ckpt._engine.verify.report import VerifyReport
-from ckpt._events import Observer
 from ckpt._plan.adapt import Adapt
-from ckpt._plan.format_rules import Formats
-from ckpt._redaction import redact
-from ckpt._runtime.exit import run_at_exit
 from ckpt._runtime.futures import settled
-from ckpt._runtime.loop import EngineLoop
-from ckpt._settings import Staging, Timeouts
-from ckpt._steps.factory import make_engine, make_peers
+from ckpt._runtime.tracebacks import outcome
 from ckpt._steps.pins import Pin
-from ckpt._steps.saves.backlog import BacklogPolicy
-from ckpt._steps.saves.preemption import Preemption
-from ckpt._steps.service import RootService
 from ckpt._steps.step_metadata import StepMetadata
-from ckpt.coordination._base import Coordinator
-from ckpt.handlers._registry import HandlersLike
-from ckpt.policies import (
-    Deletion,
-    Metric,
-    Mode,
-    PreservationPolicyLike,
-    PreserveAll,
-    SavePolicyLike,
-    check_preservation,
-    check_save_policy,
-)
-from ckpt.step_names import Standard, StepNames, checked
-from ckpt.storage._resolve import PathLike, check_trash, open_root
-
-logger = logging.getLogger("ckpt")
+from ckpt.policies import Metric, Mode
 
 
-class ManagerBase:
-    """What the asyncio and the synchronous manager share: their arguments, and what never waits."""
-
-    def __init__(
-        self,
-        root: PathLike,
-        *,
-        save_policy: SavePolicyLike | None = None,
-        preservation: PreservationPolicyLike | None = None,
-        deletion: Deletion | None = None,
-        step_names: StepNames | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        handlers: HandlersLike = (),
-        staging: Staging | None = None,
-        formats: Formats | None = None,
-        backlog: BacklogPolicy = "wait",
-        read_only: bool = False,
-        create: bool = True,
-        permission_mode: int | None = None,
-        preemption_signals: Iterable[int] = (),
-        timeouts: Timeouts | None = None,
-        coordinator: Coordinator | None = None,
-        observers: Iterable[Observer] = (),
-        clock: Callable[[], float] | None = None,
-    ) -> None:
-        """Manage the steps below `root`. Does no input or output yet.
-
-        Args:
-            root: A directory, a URL (`s3://bucket/run`), or a store of `ckpt.storage`.
-            save_policy: Which steps are saved: a policy of `ckpt.policies`, or a function of step,
-                previous steps and `SaveContext` that returns True for steps to save. None saves
-                every step.
-            preservation: Which steps are kept after a commit: a policy of `ckpt.policies`, or a
-                function that returns True for steps to keep. None keeps all. Pinned steps, the
-                step just saved and the greatest one are always kept.
-            deletion: How the other steps are deleted; `Deletion(trash=...)` moves them away.
-            step_names: How the directories of steps are named (`ckpt.step_names`).
-            metadata: JSON values to keep with the root. If it has metadata already, that stays.
-            handlers: Handlers for more kinds of items, tried in order before the built-in ones;
-                or a mapping of item names to the handler of each.
-            staging: How snapshots are taken, and how much host memory they may use.
-            formats: How arrays are stored: `{pattern of leaf paths: ArrayFormat}`, of which the
-                first that matches a leaf applies, or a function of leaf path and
-                `jax.ShapeDtypeStruct` that returns an `ArrayFormat` or None. A pattern that applies
-                to no array of a save is an error.
-            backlog: What a save does while another one is under way. `wait` takes its snapshot
-                meanwhile and commits after it; with two under way it first waits for the older.
-                `skip` saves nothing and returns a falsy commit that says so. `supersede` replaces
-                a save that has not begun to write, whose commit becomes falsy. (A save with
-                `force=True` is never skipped.)
-            read_only: Refuse everything that writes; for evaluators.
-            create: Create the root if it does not exist. With False, opening the manager fails.
-            permission_mode: Permissions of new directories, such as 0o750; files get the same
-                without the execute bits. None leaves both to the umask.
-            preemption_signals: Signals that announce the end of the run, such as
-                `(signal.SIGTERM,)`. They are handled from the first use in the main thread until
-                the manager closes; see `reached_preemption`.
-            timeouts: Time limits, in seconds.
-            coordinator: The processes of the job (`ckpt.coordination`). None uses those of
-                `jax.distributed`.
-            observers: Called with an `Event` for every timed phase, on the library's thread.
-            clock: Returns the time in Unix seconds; for tests of policies.
-
-        Raises:
-            InvalidArgumentError: An argument is invalid.
-        """
-        timeouts = instance_of("timeouts", timeouts, Timeouts) or Timeouts()
-        instance_of("read_only", read_only, bool)
-        instance_of("create", create, bool)
-        storage = open_root(root, timeouts, create=create, permission_mode=permission_mode)
-        if save_policy is not None:
-            check_save_policy(save_policy)
-        if preservation is not None:
-            check_preservation(preservation)
-        deletion = instance_of("deletion", deletion, Deletion) or Deletion()
-        names = checked(Standard() if step_names is None else step_names)
-        if deletion.trash is not None:
-            check_trash(root, deletion.trash, lambda name: names.step(name) is not None)
-        staging = instance_of("staging", staging, Staging) or Staging()
-        engine = make_engine(staging, handlers, observers, formats, clock)
-        peers = make_peers(coordinator, timeouts, storage.location, engine)
-        one_of("backlog", backlog, get_args(BacklogPolicy))
-        if backlog == "supersede" and peers is not None:
-            what = f"'wait' or 'skip', since the {peers.count} processes of this job might differ"
-            raise invalid("backlog", backlog, f"{what} in which save they give up")
-        given: object = metadata
-        if metadata is not None and not isinstance(given, Mapping):
-            raise invalid("metadata", metadata, "a mapping of names to JSON values")
-        self._loop = EngineLoop()
-        self._service = RootService(
-            self._loop,
-            storage,
-            engine,
-            save_policy=save_policy,
-            preservation=PreserveAll() if preservation is None else preservation,
-            deletion=deletion,
-            names=names,
-            metadata=None if metadata is None else plain_json("metadata", dict(metadata)),
-            backlog=backlog,
-            read_only=read_only,
-            timeouts=timeouts,
-            preemption=Preemption(preemption_signals),
-            peers=peers,
-        )
-        run_at_exit(self._service.saves.finish_at_exit)
-        weakref.finalize(self, self._loop.stop).atexit = False
-
-    @property
-    def root(self) -> str:
-        """The directory, or the URL of the place in a store."""
-        return self._service.storage.location
-
-    def reached_preemption(self, step: int) -> bool:
-        """Return whether the run should end at `step`; does not wait.
-
-        True once one of `preemption_signals` has arrived. With `jax.distributed` it is true from
-        the step on which JAX's preemption service lets all processes agree. Ask at every step,
-        after `save`: the first save for such a step is made whatever policy and backlog say. For
-        one step, the answer never changes.
-
-        Raises:
-            InvalidArgumentError: Signals cannot be handled: this is not the main thread.
-        """
-        return self._service.reached_preemption(step)
-
-    def is_saving_in_progress(self) -> bool:
-        """Return whether a save is under way."""
-        return self._service.saves.is_saving
-
-    def _give_up_entering(self) -> None:
-        # A block that was not entered is never left.
-        self._loop.stop()
-        self._service.preemption.close()
-
-    def _raise_unseen(self, error: BaseException | None = None) -> None:
-        """Raise the errors that have not been fetched, or add them as notes to `error`."""
-        unseen = self._service.saves.take_errors()
-        if error is not None:
-            for each in unseen:
-                logger.error("a save failed: %s", each)
-                error.add_note(f"a save to {redact(self.root)} failed as well: {each}")
-        elif len(unseen) == 1:
-            raise unseen[0]
-        elif unseen:
-            raise BaseExceptionGroup(f"{len(unseen)} saves failed", unseen)
-
-
+@awaited_methods("mgr", "ckpt.sync.CheckpointManager")
 class CheckpointManager(ManagerBase):
     """Saves and restores the steps of one directory while training continues.
 
@@ -203,6 +34,12 @@ class CheckpointManager(ManagerBase):
     errors are written to standard error. In a job of several processes, all of them make the same
     calls.
     """
+
+    if not TYPE_CHECKING:
+        __enter__ = __exit__ = refused(
+            "use 'async with ckpt.CheckpointManager(...)', or without asyncio 'with "
+            "ckpt.sync.CheckpointManager(...)'"
+        )
 
     async def __aenter__(self) -> Self:
         try:
@@ -244,9 +81,10 @@ class CheckpointManager(ManagerBase):
         finally:
             self._service.preemption.close()
 
+    @overload
     async def save(
         self,
-        step: int,
+        step: SupportsIndex,
         state: Any = None,
         *,
         items: Mapping[str, Any] | None = None,
@@ -254,7 +92,35 @@ class CheckpointManager(ManagerBase):
         metadata: Any = None,
         force: bool = False,
         overwrite: bool = False,
-    ) -> Commit:
+        durable: Literal[False] = False,
+    ) -> Commit: ...
+
+    @overload
+    async def save(
+        self,
+        step: SupportsIndex,
+        state: Any = None,
+        *,
+        items: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Any = None,
+        force: bool = False,
+        overwrite: bool = False,
+        durable: Literal[True],
+    ) -> StepInfo: ...
+
+    async def save(
+        self,
+        step: SupportsIndex,
+        state: Any = None,
+        *,
+        items: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Any = None,
+        force: bool = False,
+        overwrite: bool = False,
+        durable: bool = False,
+    ) -> Commit | StepInfo:
         """Take a snapshot and return once it is safe; writing goes on in the background.
 
         Once this returns, you may donate, delete or change everything you passed. The manager's
@@ -269,10 +135,11 @@ class CheckpointManager(ManagerBase):
             metadata: JSON values to keep with the step; tuples come back as lists.
             force: Save even if the save policy says no.
             overwrite: Replace the step if it exists. The old one stays until the new is published.
+            durable: Return only when the step is durable, and return its `StepInfo`.
 
         Returns:
             The commit. Await it for durability, or rely on the manager's exit. It is falsy, with
-            the reason in `skipped`, if the save policy said no.
+            the reason in `skipped`, if the save policy said no. With `durable`, the `StepInfo`.
 
         Raises:
             InvalidArgumentError: An argument is invalid. Nothing was changed.
@@ -280,25 +147,33 @@ class CheckpointManager(ManagerBase):
             StepExistsError: The step exists and `overwrite` is False.
             StorageError: The store failed before the snapshot was complete.
             HandlerError: A handler, or an object that it saves, raised an error.
+            SaveSkippedError: With `durable`: the save policy, or the backlog, said no.
 
         Cancellation: the save is stopped and removed before the cancellation continues.
+
+        Example:
+            ```python
+            commit = await mgr.save(step, state, metrics={"loss": 0.5})
+            info = await mgr.save(step + 1, state, durable=True)
+            ```
         """
+        true_or_false("durable", durable)
         commit, job, staged = self._service.saves.start(
             step, state, items, metrics, metadata, force=force, overwrite=overwrite
         )
         try:
             await settled(staged)
+            outcome(staged)
+            return await commit if durable else commit
         except anyio.get_cancelled_exc_class():
             job.cancel()
             with anyio.CancelScope(shield=True):
                 await settled(job.future)
             raise
-        staged.result()
-        return commit
 
     def partial(
         self,
-        step: int,
+        step: SupportsIndex,
         *,
         metrics: Mapping[str, Any] | None = None,
         metadata: Any = None,
@@ -313,13 +188,15 @@ class CheckpointManager(ManagerBase):
 
     async def restore(
         self,
-        step: int | None = None,
-        like: Any = None,
+        step: SupportsIndex | None = None,
+        like: State | None = None,
         *,
         items: Mapping[str, Any] | Iterable[str] | None = None,
+        at: str | None = None,
         adapt: Adapt | Mapping[str, Adapt] | None = None,
         broadcast_bytes: int | None = None,
-    ) -> Any:
+        fallback: bool = False,
+    ) -> State:
         """Load a committed step.
 
         Args:
@@ -329,11 +206,15 @@ class CheckpointManager(ManagerBase):
                 scalars or their types, functions, or `...` to skip a leaf or a whole subtree. None
                 restores everything as it was saved. For several items, a dict of targets.
             items: Load these items only: their names, or a mapping of names to targets.
+            at: Load only the branch at this leaf path, as if it were the whole tree: with
+                `at="params"`, `like` is a target for the parameters alone.
             adapt: How the checkpoint may differ from the target: leaves to select, rename, cast,
                 resize, stack or leave out. For several items, a dict may hold one for each. By
                 default they must agree.
             broadcast_bytes: In a job of several processes, read shared data only once and exchange
                 it over the devices, using this much host memory. All processes pass the same value.
+            fallback: Without a step, take the newest one that is whole: a warning names each step
+                that is damaged and passed over. If all are, the error of the newest is raised.
 
         Returns:
             The tree of a step that was saved without item names, else a dict by item name.
@@ -346,11 +227,101 @@ class CheckpointManager(ManagerBase):
             HandlerError: A handler, or an object that it loads, raised an error; names the item.
 
         Cancellation: reading stops and memory is freed before the cancellation continues.
+
+        Example:
+            ```python
+            state = await mgr.restore(like=state)
+            ```
         """
         restore = self._service.reader.restore
-        return await self._loop.run_served(restore, step, like, items, adapt, broadcast_bytes)
+        return await self._loop.run_served(
+            restore, step, like, items, at, adapt, broadcast_bytes, fallback
+        )
 
-    async def should_save(self, step: int) -> bool:
+    @overload
+    async def resume(
+        self,
+        init: Callable[[], Fresh],
+        *,
+        like: Any = None,
+        adapt: Adapt | None = None,
+        fallback: bool = True,
+    ) -> tuple[int, Fresh]: ...
+
+    @overload
+    async def resume(
+        self,
+        init: Fresh,
+        *,
+        like: Any = None,
+        adapt: Adapt | None = None,
+        fallback: bool = True,
+    ) -> tuple[int, Fresh]: ...
+
+    @overload
+    async def resume(
+        self,
+        *,
+        items: Mapping[str, Any],
+        like: Mapping[str, Any] | None = None,
+        adapt: Adapt | Mapping[str, Adapt] | None = None,
+        fallback: bool = True,
+    ) -> tuple[int, dict[str, Any]]: ...
+
+    async def resume(
+        self,
+        init: Any = None,
+        *,
+        items: Mapping[str, Any] | None = None,
+        like: Any = None,
+        adapt: Adapt | Mapping[str, Adapt] | None = None,
+        fallback: bool = True,
+    ) -> tuple[int, Any]:
+        """Return the step to go on with, and the state to go on from.
+
+        That is the step after the latest one and the state that was saved with it; in a root
+        without steps, step 0 and the fresh state.
+
+        Args:
+            init: The fresh state; or a function without arguments that returns it. The function is
+                called for a new run only: to resume one, it is traced by `jax.eval_shape`, which
+                allocates nothing.
+            items: Instead of `init`, for a step of several items: a dict of their names to fresh
+                objects, or to functions that return them. Objects with a state of their own, such
+                as data iterators, get it back.
+            like: A target instead of `init`: for shardings that `init` does not have. For items, a
+                dict of targets for some of them.
+            adapt: As for `restore`.
+            fallback: As for `restore`: a damaged step is passed over for the one before it, which a
+                warning says. When the run comes to that step again, it is moved aside.
+
+        Returns:
+            The first step to train, and the state; with `items`, a dict by item name.
+
+        Raises:
+            InvalidArgumentError: An argument is invalid, or `init` cannot be traced.
+            StepNotFoundError: There are steps, and none of them can be read.
+            CheckpointError: As by `restore`.
+
+        Cancellation: reading stops and memory is freed before the cancellation continues.
+
+        Example:
+            ```python
+            start, state = await mgr.resume(init_state)
+            for step in range(start, 1000):
+                state = train_step(state)
+                if step % 100 == 0:
+                    await mgr.save(step, state)
+            ```
+        """
+        if await self._loop.run(self._service.reader.is_fresh):
+            return 0, fresh_state(init, items)
+        target = resume_target(init, items, like)
+        resume = self._service.reader.resume
+        named = items is not None
+        return await self._loop.run_served(resume, target, named, adapt, fallback)
+
+    async def should_save(self, step: SupportsIndex) -> bool:
         """Return whether `save` would save `step`; only ask about the current step."""
         self._service.reached_preemption(step)
         return await self._loop.run(self._service.should_save, step)
@@ -384,7 +355,7 @@ class CheckpointManager(ManagerBase):
         """Return the metadata of the root; empty if it has none."""
         return await self._loop.run(self._service.root_metadata)
 
-    async def metadata(self, step: int | None = None) -> StepMetadata:
+    async def metadata(self, step: SupportsIndex | None = None) -> StepMetadata:
         """Return structure, shapes, dtypes and shardings of a step, or of the latest one.
 
         No array bytes are read.
@@ -394,11 +365,11 @@ class CheckpointManager(ManagerBase):
         """
         return await self._loop.run(self._service.reader.metadata, step)
 
-    async def metrics(self, step: int | None = None) -> dict[str, float] | None:
+    async def metrics(self, step: SupportsIndex | None = None) -> dict[str, float] | None:
         """Return the metrics a step was saved with, or None; `step` as in `metadata`."""
         return (await self.metadata(step)).info.metrics
 
-    async def verify(self, step: int | None = None, *, deep: bool = True) -> VerifyReport:
+    async def verify(self, step: SupportsIndex | None = None, *, deep: bool = True) -> VerifyReport:
         """Compare a step with its manifest and report all damage by file, item and leaf path.
 
         Every byte is read once, in a fixed amount of memory. It needs neither devices nor the
@@ -419,7 +390,7 @@ class CheckpointManager(ManagerBase):
         """
         return await self._loop.run(self._service.reader.verify, step, deep)
 
-    async def delete(self, step: int, *, item: str | None = None) -> None:
+    async def delete(self, step: SupportsIndex, *, item: str | None = None) -> None:
         """Delete a committed step. It disappears atomically, then its bytes are removed.
 
         Files in it that this library did not write are moved beside it, to `<step>.others`.
@@ -436,7 +407,7 @@ class CheckpointManager(ManagerBase):
         """
         await self._loop.run(self._service.delete, step, item)
 
-    async def pin(self, step: int, name: str) -> None:
+    async def pin(self, step: SupportsIndex, name: str) -> None:
         """Protect a step from deletion until it is unpinned, even after this run.
 
         Args:
@@ -449,7 +420,7 @@ class CheckpointManager(ManagerBase):
         """
         await self._loop.run(self._service.pin, step, name)
 
-    async def unpin(self, step: int, name: str) -> bool:
+    async def unpin(self, step: SupportsIndex, name: str) -> bool:
         """Remove the pin of that name; return whether there was one."""
         return await self._loop.run(self._service.unpin, step, name)
 

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import anyio
 
+from ckpt._api.coroutines import awaited
+from ckpt._api.resumption import State
 from ckpt._arguments import instance_of
 from ckpt._commit import Commit, CommitHooks, StepInfo, step_info
 from ckpt._engine.restore.context import RestoreContext
@@ -21,6 +23,7 @@ from ckpt._engine.verify.pipeline import verify_step_dir
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.format_rules import Formats
+from ckpt._redaction import redact
 from ckpt._runtime.loop import EngineLoop
 from ckpt._settings import Staging, Timeouts
 from ckpt._steps.factory import job_of, make_engine, make_peers
@@ -28,6 +31,7 @@ from ckpt._steps.restore_requests import result_of, wanted_items
 from ckpt._steps.saves.overwrite import make_way, with_plain_metrics
 from ckpt._steps.saves.requests import make_request
 from ckpt._steps.step_metadata import StepMetadata, describe_step
+from ckpt._tree.table import size_text
 from ckpt.coordination._base import Coordinator
 from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike
@@ -41,6 +45,7 @@ T = TypeVar("T")
 Call = Callable[[], Awaitable[T]]
 
 
+@awaited("ckpt.save", "ckpt.sync.save")
 async def save(
     path: PathLike,
     state: Any = None,
@@ -85,15 +90,17 @@ async def save(
     return await _run(save_call(path, request, handlers, staging, formats, timeouts, coordinator))
 
 
+@awaited("ckpt.load", "ckpt.sync.load")
 async def load(
     path: PathLike,
-    like: Any = None,
+    like: State | None = None,
     *,
     items: Mapping[str, Any] | Iterable[str] | None = None,
+    at: str | None = None,
     adapt: Adapt | Mapping[str, Adapt] | None = None,
     handlers: HandlersLike = (),
     coordinator: Coordinator | None = None,
-) -> Any:
+) -> State:
     """Load a one-shot checkpoint, or a step from a manager's root (`runs/a/100`).
 
     In a job of several processes, each loads what its own devices need, without waiting for others.
@@ -102,6 +109,7 @@ async def load(
         path: The directory, URL or store of the checkpoint.
         like: As in `CheckpointManager.restore`.
         items: As in `CheckpointManager.restore`.
+        at: As in `CheckpointManager.restore`: load only the branch at this leaf path.
         adapt: As in `CheckpointManager.restore`.
         handlers: As for `CheckpointManager`.
         coordinator: As for `CheckpointManager`.
@@ -114,10 +122,16 @@ async def load(
         CheckpointError: As by `CheckpointManager.restore`.
 
     Cancellation: reading stops and memory is freed before the cancellation continues.
+
+    Example:
+        ```python
+        params = await ckpt.load("runs/a/100", like=params, at="params")
+        ```
     """
-    return await _run(load_call(path, like, items, adapt, handlers, coordinator))
+    return await _run(load_call(path, like, items, at, adapt, handlers, coordinator))
 
 
+@awaited("ckpt.metadata", "ckpt.sync.metadata")
 async def metadata(path: PathLike) -> StepMetadata:
     """Return the structure, shapes, dtypes and shardings of a checkpoint. Reads no array bytes.
 
@@ -127,6 +141,7 @@ async def metadata(path: PathLike) -> StepMetadata:
     return await _run(metadata_call(path))
 
 
+@awaited("ckpt.verify", "ckpt.sync.verify")
 async def verify(path: PathLike, *, deep: bool = True) -> VerifyReport:
     """Compare a one-shot checkpoint, or a step from a manager's root, with its manifest.
 
@@ -198,7 +213,10 @@ def save_call(
             manifest = await save_step(engine, storage, whole, hooks, SaveCalls.of(call), processes)
         info = step_info(manifest, f"{storage.location}/{step_dir}", hooks.watch.taken)
         logger.info(
-            "saved %s: %d bytes in %.2f s", step_dir, info.nbytes, time.perf_counter() - began
+            "saved %s: %s in %.2f s",
+            redact(info.path),
+            size_text(info.nbytes),
+            time.perf_counter() - began,
         )
         return info
 
@@ -209,6 +227,7 @@ def load_call(
     path: PathLike,
     like: Any,
     items: Mapping[str, Any] | Iterable[str] | None,
+    at: str | None,
     adapt: Adapt | Mapping[str, Adapt] | None,
     handlers: HandlersLike,
     coordinator: Coordinator | None,
@@ -231,8 +250,13 @@ def load_call(
                 job.process_index,
                 job.process_count,
             )
-            loaded = await restore_items(restore, wanted_items(manifest, like, items, adapt))
-        logger.info("loaded %s in %.2f s", step_dir, time.perf_counter() - began)
+            loaded = await restore_items(restore, wanted_items(manifest, like, items, adapt, at))
+        logger.info(
+            "loaded %s: %s in %.2f s",
+            redact(f"{storage.location}/{step_dir}"),
+            size_text(sum(restore.moved)),
+            time.perf_counter() - began,
+        )
         return result_of(manifest, loaded, named=items is not None)
 
     return call

@@ -6,12 +6,14 @@ import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
+from ckpt._api.coroutines import refused
 from ckpt._commit import StepInfo
 from ckpt._runtime.futures import settled, settled_here
+from ckpt._runtime.tracebacks import outcome
 from ckpt._steps.saves.partial import OpenSave
 from ckpt.errors import CheckpointError
 
@@ -59,6 +61,9 @@ class PartialSave(_PartialSaveBase):
     saved, or a call is cancelled, everything is discarded. Only a part that is refused with an
     `InvalidArgumentError` because of its arguments alone changes nothing.
     """
+
+    if not TYPE_CHECKING:
+        __enter__ = __exit__ = refused("use 'async with mgr.partial(...)'")
 
     async def __aenter__(self) -> Self:
         await self._settled(self._save.open())
@@ -145,7 +150,7 @@ class PartialSave(_PartialSaveBase):
         except anyio.get_cancelled_exc_class():
             await self._cancelled()
             raise
-        future.result()
+        outcome(future)
 
     async def _cancelled(self) -> None:
         self._save.cancel()
@@ -159,6 +164,9 @@ class SyncPartialSave(_PartialSaveBase):
     Use it as `with`. Its methods are those of `ckpt.types.PartialSave` without `await`. An
     interrupt (Ctrl-C) during a call discards everything.
     """
+
+    if not TYPE_CHECKING:
+        __aenter__ = __aexit__ = refused("use 'with mgr.partial(...)'")
 
     def __enter__(self) -> Self:
         self._save.loop.check_caller()
@@ -215,7 +223,7 @@ class SyncPartialSave(_PartialSaveBase):
         except BaseException:
             self._cancelled()
             raise
-        future.result()
+        outcome(future)
 
     def _cancelled(self) -> None:
         self._save.cancel()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import anyio
 
+from ckpt._api.coroutines import refused
 from ckpt._arguments import instance_of
 from ckpt._commit import StepInfo
 from ckpt._runtime.exit import run_at_exit
@@ -85,6 +86,13 @@ class Watch(_WatchBase):
     `async with` block, or when this object is garbage-collected.
     """
 
+    if not TYPE_CHECKING:
+        __iter__ = refused(
+            "use 'async for step in ckpt.watch(...)', or without asyncio 'for step in "
+            "ckpt.sync.watch(...)'"
+        )
+        __enter__ = __exit__ = refused("use 'async with ckpt.watch(...)', or ckpt.sync.watch")
+
     def __aiter__(self) -> Self:
         return self
 
@@ -128,6 +136,13 @@ class Watch(_WatchBase):
 
 class SyncWatch(_WatchBase):
     """New steps of a root, for `for`; made by `ckpt.sync.watch`. See `Watch`."""
+
+    if not TYPE_CHECKING:
+        __aiter__ = refused(
+            "use 'for step in ckpt.sync.watch(...)', or with asyncio 'async for step in "
+            "ckpt.watch(...)'"
+        )
+        __aenter__ = __aexit__ = refused("use 'with ckpt.sync.watch(...)', or ckpt.watch")
 
     def __iter__(self) -> Self:
         return self
@@ -232,4 +247,4 @@ def watcher_of(
     """Return what finds the steps for either kind of iterator."""
     timeouts = instance_of("timeouts", timeouts, Timeouts) or Timeouts()
     names = Standard() if step_names is None else checked(step_names)
-    return Watcher(open_root(root, timeouts), names, options)
+    return Watcher(open_root(root, timeouts, create=False), names, options)

@@ -9,10 +9,12 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from ckpt._arguments import invalid, one_of
-from ckpt._format.dtypes import storable_dtype
+from ckpt._format.dtypes import DTYPES, storable_dtype
 from ckpt._format.manifest import ItemEntry
+from ckpt._plan.targets import same_category
 from ckpt._plan.virtual_arrays import VirtualArray
 from ckpt._tree.flatten import unboxed_names
+from ckpt._tree.leaf_specs import ARRAY_KINDS
 from ckpt._tree.patterns import PathRule, compile_pattern, compile_rule, fill_stars
 from ckpt._tree.suggestions import suggestion
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMismatchError
@@ -159,6 +161,8 @@ def adapted(item: ItemEntry, adapt: Adapt) -> Stored:
     for what, rules in (("cast", adapt.cast), ("resize", adapt.resize)):
         if isinstance(rules, Mapping):
             _deciding(what, rules, list(sources))
+    if adapt.cast is not None and not isinstance(adapt.cast, Mapping):
+        _check_cast(dtype_of(adapt.cast), sources)
     return Stored(sources, unselected, moved)
 
 
@@ -185,6 +189,22 @@ class _AsStored(Mapping[str, VirtualArray]):
 
     def __contains__(self, path: object) -> bool:
         return path in self._numbers
+
+
+def _check_cast(dtype: np.dtype[Any], sources: Mapping[str, VirtualArray]) -> None:
+    """Refuse one dtype for all arrays of its kind where there is no such array."""
+    found = {
+        source.entry.dtype
+        for source in sources.values()
+        if source.entry.kind in ARRAY_KINDS and source.entry.kind != "key"
+    }
+    if not any(same_category(dtype, DTYPES[name]) for name in found if name in DTYPES):
+        there = ", ".join(sorted(name for name in found if name)) or "no arrays"
+        raise TargetMismatchError(
+            f"cast={dtype.name!r} casts arrays of its own kind, and there are none: stored are "
+            f"{there}. To cast arrays of another kind, name them: cast={{'**': {dtype.name!r}}}; "
+            "no array was read"
+        )
 
 
 def _selected(names: Sequence[str], rule: PathRule) -> set[str]:
@@ -251,18 +271,21 @@ def _path(given: object, name: str) -> str:
     return given
 
 
-def mismatch(problems: Sequence[str]) -> TargetMismatchError:
+def mismatch(problems: Sequence[str], *, has_target: bool = True) -> TargetMismatchError:
     """Return one error that lists all differences, a line for every leaf."""
     count = len(problems)
+    noun = "leaf" if count == 1 else "leaves"
     lines = "\n  ".join(problems[:_SHOWN])
     more = f"\n  ... and {count - _SHOWN} more, in .problems" if count > _SHOWN else ""
-    return TargetMismatchError(
-        f"the target differs from what is stored in {count} "
-        f"{'leaf' if count == 1 else 'leaves'}; no array was read. Change the target; "
-        "put ... in place of a leaf to skip it; or say what may differ with "
-        f"adapt=ckpt.Adapt(...).\n  {lines}{more}",
-        problems=tuple(problems),
+    what = (
+        f"the target differs from what is stored in {count} {noun}; no array was read. Change the "
+        "target; put ... in place of a leaf to skip it; or say what may differ with "
+        "adapt=ckpt.Adapt(...)."
+        if has_target
+        else f"{count} {noun} cannot be restored without a target; no array was read. Pass like=, "
+        "or leave them out with adapt=ckpt.Adapt(select=...)."
     )
+    return TargetMismatchError(f"{what}\n  {lines}{more}", problems=tuple(problems))
 
 
 def dtype_of(dtype: Any) -> np.dtype[Any]:

@@ -112,7 +112,7 @@ def match_as_saved(item: ItemEntry, stored: Stored, adapt: Adapt) -> Match:
         for name in unboxed_names(item.nodes, [entry.name for entry in item.leaves]):
             work.add(name, stored.sources.get(name))
     if work.problems:
-        raise mismatch(work.problems)
+        raise mismatch(work.problems, has_target=False)
     return work.match
 
 
@@ -138,8 +138,8 @@ class _AsSaved:
         entry = source.entry
         if entry.kind == CALLABLE:
             self.problems.append(
-                f"{name}: stored {stored_text(source)}, of which only the name is: pass like= with "
-                "the function in its place, or leave it out with select="
+                f"{name}: stored {stored_text(source)}; of a function only the name is stored, so "
+                "like= has to have the function in its place"
             )
         if entry.kind not in ARRAY_KINDS:
             match.values.append(None if entry.kind == CALLABLE else decode_scalar(entry))
@@ -268,11 +268,14 @@ class _ToTarget:
         ):
             self.match.values.append(...)
             self.skipped = (*self.skipped, below)
-        elif name in self._stored.unselected:
-            self.match.values.append(... if abstract else leaf)
-            if not abstract and leaf is not ...:
-                self.match.kept.append(name)
-        elif self._adapt.missing == "keep" and not abstract:
+        elif name in self._stored.unselected and (abstract or leaf is ...):
+            self.match.values.append(...)
+        elif name in self._stored.unselected or (self._adapt.missing == "keep" and not abstract):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                self.problems.append(
+                    f"{name}: the target is to keep its own array, which was donated or deleted; "
+                    "put a new array or ... in its place"
+                )
             self.match.values.append(leaf)
             self.match.kept.append(name)
         else:

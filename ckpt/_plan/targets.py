@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ckpt._format.dtypes import DTYPES, UNROUNDED
+from ckpt._format.dtypes import DTYPES, UNROUNDED, storable_dtype
 from ckpt._format.manifest import LeafEntry
 from ckpt._plan.virtual_arrays import ArraySlice, VirtualArray
 from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE
@@ -256,6 +256,16 @@ def wanted_text(leaf: Any) -> str:
     kind = leaf if isinstance(leaf, type) else type(leaf)
     if kind in (bool, int, float, complex, str, bytes):
         return f"a Python {kind.__name__}"
+    if isinstance(leaf, jax.sharding.Sharding | jax.Device):
+        return (
+            f"a {kind.__name__}, which has no shape: give jax.ShapeDtypeStruct(shape, dtype, "
+            "sharding=...)"
+        )
+    if storable_dtype(leaf) is not None:
+        return (
+            f"the dtype {np.dtype(leaf).name}, which has no shape: give "
+            "jax.ShapeDtypeStruct(shape, dtype)"
+        )
     return leaf.__name__ if isinstance(leaf, type) else f"a {type(leaf).__name__}"
 
 

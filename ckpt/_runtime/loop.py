@@ -24,6 +24,7 @@ from anyio.abc import TaskGroup
 
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import threads_of_loop
+from ckpt._runtime.tracebacks import outcome
 from ckpt.errors import ClosedError, CommitCancelledError, ForkedProcessError, InvalidArgumentError
 
 T = TypeVar("T")
@@ -171,7 +172,7 @@ class EngineLoop:
             with anyio.CancelScope(shield=True):
                 await caller.serve()
             raise
-        return job.future.result()
+        return outcome(job.future)
 
     def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Run `function(*args)` on the engine's loop; wait for it in this thread.
@@ -190,7 +191,7 @@ class EngineLoop:
             job.cancel()
             caller.serve_here()
             raise
-        return job.future.result()
+        return outcome(job.future)
 
     def check_caller(self) -> None:
         """Raise where waiting for the engine would never end.

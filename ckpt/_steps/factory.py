@@ -10,7 +10,7 @@ from ckpt._engine.engine import Engine
 from ckpt._engine.memory.arena import Arena
 from ckpt._engine.memory.buffers import Buffers
 from ckpt._engine.plan_cache import PlanCache
-from ckpt._events import Observer
+from ckpt._events import GuardedObserver, Observer
 from ckpt._plan.format_rules import Formats, compile_formats
 from ckpt._settings import Staging, Timeouts
 from ckpt.coordination._base import Coordinator, KeyValues
@@ -90,7 +90,7 @@ def _checked_observers(observers: object) -> tuple[Observer, ...]:
                 f"observers: expected functions of an Event, not {shown(each)}"
                 + _instead_of_class(each)
             )
-    return found
+    return tuple(map(GuardedObserver, found))
 
 
 def _instead_of_class(given: object) -> str:

@@ -8,19 +8,34 @@ with 10,000 steps the first look takes about 0.2 s, and every later one 0.06 s.
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from ckpt._arguments import check_step
 from ckpt._format.manifest import FILE_NAME, MAX_BYTES, Manifest, Summary, peek
-from ckpt.errors import CorruptCheckpointError, StepNotFoundError
+from ckpt._redaction import redact
+from ckpt._steps.unreadable import UnreadableStep, described, look_closely, shortened
+from ckpt.errors import (
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    StepNotFoundError,
+    StorageError,
+)
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import read_manifest
 
+logger = logging.getLogger("ckpt")
+
 T = TypeVar("T")
 _PLAIN = Standard()
+# Of many directories that are no steps, so many tell what they are: each takes a few reads.
+_MOST_CLOSE_LOOKS = 24
+# Errors that are about one step, not about the whole root.
+_FORBIDDEN = (errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +64,40 @@ class IndexedStep:
 class StepIndex:
     """The committed steps of one root. Its coroutines run on one event loop."""
 
-    def __init__(self, storage: Storage, names: StepNames = _PLAIN) -> None:
-        """Look into `storage` for steps that are called as `names` says."""
+    def __init__(
+        self, storage: Storage, names: StepNames = _PLAIN, *, may_be_missing: bool = False
+    ) -> None:
+        """Look into `storage` for steps that are called as `names` says.
+
+        Args:
+            storage: The root.
+            names: How the directories of steps are named.
+            may_be_missing: Whether a root that does not exist has no steps, which is said once;
+                otherwise it is an error of a storage that does not make it.
+        """
         self._storage = storage
         self._names = names
+        self._may_be_missing = may_be_missing
         self._known: dict[str, tuple[Hashable, IndexedStep | None]] = {}
+        # What is named like a step and cannot be read as one, by name; each was said once.
+        self._unreadable: dict[str, UnreadableStep | None] = {}
+        # Why the storage refused to read step directories, by name.
+        self._refused: dict[str, str] = {}
+        self._listed: set[int] = set()
+        # Why steps were passed over whose manifest is whole and whose data is not, by step.
+        self.passed_over: dict[int, str] = {}
+        self._is_missing = False
+
+    @property
+    def unreadable(self) -> list[UnreadableStep]:
+        """What is named like a step, is there, and cannot be read as one, as far as was seen."""
+        return [each for each in self._unreadable.values() if each is not None]
+
+    @property
+    def known(self) -> list[int]:
+        """The committed steps that were seen so far, ascending; without looking."""
+        found = (each for _, each in self._known.copy().values())
+        return sorted({each.step for each in found if each is not None})
 
     @property
     def location(self) -> str:
@@ -64,13 +108,23 @@ class StepIndex:
         """Forget every manifest, so that the next look reads it again."""
         self._known.clear()
 
+    async def overview(self) -> tuple[int, int | None]:
+        """Return how many steps there are, and the greatest one; reads few manifests."""
+        latest = await self.latest()
+        left_out = {each.step for each in self.unreadable}
+        return len(self._listed - left_out), None if latest is None else latest.step
+
     async def refresh(self) -> dict[int, IndexedStep]:
-        """Return every committed step, ascending."""
+        """Return every committed step, ascending; says once what is left out."""
         found: dict[int, IndexedStep] = {}
+        left_out: list[str] = []
 
         async def look(candidates: Sequence[str]) -> bool | None:
             found.clear()
             looked = await self._look_at(candidates)
+            left_out[:] = [
+                name for name, each in zip(candidates, looked, strict=True) if each is None
+            ]
             for each in looked:
                 # Where there are several names of a step, the first of the candidates counts.
                 if each is not None:
@@ -80,19 +134,53 @@ class StepIndex:
             return True if None not in looked else None
 
         await self._first_answer(look)
+        await self._say_left_out(left_out)
         return dict(sorted(found.items()))
 
     async def latest(self) -> IndexedStep | None:
         """Return the greatest committed step, or None; reads as few manifests as that takes."""
+        left_out: list[str] = []
 
         async def look(candidates: Sequence[str]) -> IndexedStep | None:
+            left_out.clear()
             for name in candidates:
                 (found,) = await self._look_at([name])
                 if found is not None:
                     return found
+                left_out.append(name)
             return None
 
-        return await self._first_answer(look)
+        latest = await self._first_answer(look)
+        await self._say_left_out(left_out)
+        return latest
+
+    async def _say_left_out(self, names: Sequence[str]) -> None:
+        """Warn of directories that are named like steps and cannot be read, each once."""
+        new = [name for name in names if name not in self._unreadable]
+        # Before anything is awaited: another call may find the same ones meanwhile.
+        self._unreadable |= dict.fromkeys(new)
+        for name in self._unreadable.keys() - set(names):
+            # It is a step now, or gone; or it was not looked at. Damage of it is said again.
+            if self._known.get(name, (None, None))[1] is not None:
+                del self._unreadable[name]
+        found = []
+        for name in new[:_MOST_CLOSE_LOOKS]:
+            step = check_step(self._names.step(name))
+            if name in self._refused:
+                self._unreadable[name] = UnreadableStep(step, "forbidden", self._refused[name])
+            else:
+                self._unreadable[name] = await look_closely(self._storage, name, step)
+            found.append(self._unreadable[name])
+        told = [each for each in found if each is not None]
+        for text in described(told):
+            logger.warning("%s: %s", redact(self._storage.location), text)
+        if told and len(new) > _MOST_CLOSE_LOOKS:
+            logger.warning(
+                "%s: %d more directories are named like steps and are left out: %s, ...",
+                redact(self._storage.location),
+                len(new) - _MOST_CLOSE_LOOKS,
+                new[_MOST_CLOSE_LOOKS],
+            )
 
     async def found(self, step: int | None) -> tuple[str, Manifest]:
         """Return step directory and manifest of `step`, or of the latest one.
@@ -119,20 +207,25 @@ class StepIndex:
             CorruptCheckpointError: That step is committed, and its manifest contradicts itself.
             UnsupportedFormatError: It is of a later format.
         """
+        left_out: list[str] = []
 
         async def look(candidates: Sequence[str]) -> tuple[str, Manifest] | None:
+            left_out.clear()
             for name in candidates:
                 step = self._names.step(name)
                 try:
                     return name, await read_manifest(self._storage, name, step=step)
                 except StepNotFoundError:
-                    continue
+                    pass
                 except CorruptCheckpointError:
                     if (await self._look_at([name]))[0] is not None:
                         raise
+                left_out.append(name)
             return None
 
-        return await self._first_answer(look)
+        latest = await self._first_answer(look)
+        await self._say_left_out(left_out)
+        return latest
 
     async def step_dirs_of(self, step: int) -> list[str]:
         """Return the names of everything that may be `step`, damaged or not.
@@ -159,28 +252,54 @@ class StepIndex:
     async def not_found(self, step: int) -> StepNotFoundError:
         """Return the error that says which steps there are instead."""
         steps = list(await self.refresh())
-        listed = f"steps {_shorten(steps)}" if steps else "no committed step"
+        listed = f"steps {shortened(steps)}" if steps else "no committed step"
         return StepNotFoundError(
             f"there is no such step; {self._storage.location} has {listed}", step=step
         )
 
     def no_step(self) -> StepNotFoundError:
-        """Return the error for a root without steps."""
-        return StepNotFoundError(f"{self._storage.location} has no committed step; save one first")
+        """Return the error for a root without steps; says what else is in it."""
+        where = self._storage.location
+        if self._is_missing:
+            return StepNotFoundError(f"there is no directory {where}, and so no step")
+        why = "; ".join(described(self.unreadable)) or "save one first"
+        return StepNotFoundError(f"{where} has no committed step; {why}")
 
     async def _candidates(self) -> list[str]:
         """Return the names that may be steps: the greatest first, of one step the written one."""
         found = []
-        for name in await self._storage.step_dirs():
+        for name in await self._step_dirs():
             step = self._names.step(name)
             if step is not None:
                 found.append((-step, name != self._names.name(step), name))
+        self._listed = {-step for step, _, _ in found}
+        if not found and await self._storage.read("", FILE_NAME, MAX_BYTES) is not None:
+            raise InvalidArgumentError(
+                f"{self._storage.location} is itself a checkpoint, not a root of steps. Pass the "
+                "directory above it, or read this one with ckpt.load"
+            )
         return [name for _, _, name in sorted(found)]
+
+    async def _step_dirs(self) -> list[str]:
+        try:
+            found = await self._storage.step_dirs()
+        except StorageError as error:
+            if not self._may_be_missing or error.errno != errno.ENOENT:
+                raise
+            if not self._is_missing:
+                where = redact(self._storage.location)
+                logger.warning("there is no directory %s; it is read as having no steps", where)
+            self._is_missing = True
+            return []
+        self._is_missing = False
+        return found
 
     async def _look_at(self, names: Sequence[str]) -> list[IndexedStep | None]:
         """Return what is known of each of these; None for what is not a committed step."""
         # Before they are read: what changes in between is read again the next time.
-        stamps = await self._storage.stamps(names, FILE_NAME)
+        for name in names:
+            self._refused.pop(name, None)
+        stamps = await self._readable(names, lambda some: self._storage.stamps(some, FILE_NAME))
         # The answers are this call's own: others may forget or replace what is known meanwhile.
         found: dict[str, IndexedStep | None] = {}
         new = []
@@ -192,11 +311,31 @@ class StepIndex:
                 found[name] = known[1]
             else:
                 new.append((name, stamp))
-        read = await self._storage.read_each([name for name, _ in new], FILE_NAME, MAX_BYTES, peek)
+        read = await self._readable(
+            [name for name, _ in new],
+            lambda some: self._storage.read_each(some, FILE_NAME, MAX_BYTES, peek),
+        )
         for (name, stamp), summary in zip(new, read, strict=True):
             found[name] = self._indexed(name, summary)
             self._known[name] = stamp, found[name]
         return [found[name] for name in names]
+
+    async def _readable(
+        self, names: Sequence[str], ask: Callable[[Sequence[str]], Awaitable[list[T | None]]]
+    ) -> list[T | None]:
+        """Return the answers about step directories; None for one that may not be read.
+
+        Permissions of one step are no reason not to list the others.
+        """
+        try:
+            return await ask(names)
+        except StorageError as error:
+            if error.errno not in _FORBIDDEN:
+                raise
+            if len(names) == 1:
+                self._refused[names[0]] = error.message
+                return [None]
+        return [(await self._readable([name], ask))[0] for name in names]
 
     def _indexed(self, name: str, summary: Summary | None) -> IndexedStep | None:
         # A step is committed if and only if its manifest is there, whole, and its own.
@@ -229,10 +368,3 @@ class StepIndex:
                 return answer
             known = candidates
         return None
-
-
-def _shorten(steps: list[int]) -> str:
-    shown = [str(step) for step in (steps if len(steps) <= 12 else [*steps[:3], *steps[-8:]])]
-    if len(steps) > 12:
-        shown.insert(3, "...")
-    return ", ".join(shown)

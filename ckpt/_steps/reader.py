@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import anyio
 
-from ckpt._arguments import check_step, shown
+from ckpt._arguments import check_step, shown, true_or_false
 from ckpt._engine.engine import Engine
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import restore_items
@@ -17,14 +18,22 @@ from ckpt._engine.verify.pipeline import verify_step_dir
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._events import EventRecorder
 from ckpt._plan.adapt import Adapt
+from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
 from ckpt._steps.index import StepIndex
 from ckpt._steps.previous_steps import saved_step
 from ckpt._steps.processes import Processes
 from ckpt._steps.restore_requests import result_of, wanted_items
 from ckpt._steps.step_metadata import StepMetadata, describe_step
-from ckpt.errors import InvalidArgumentError, StepDeletedError, StepNotFoundError
-from ckpt.policies import BestN, Metric, Mode, best_of
+from ckpt._tree.suggestions import suggestion
+from ckpt._tree.table import size_text
+from ckpt.errors import (
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    StepDeletedError,
+    StepNotFoundError,
+)
+from ckpt.policies import BestN, Metric, Mode, SavedStep, best_of
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import while_read
 
@@ -32,6 +41,8 @@ logger = logging.getLogger("ckpt")
 
 # A writer that deletes the latest step this often while it is read keeps nothing that one can read.
 _LATEST_TRIES = 20
+
+_Load = Callable[[int | None], Awaitable[tuple[int | None, Any]]]
 
 
 class StepReader:
@@ -78,7 +89,11 @@ class StepReader:
                 f"best_step({shown(metric)}): say which values are better: mode='min' or 'max'"
             )
         steps = [saved_step(each) for each in (await self._processes.steps.refresh()).values()]
-        return await anyio.to_thread.run_sync(best_of, steps, metric, mode)
+        best = await anyio.to_thread.run_sync(best_of, steps, metric, mode)
+        if best is None and steps:
+            # The caller may take None for a fresh run, or restore the latest step.
+            raise _no_metric(metric, steps)
+        return best
 
     async def metadata(self, step: int | None) -> StepMetadata:
         """Return the metadata of `step`, or of the latest one."""
@@ -108,22 +123,111 @@ class StepReader:
                 return report
             raise deleted
 
+    async def is_fresh(self) -> bool:
+        """Tell whether a run begins here: the root has no steps.
+
+        Raises:
+            StepNotFoundError: It has some, and none of them can be read.
+        """
+        if await self.latest_step() is not None:
+            return False
+        if self._index.unreadable:
+            raise self._index.no_step()
+        return True
+
+    async def resume(
+        self,
+        target: Any,
+        named: bool,
+        adapt: Adapt | Mapping[str, Adapt] | None,
+        fallback: bool,
+        caller: CallingThread,
+    ) -> tuple[int, Any]:
+        """Return the step after the latest one, and what that one holds; see the managers."""
+        true_or_false("fallback", fallback)
+        load = partial(
+            self._restore,
+            like=None if named else target,
+            items=target if named else None,
+            at=None,
+            adapt=adapt,
+            broadcast_bytes=None,
+            caller=caller,
+        )
+        step, found = await (self._newest_whole(load) if fallback else load(None))
+        return check_step(step) + 1, found
+
     async def restore(
         self,
         step: int | None,
         like: Any,
         items: Mapping[str, Any] | Iterable[str] | None,
+        at: str | None,
         adapt: Adapt | Mapping[str, Adapt] | None,
         broadcast_bytes: int | None,
+        fallback: bool,
         caller: CallingThread,
     ) -> Any:
         """Load a step, or the latest one: then the next one where it is deleted meanwhile.
 
         Several processes load the same step, and all of them fail where one does. With
-        `broadcast_bytes` they share what they read, by programs that `caller` runs.
+        `broadcast_bytes` they share what they read, by programs that `caller` runs. With
+        `fallback`, a damaged step is passed over for the one before it.
         """
+        true_or_false("fallback", fallback)
+        step = None if step is None else check_step(step)
         # It may be asked for more than once.
         items = list(items) if isinstance(items, Iterator) else items
+        load = partial(
+            self._restore,
+            like=like,
+            items=items,
+            at=at,
+            adapt=adapt,
+            broadcast_bytes=broadcast_bytes,
+            caller=caller,
+        )
+        if fallback and step is not None:
+            raise InvalidArgumentError(
+                "restore(fallback=True) takes the newest step that is whole: leave the step out",
+                step=step,
+            )
+        return (await (self._newest_whole(load) if fallback else load(step)))[1]
+
+    async def _newest_whole(self, load: _Load) -> tuple[int | None, Any]:
+        """Load the newest step that is whole; each damaged one is named in a warning."""
+        first: CorruptCheckpointError | None = None
+        tried: set[int] = set()
+        while True:
+            # All processes have to try the same one, and hear of the damage that one has found.
+            steps = [each for each in await self._processes.steps.refresh() if each not in tried]
+            if first is not None and not steps:
+                raise first
+            chosen = steps[-1] if steps else None
+            try:
+                return await load(chosen)
+            except StepDeletedError:
+                if chosen is None:
+                    raise
+                tried.add(chosen)
+            except CorruptCheckpointError as error:
+                if chosen is None:
+                    raise
+                tried.add(chosen)
+                first = first or error
+                self._index.passed_over[chosen] = error.message
+                logger.warning("step %d is passed over for the one before it: %s", chosen, error)
+
+    async def _restore(
+        self,
+        step: int | None,
+        like: Any,
+        items: Mapping[str, Any] | Iterable[str] | None,
+        at: str | None,
+        adapt: Adapt | Mapping[str, Adapt] | None,
+        broadcast_bytes: int | None,
+        caller: CallingThread,
+    ) -> tuple[int | None, Any]:
         began = time.perf_counter_ns()
         engine, processes = self._engine, self._processes
         with self._recorder("restore", step).failing(began):
@@ -142,17 +246,41 @@ class StepReader:
                                 processes.count,
                                 found.broadcast,
                             )
-                            wanted = wanted_items(manifest, like, items, adapt)
+                            wanted = wanted_items(manifest, like, items, adapt, at)
                             loaded = await restore_items(context, wanted)
                 except StepDeletedError as error:
                     deleted = error
                     continue
-                nbytes = sum(manifest.items[name].nbytes for name in loaded)
+                nbytes = sum(context.moved)
                 self._recorder("restore", manifest.step).end(began, "ok", nbytes=nbytes)
                 seconds = (time.perf_counter_ns() - began) / 1e9
-                logger.info("restored step %s: %d bytes in %.2f s", manifest.step, nbytes, seconds)
-                return result_of(manifest, loaded, named=items is not None)
+                logger.info(
+                    "restored step %s of %s: %s in %.2f s",
+                    manifest.step,
+                    redact(self._storage.location),
+                    size_text(nbytes),
+                    seconds,
+                )
+                return manifest.step, result_of(manifest, loaded, named=items is not None)
             raise deleted
 
     def _recorder(self, operation: str, step: int | None) -> EventRecorder:
         return EventRecorder(operation, step, self._engine.observers)
+
+
+def _no_metric(metric: Metric, steps: Sequence[SavedStep]) -> InvalidArgumentError:
+    names = sorted({name for each in steps for name in each.metrics or ()})
+    if callable(metric):
+        return InvalidArgumentError(
+            f"best_step(): the function gives no number for any of the {len(steps)} steps, whose "
+            f"metrics are {', '.join(names) or 'none'}"
+        )
+    count = "the only step does not have" if len(steps) == 1 else f"none of {len(steps)} steps has"
+    if metric in names:
+        problem = f"{count} a number for this metric, only NaN"
+    elif names:
+        hint = suggestion(metric, names)
+        problem = f"{count} this metric; there is {', '.join(map(repr, names))}{hint}"
+    else:
+        problem = f"{count} this metric, nor any other. Pass metrics={{...}} to save()"
+    return InvalidArgumentError(f"best_step({shown(metric)}): {problem}")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
+
+import jax
 
 from ckpt._arguments import invalid, shown, whole_number
 from ckpt._engine.restore.pipeline import ItemTarget
 from ckpt._format.manifest import Manifest
 from ckpt._plan.adapt import Adapt
 from ckpt._steps.step_metadata import ItemInfo
+from ckpt._tree.leaf_specs import is_function
 from ckpt.errors import InvalidArgumentError
 
 # Smaller budgets would need too many rounds of exchange.
@@ -21,8 +25,11 @@ def wanted_items(
     like: Any,
     items: Mapping[str, Any] | Iterable[str] | None,
     adapt: Adapt | Mapping[str, Adapt] | None,
+    at: str | None = None,
 ) -> dict[str, ItemTarget]:
     """Return the items to load, each with its target and what may differ from it.
+
+    With `at`, it is the branch of the one item at that leaf path.
 
     Raises:
         InvalidArgumentError: `like` and `items` are both given, `like` does not say which of
@@ -33,6 +40,10 @@ def wanted_items(
         name: None if isinstance(each, ItemInfo) else each
         for name, each in _likes(manifest, like, items).items()
     }
+    for name, each in likes.items():
+        _check_like(each, manifest, name)
+    if at is not None:
+        adapt = _branch(at, adapt, likes, manifest)
     given: object = adapt
     if given is None or isinstance(given, Adapt):
         return {name: ItemTarget(each, given or Adapt()) for name, each in likes.items()}
@@ -47,6 +58,42 @@ def wanted_items(
             step=manifest.step,
         )
     return {name: ItemTarget(each, given.get(name) or Adapt()) for name, each in likes.items()}
+
+
+def _branch(at: object, adapt: object, likes: Mapping[str, Any], manifest: Manifest) -> Adapt:
+    """Return what makes the branch at a leaf path the whole tree."""
+    if not isinstance(at, str) or not at or "*" in at:
+        what = "the leaf path of one branch, such as 'params'"
+        raise invalid("at", at, what, step=manifest.step)
+    if len(likes) != 1:
+        raise InvalidArgumentError(
+            f"at={shown(at)}: name the one item that has this branch, as in items="
+            "{'model': target}",
+            step=manifest.step,
+        )
+    base = adapt if adapt is not None else Adapt()
+    if not isinstance(base, Adapt) or base.select is not None or base.rename is not None:
+        raise InvalidArgumentError(
+            f"at={shown(at)} selects and renames by itself: leave out select and rename of adapt=",
+            step=manifest.step,
+        )
+    return replace(base, select=at, rename={at: ""})
+
+
+def _check_like(like: Any, manifest: Manifest, item: str) -> None:
+    if is_function(like):
+        raise InvalidArgumentError(
+            f"like= is the function {shown(like, 60)}: pass what it returns, or "
+            "jax.eval_shape(function), which allocates nothing",
+            step=manifest.step,
+            item=item,
+        )
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(like)):
+        raise InvalidArgumentError(
+            "like= has traced values in it: call restore() outside jit, grad and vmap",
+            step=manifest.step,
+            item=item,
+        )
 
 
 def _likes(

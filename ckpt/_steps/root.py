@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 
 from ckpt._events import EventRecorder, Observer
+from ckpt._redaction import redact
 from ckpt._steps.index import StepIndex
 from ckpt._steps.pins import forget_expired
 from ckpt._steps.previous_steps import PreviousSteps, saved_step
@@ -83,14 +84,16 @@ class Root:
             self._opened = True
 
     async def _open(self) -> None:
-        if self.is_read_only:
-            # Raises where there is no root, since none is to be made.
-            await self.storage.step_dirs()
-            return
-        await self.storage.prepare()
-        await self._sweep()
-        await write_root_metadata(self.storage, self._metadata)
-        await self.retention.prepare()
+        if not self.is_read_only:
+            await self.storage.prepare()
+            await self._sweep()
+            await write_root_metadata(self.storage, self._metadata)
+            await self.retention.prepare()
+        # Raises where there is no root, and none is to be made.
+        count, latest = await self.index.overview()
+        steps = f"1 step: {latest}" if count == 1 else f"{count} steps, the latest {latest}"
+        where = redact(self.storage.location)
+        logger.info("%s: %s", where, steps if count else "no steps yet")
 
     async def _sweep(self) -> None:
         """Remove what dead writers left in the root."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 from ckpt._arguments import check_step
 from ckpt._engine.engine import Engine
@@ -51,6 +51,7 @@ class RootService:
         metadata: Mapping[str, Any] | None,
         backlog: BacklogPolicy,
         read_only: bool,
+        may_be_missing: bool,
         timeouts: Timeouts,
         preemption: Preemption,
         peers: Peers | None,
@@ -59,7 +60,7 @@ class RootService:
         self.loop = loop
         self.preemption = preemption
         self._engine = engine
-        index = StepIndex(storage, names)
+        index = StepIndex(storage, names, may_be_missing=may_be_missing)
         processes: Processes
         if peers is None:
             processes = OneProcess(index, engine.arena.capacity)
@@ -88,7 +89,12 @@ class RootService:
         return self.root.storage
 
     def start_partial(
-        self, step: int, metrics: Mapping[str, Any] | None, metadata: Any, *, overwrite: bool
+        self,
+        step: SupportsIndex,
+        metrics: Mapping[str, Any] | None,
+        metadata: Any,
+        *,
+        overwrite: bool,
     ) -> OpenSave:
         """Return a save in parts; it begins with its first call."""
         step = check_step(step)
@@ -104,7 +110,7 @@ class RootService:
             )
         return OpenSave(self.saves, request)
 
-    def reached_preemption(self, step: int) -> bool:
+    def reached_preemption(self, step: SupportsIndex) -> bool:
         """Tell whether the run is to end at `step`; called on the caller's thread.
 
         The answer for a step stays what it was, so that a save and its caller agree.

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from ckpt._arguments import invalid
 from ckpt._commit import StepInfo, step_info
 from ckpt._format.dtypes import DTYPES
 from ckpt._format.manifest import ItemEntry, JsonValue, LeafEntry, Manifest, ShardingEntry
@@ -19,6 +18,7 @@ from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.targets import key_shape
 from ckpt._tree.flatten import unboxed_names
 from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, decode_scalar
+from ckpt._tree.shardings import ShardingTree, spread
 from ckpt._tree.table import LeafRow, html_table, sharding_text, size_text, text_table
 from ckpt._tree.unflatten import unflatten
 
@@ -119,30 +119,38 @@ class StepMetadata:
         """The tree of the one unnamed object, or the dict of all items by name."""
         return next(iter(self.items.values())) if self.unnamed else dict(self.items)
 
-    def target(self, choose: Sharding | Callable[[LeafInfo], Sharding | None] | None = None) -> Any:
+    def target(self, shardings: ShardingTree | Callable[[LeafInfo], Sharding | None] = None) -> Any:
         """Return the tree as a target for `like=`, with shardings of today's devices.
 
         Args:
-            choose: The sharding of all arrays, or a function that gives each its own.
+            shardings: The sharding of all arrays; a tree of shardings with the structure of this
+                one, or of its upper part; or a function that gives each `LeafInfo` its own.
 
         Raises:
-            InvalidArgumentError: `choose` is neither.
+            InvalidArgumentError: The shardings do not fit the tree.
+
+        Example:
+            ```python
+            target = mgr.metadata(100).target({"params": sharding, "opt_state": None})
+            state = mgr.restore(100, like=target)
+            ```
         """
-        given: object = choose
-        if not (given is None or isinstance(given, Sharding) or callable(given)):
-            raise invalid("choose", given, "a sharding, or a function of a LeafInfo")
-
-        def with_sharding(leaf: Any) -> Any:
-            if not isinstance(leaf, LeafInfo) or leaf.kind not in ("jax", "key"):
-                return leaf
-            return leaf.with_sharding(choose(leaf) if callable(choose) else choose)
-
+        leaves, structure = jax.tree.flatten(self.tree)
+        places: list[Sharding | None]
+        if callable(shardings) and jax.tree_util.all_leaves([shardings]):
+            places = [shardings(leaf) if _is_on_devices(leaf) else None for leaf in leaves]
+        else:
+            places = spread(shardings, self.tree)
         if self.unknown_classes:
             logger.warning(
                 "the target has a read-only ckpt.UnknownNode for: %s",
                 "; ".join(f"{name} ({why})" for name, why in sorted(self.unknown_classes.items())),
             )
-        return jax.tree.map(with_sharding, self.tree)
+        pairs = zip(leaves, places, strict=True)
+        return jax.tree.unflatten(
+            structure,
+            [leaf.with_sharding(place) if _is_on_devices(leaf) else leaf for leaf, place in pairs],
+        )
 
     def __str__(self) -> str:
         return text_table(self._title, self._rows)
@@ -158,10 +166,13 @@ class StepMetadata:
         info = self.info
         count = sum(len(leaves) for leaves in self.leaves.values())
         name = info.path if info.step is None else f"step {info.step}"
-        return (
+        title = (
             f"{name}: {count} {'leaf' if count == 1 else 'leaves'}, {size_text(info.nbytes)}, "
             f"committed {info.committed:%Y-%m-%d %H:%M:%S} UTC"
         )
+        for key, value in (info.metrics or {}).items():
+            title += f", {key:.60}={value:.6g}"
+        return title if info.metadata is None else f"{title}, metadata {info.metadata!r:.200}"
 
     @property
     def _rows(self) -> list[LeafRow]:
@@ -182,6 +193,10 @@ class StepMetadata:
                         LeafRow(where, "a function" if leaf is ... else _value_text(leaf), None, "")
                     )
         return rows
+
+
+def _is_on_devices(leaf: Any) -> bool:
+    return isinstance(leaf, LeafInfo) and leaf.kind in ("jax", "key")
 
 
 def _value_text(value: Any) -> str:

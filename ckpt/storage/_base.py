@@ -90,6 +90,8 @@ class Storage(Protocol):
     async def read(self, step_dir: str, path: str, limit: int) -> bytes | None:
         """Return a small file of a step directory, or None if either does not exist.
 
+        With an empty `step_dir`, it is a file of the root itself.
+
         Raises:
             CorruptCheckpointError: It is not a regular file, or larger than `limit` bytes.
         """

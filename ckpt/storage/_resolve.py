@@ -162,10 +162,10 @@ def _place(path: PathLike) -> Path | StoreConfig | _Url:
         raise invalid("path", text, "the path of a directory")
     scheme = _SCHEME.match(text)
     if scheme is None:
-        return Path(text)
+        return _absolute(text)
     kind = scheme[1].lower()
     if not scheme[2] and kind not in _OTHER_NAMES and kind not in schemes():
-        return Path(text)
+        return _absolute(text)
     if kind in _STORES:
         return _STORES[kind](text)
     if not scheme[2]:
@@ -182,4 +182,21 @@ def _place(path: PathLike) -> Path | StoreConfig | _Url:
         )
     if parts.netloc not in ("", "localhost"):
         raise InvalidArgumentError(f"path={shown(text)}: a file URL of another host")
-    return Path(unquote(parts.path))
+    return _absolute(unquote(parts.path))
+
+
+def _absolute(text: str) -> Path:
+    """Return a path as it is meant now: a program may change its working directory later."""
+    given = os.path.expanduser(text)
+    if given.startswith("~"):
+        raise InvalidArgumentError(
+            f"path={shown(text)}: there is no user of that name. Write ./~... for a name that "
+            "begins with ~"
+        )
+    try:
+        return Path(given).absolute()
+    except FileNotFoundError as error:
+        raise InvalidArgumentError(
+            f"path={shown(text)}: the working directory was deleted, so that no relative path "
+            "leads anywhere. Pass an absolute path"
+        ) from error

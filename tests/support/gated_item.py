@@ -21,6 +21,8 @@ class Gate:
 
     def __init__(self) -> None:
         self.opened = threading.Event()
+        # Set when the save waits at the gate.
+        self.reached = threading.Event()
 
     def open(self) -> None:
         self.opened.set()
@@ -34,6 +36,7 @@ class GateHandler:
 
     async def stage(self, item: Gate, writer: Any) -> Awaitable[ItemEntry]:
         async def commit() -> ItemEntry:
+            item.reached.set()
             opened = await anyio.to_thread.run_sync(
                 item.opened.wait, PATIENCE_S, abandon_on_cancel=True
             )

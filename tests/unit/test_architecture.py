@@ -25,7 +25,6 @@ FLOORS = [
     {"_arguments"},
     {"_format", "_runtime", "_settings", "step_names"},
     {
-        "_commit",
         "_tree",
         "coordination",
         "manifest",
@@ -33,7 +32,7 @@ FLOORS = [
         "policies",
         "storage._base",
     },
-    {"observers", "storage._local", "storage._object"},
+    {"_commit", "observers", "storage._local", "storage._object"},
     {"_plan", "storage"},
     {"_plan.multihost", "surgery"},
     {"_engine.memory", "handlers"},

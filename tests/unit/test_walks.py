@@ -37,7 +37,8 @@ def names_in(file: str, function: str) -> set[str]:
     """Return the names and attributes in the body of a function or method."""
     node: Any = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     for part in function.split("."):
-        node = next(each for each in node.body if getattr(each, "name", None) == part)
+        # Behind its overloads.
+        node = [each for each in node.body if getattr(each, "name", None) == part][-1]
     inner = [each for statement in node.body for each in ast.walk(statement)]
     names = {each.id for each in inner if isinstance(each, ast.Name)}
     return names | {each.attr for each in inner if isinstance(each, ast.Attribute)}

@@ -31,6 +31,7 @@ class RestoreContext:
         processes: How many processes the job has.
         broadcast: How they share what they read; None where each reads what it needs.
         slots: Taken by every request in progress.
+        moved: Bytes of array data that the reads of each item take from the storage.
     """
 
     storage: Storage
@@ -42,6 +43,7 @@ class RestoreContext:
     processes: int = 1
     broadcast: Broadcast | None = None
     slots: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(CONCURRENT_REQUESTS))
+    moved: list[int] = field(default_factory=list)
 
     @property
     def folder(self) -> str:

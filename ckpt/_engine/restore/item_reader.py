@@ -110,6 +110,7 @@ class EngineItemReader:
         work = await self.in_thread(self._planned, entry, reads)
         total = sum(each.nbytes for requests in work.requests.values() for each in requests)
         self._recorder.planned(began_ns, total)
+        self._restore.moved.append(total)
         await self._place_without_chunks(work)
         await self._read_requests(work.requests.pop(None), self._read_block, work)
         work.damage.raise_if_any()

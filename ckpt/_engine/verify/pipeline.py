@@ -20,6 +20,7 @@ from ckpt._engine.verify.scanner import Scanner
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.chunk_locations import ChunkLocation, places_in
 from ckpt._format.manifest import FILE_NAME, FileEntry, LeafEntry, Manifest
+from ckpt._tree.table import size_text
 from ckpt.errors import CorruptCheckpointError, StorageError, located
 from ckpt.storage._base import UNKNOWN_SIZE, Storage
 from ckpt.storage._manifests import lies_in, read_manifest, refuse_deleted
@@ -60,12 +61,12 @@ async def verify_step_dir(
             await _compare_unless_deleted(storage, step_dir, manifest, deep, observers, work)
     seconds = time.perf_counter() - began
     logger.info(
-        "verified %s (%s): %d problems; %d files, %d bytes read in %.2f s",
+        "verified %s (%s): %d problems; %d files, %s read in %.2f s",
         work.path,
         "every byte" if deep else "names and sizes",
         len(work.problems),
         work.files,
-        work.nbytes,
+        size_text(work.nbytes),
         seconds,
     )
     return VerifyReport(

@@ -34,7 +34,7 @@ class Problem:
         return f"{_plain(self.file):.1000}:{where}{':' if where else ''} {self.message}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport:
     """What was checked of a step, and what is wrong with it. It is true if nothing is wrong.
 
@@ -70,6 +70,9 @@ class VerifyReport:
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _lines(self) -> Iterator[str]:
         read = f"{size_text(self.nbytes)} read" if self.deep else "names and sizes only"

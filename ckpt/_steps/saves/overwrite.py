@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import anyio
 
-from ckpt._arguments import shown
+from ckpt._arguments import check_step, shown
 from ckpt._engine.save.multihost import JointSave, MultihostSave
 from ckpt._engine.save.request import SaveRequest
 from ckpt._format.manifest import FILE_NAME, MAX_BYTES, peek
 from ckpt._steps.retention import is_ours, spare_others
+from ckpt._steps.unreadable import look_closely
 from ckpt.coordination._collectives import gathered
 from ckpt.errors import InvalidArgumentError, StepExistsError, StorageError
 from ckpt.storage._base import Storage
 
 logger = logging.getLogger("ckpt")
+
+# Where damaged steps go when they are saved anew; a folder of the root.
+_DAMAGED = "damaged"
 
 
 async def with_plain_metrics(request: SaveRequest) -> SaveRequest:
@@ -33,21 +37,35 @@ async def with_plain_metrics(request: SaveRequest) -> SaveRequest:
     return replace(request, metrics=metrics)
 
 
-async def make_way(storage: Storage, request: SaveRequest, others: Sequence[str] = ()) -> None:
+async def make_way(
+    storage: Storage,
+    request: SaveRequest,
+    others: Sequence[str] = (),
+    damaged: MutableMapping[int, str] | None = None,
+) -> None:
     """Raise before anything is staged if the step directory is taken; publishing checks again.
 
-    What is going to be replaced is searched for files of others, which are moved out of it.
+    What is going to be replaced is searched for files of others, which are moved out of it. A
+    damaged step is moved aside and kept, where a storage can do that: a run that is started again
+    from the step before comes to the same number every time.
 
     Args:
         storage: The root.
         request: What is to be saved.
         others: Step directories that may be the same step under other names.
+        damaged: Why steps were passed over that look whole; one that is moved aside goes from it.
 
     Raises:
         StepExistsError: It is, and is not to be replaced or not ours to replace.
     """
     for step_dir in (request.step_dir, *others):
         if not await storage.exists(step_dir):
+            continue
+        reason = await _damage_of(storage, request, step_dir, damaged or {})
+        if reason is not None and not storage.keeps_others:
+            await _move_aside(storage, check_step(request.step), step_dir, reason)
+            if damaged is not None:
+                damaged.pop(check_step(request.step), None)
             continue
         where = f"{storage.location}/{step_dir}"
         if not await is_ours(storage, step_dir):
@@ -60,12 +78,37 @@ async def make_way(storage: Storage, request: SaveRequest, others: Sequence[str]
                 step=request.step,
             )
         if not request.overwrite:
+            state = "" if reason is None else f" and is damaged ({reason})"
             raise StepExistsError(
-                f"{where} already exists and was not changed. Choose another step, or pass "
-                "overwrite=True to replace it",
+                f"{where} already exists{state} and was not changed. Choose another "
+                f"{'path' if request.step is None else 'step'}, or pass overwrite=True to replace "
+                "it",
                 step=request.step,
             )
         await spare_others(storage, step_dir)
+
+
+async def _damage_of(
+    storage: Storage, request: SaveRequest, step_dir: str, passed_over: Mapping[int, str]
+) -> str | None:
+    """Return what is wrong with the step that is in the way; None for a whole one, or none."""
+    if request.step is None or request.overwrite:
+        return None
+    if request.step in passed_over:
+        return passed_over[request.step]
+    found = await look_closely(storage, step_dir, request.step)
+    return found.reason if found is not None and found.kind == "damaged" else None
+
+
+async def _move_aside(storage: Storage, step: int, step_dir: str, reason: str) -> None:
+    kept = await storage.move(step_dir, _DAMAGED)
+    if kept is not None:
+        logger.warning(
+            "step %d is saved anew, because it is damaged: %s. The damaged step was moved to %s",
+            step,
+            reason,
+            kept,
+        )
 
 
 async def replacing_part(

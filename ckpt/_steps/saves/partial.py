@@ -226,7 +226,7 @@ class OpenSave:
         try:
             await root.open()
             others = await root.other_step_dirs(step)
-            await make_way(root.storage, request, others)
+            await make_way(root.storage, request, others, root.index.passed_over)
             self.opened.set_result(None)
             engine = saves.engine
             manifest = await save_step(

@@ -43,7 +43,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 import anyio
 
@@ -64,6 +64,7 @@ from ckpt._steps.saves.history import SaveHistory
 from ckpt._steps.saves.overwrite import make_way, remove_others, replacing_part, with_plain_metrics
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.saves.requests import make_request
+from ckpt._tree.table import size_text
 from ckpt.errors import CheckpointError, CommitCancelledError, StepExistsError
 
 logger = logging.getLogger("ckpt")
@@ -110,13 +111,19 @@ class SaveQueue:
         self.history = SaveHistory(engine.now_ns, preemption)
 
     @property
+    def saving(self) -> list[int]:
+        """The steps of saves that are under way."""
+        under_way = [commit for commit in list(self._commits.values()) if not commit.done()]
+        return [commit.step for commit in under_way if commit.step is not None]
+
+    @property
     def is_saving(self) -> bool:
         """Whether a save is under way."""
         return any(not commit.done() for commit in list(self._commits.values()))
 
     def start(
         self,
-        step: int,
+        step: SupportsIndex,
         state: Any,
         items: Mapping[str, Any] | None,
         metrics: Mapping[str, Any] | None,
@@ -293,7 +300,7 @@ class SaveQueue:
             if processes.publishes:
                 others = await root.other_step_dirs(slot.step)
                 request = await replacing_part(self.root.storage, request, processes)
-                await make_way(self.root.storage, request, others)
+                await make_way(root.storage, request, others, root.index.passed_over)
             if not request.overwrite and any(
                 other.step_dir == request.step_dir for other in before
             ):
@@ -349,7 +356,13 @@ class SaveQueue:
                 recorder.preempted(kept_seconds)
                 kept = f"; the run was preempted, and {kept_seconds:.0f} s of training are kept"
             logger.info(
-                "saved step %s: %d bytes in %.2f s%s", info.step, info.nbytes, seconds, kept
+                "saved step %s of %s: %s in %.2f s (blocked %.2f s)%s",
+                info.step,
+                redact(self.root.storage.location),
+                size_text(info.nbytes),
+                seconds,
+                hooks.watch.taken.blocked or 0.0,
+                kept,
             )
             if cleans_up:
                 await self.root.preserve(check_step(request.step))

@@ -136,12 +136,11 @@ class LocalStorage:
             return await self._in_thread(posix.list_files, target)
 
     async def read(self, step_dir: str, path: str, limit: int) -> bytes | None:
-        target = self._root / step_dir / path
+        relative = f"{step_dir}/{path}" if step_dir else path
+        target = self._root / relative
         with translated("read", target):
             try:
-                return await self._in_thread(
-                    posix.read_regular, self._root, f"{step_dir}/{path}", limit
-                )
+                return await self._in_thread(posix.read_regular, self._root, relative, limit)
             except ValueError as error:
                 raise CorruptCheckpointError(f"{target}: {error}") from error
 

@@ -328,7 +328,7 @@ class ObjectStorage:
         Raises:
             CorruptCheckpointError: The path comes from a manifest and would lead elsewhere.
         """
-        key = "/".join(names)
+        key = "/".join(names).removeprefix("/")
         if any(part in ("", ".", "..") for part in key.split("/")):
             raise CorruptCheckpointError(f"{self.location}: {key!r:.200} is not a valid path")
         return key

@@ -208,7 +208,7 @@ def test_arrays_larger_than_the_staging_budget_are_stacked_and_cut(tmp_path: Pat
     with ckpt.sync.CheckpointManager(tmp_path / "root", staging=staging) as manager:
         manager.save(0, {"layers": arrays})
         manager.wait_until_finished()
-        found = manager.restore(0, like=like, adapt=Adapt(transforms=transforms))
+        found: Any = manager.restore(0, like=like, adapt=Adapt(transforms=transforms))
         assert bits(found["layers"]) == np.stack(arrays).tobytes()
         cut = {"layers": [np.empty((700, 600), np.float32)] * 4}
         found = manager.restore(0, like=cut, adapt=Adapt(resize="both"))

@@ -516,7 +516,9 @@ def test_a_file_of_others_may_take_the_place_of_a_directory_of_others(tmp_path: 
     assert (tmp_path / "3.others-1" / "a" / "b").read_text() == "a/b"
 
 
-def test_a_step_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+def test_a_step_that_may_not_be_read_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with plain(tmp_path) as mgr:
         save_all(mgr, [1, 2, 3])
 
@@ -527,7 +529,11 @@ def test_a_step_that_may_not_be_read_is_named(tmp_path: Path) -> None:
             return Fail(errno.EACCES) if inside else None
 
         with plain(tmp_path, read_only=True) as mgr, FaultyFiles(tmp_path, refused, sync=False):
-            with pytest.raises(errors.StorageError, match=f"{tmp_path}/2/ckpt.json") as caught:
-                mgr.all_steps()
-            assert caught.value.errno == errno.EACCES
+            caplog.clear()
+            assert mgr.all_steps() == [1, 3]
+            [warning] = [each.getMessage() for each in caplog.records]
+            assert "step 2 cannot be read and is left out" in warning
+            assert f"{tmp_path}/2/ckpt.json" in warning
+            assert mgr.all_steps() == [1, 3]
             assert mgr.latest_step() == 3
+            assert len(caplog.records) == 1

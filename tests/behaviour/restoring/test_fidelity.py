@@ -61,6 +61,7 @@ def test_typed_keys_come_back(tmp_path: Path, impl: str, shape: tuple[int, ...])
 def test_keys_on_many_devices_come_back_where_they_were(tmp_path: Path, impl: str, spec: P) -> None:
     placed = jax.device_put(keys(impl, (8, 4)), NamedSharding(mesh(2, 4), spec))
     ckpt.sync.save(tmp_path / "x", placed)
+    found: Any
     for like in (None, placed, abstract(placed)):
         found = ckpt.sync.load(tmp_path / "x", like=like)
         assert differences(placed, found) == []
@@ -132,7 +133,7 @@ def test_shared_arrays_come_back_as_the_target_has_them(tmp_path: Path, side: in
     ckpt.sync.save(tmp_path / "x", {"a": shared, "b": shared, "c": shared})
     one = jnp.zeros_like(shared)
     like = {"a": one, "b": one, "c": np.zeros(side * side, np.float64)}
-    found = ckpt.sync.load(tmp_path / "x", like=like)
+    found: Any = ckpt.sync.load(tmp_path / "x", like=like)
     assert found["a"] is found["b"]
     assert type(found["c"]) is np.ndarray
     for array in found.values():
@@ -312,7 +313,7 @@ def test_integers_that_fit_come_back_narrower(tmp_path: Path, shape: tuple[int, 
         np.zeros(shape, np.int8),
         jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=rows),
     ):
-        found = ckpt.sync.load(tmp_path / "x", like={"tokens": like})["tokens"]
+        found: Any = ckpt.sync.load(tmp_path / "x", like={"tokens": like})["tokens"]
         assert found.dtype == like.dtype
         assert np.array_equal(found, array)
 

@@ -122,7 +122,7 @@ def test_compressed_arrays_are_restored_onto_other_shardings(
         "rng": ...,
         "step": int,
     }
-    found = ckpt.sync.load(path, like)
+    found: Any = ckpt.sync.load(path, like)
     for name, array in state["params"].items():
         np.testing.assert_array_equal(np.asarray(found["params"][name]), np.asarray(array))
 

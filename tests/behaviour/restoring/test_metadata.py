@@ -98,7 +98,7 @@ def test_shardings_are_chosen_for_all_arrays_or_for_each(saved: Path) -> None:
 
 def test_what_is_no_sharding_cannot_be_chosen(saved: Path) -> None:
     with pytest.raises(ckpt.errors.InvalidArgumentError, match="expected a sharding"):
-        ckpt.sync.metadata(saved).target("data")  # type: ignore[arg-type]
+        ckpt.sync.metadata(saved).target("data")
 
 
 def test_the_text_is_a_table_with_a_line_for_every_leaf(saved: Path) -> None:

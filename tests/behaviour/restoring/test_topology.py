@@ -198,7 +198,7 @@ def test_keys_and_weak_types_on_a_mesh(tmp_path: Path) -> None:
             )
             for name, leaf in tree.items()
         }
-        found = ckpt.sync.load(tmp_path / "x", like=like)
+        found: Any = ckpt.sync.load(tmp_path / "x", like=like)
         for name, leaf in found.items():
             if leaf.ndim:
                 assert leaf.sharding.is_equivalent_to(layout, leaf.ndim), name
@@ -286,7 +286,7 @@ def test_only_what_is_wanted_is_read(tmp_path: Path, reads: Reads) -> None:
     assert everything < 2 * base.nbytes + 50 * 128 + 3 * 4096
     # One of two large arrays.
     nothing = dict.fromkeys(small, ...)
-    found = ckpt.sync.load(tmp_path / "x", like={"a": ..., "b": base, "small": nothing})
+    found: Any = ckpt.sync.load(tmp_path / "x", like={"a": ..., "b": base, "small": nothing})
     assert bits(found["b"]) == bits(tree["b"])
     assert found["a"] is ...
     assert reads.take() == base.nbytes

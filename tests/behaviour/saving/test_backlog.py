@@ -96,7 +96,8 @@ def test_skip_saves_nothing_and_says_why(tmp_path: Path) -> None:
         skipped = mgr.save(1, state(1))
         assert not skipped
         assert skipped.done()
-        assert skipped.result() is None
+        with pytest.raises(errors.SaveSkippedError):
+            skipped.result()
         assert "step 0 is still being saved" in (skipped.skipped or "")
         forced = mgr.save(2, state(2), force=True)
         assert forced
@@ -115,11 +116,13 @@ def test_supersede_gives_up_what_has_not_begun_to_write(tmp_path: Path) -> None:
         old = mgr.save(1, state(1))
         assert old
         new = mgr.save(2, state(2))
-        assert old.result(PATIENCE_S) is None
+        with pytest.raises(errors.SaveSkippedError):
+            old.result(PATIENCE_S)
         assert not old
         assert "superseded by step 2" in (old.skipped or "")
         newest = mgr.save(3, state(3))
-        assert new.result(PATIENCE_S) is None
+        with pytest.raises(errors.SaveSkippedError):
+            new.result(PATIENCE_S)
         # The first is being written: it is never given up, so the queue goes on.
         assert not first.done()
         gate.open()

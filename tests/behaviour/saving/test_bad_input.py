@@ -28,17 +28,19 @@ def mgr(tmp_path: Path) -> Iterator[ckpt.sync.CheckpointManager]:
         assert os.listdir(tmp_path / "root") == ["metadata"]
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, "3", None, True, 10**19, float("nan"), [1]])
+@pytest.mark.parametrize(
+    "step", [-1, 1.5, "3", None, True, 10**19, 10**30, np.array([4]), float("nan"), [1]]
+)
 def test_a_step_that_is_none(mgr: ckpt.sync.CheckpointManager, step: Any) -> None:
-    with pytest.raises(errors.InvalidArgumentError, match="whole number"):
+    with pytest.raises(errors.InvalidArgumentError, match=r"whole number|at most 9{19}"):
         mgr.save(step, {"x": 1})
-    with pytest.raises(errors.InvalidArgumentError, match="whole number"):
+    with pytest.raises(errors.InvalidArgumentError, match=r"whole number|at most 9{19}"):
         mgr.delete(step)
 
 
 def test_numpy_integers_are_steps(tmp_path: Path) -> None:
     with ckpt.sync.CheckpointManager(tmp_path) as mgr:
-        mgr.save(np.int64(3), {"x": 1}).result()  # type: ignore[arg-type]
+        mgr.save(np.int64(3), {"x": 1}).result()
         assert mgr.all_steps() == [3]
         assert mgr.restore(jnp.int32(3)) == {"x": 1}
 
@@ -153,7 +155,7 @@ def test_arguments_that_contradict_each_other(mgr: ckpt.sync.CheckpointManager) 
     with pytest.raises(errors.InvalidArgumentError, match="metrics"):
         mgr.save(0, {"x": 1}, metrics={"loss": "low"})
     with pytest.raises(errors.InvalidArgumentError, match="metrics"):
-        mgr.save(0, {"x": 1}, metrics=[1])  # type: ignore[arg-type]
+        mgr.save(0, {"x": 1}, metrics=[1])  # type: ignore[call-overload]
     for metadata in ({"a": Opaque()}, {"a": float("nan")}):
         with pytest.raises(errors.InvalidArgumentError, match="metadata"):
             mgr.save(0, {"x": 1}, metadata=metadata)

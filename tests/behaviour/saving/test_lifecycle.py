@@ -290,9 +290,11 @@ def test_a_save_that_a_policy_turns_down_is_falsy_and_says_why(tmp_path: Path) -
             assert "multiple of 2" in commit.skipped
             assert commit.done()
             assert commit.stage == "skipped"
-            assert await commit is None
-            assert commit.result() is None
-            assert commit.exception() is None
+            with pytest.raises(ckpt.errors.SaveSkippedError, match="multiple of 2"):
+                await commit
+            with pytest.raises(ckpt.errors.SaveSkippedError, match="if commit:"):
+                commit.result()
+            assert isinstance(commit.exception(), ckpt.errors.SaveSkippedError)
             assert commit.cancel() is False
             assert await mgr.all_steps() == []
             assert await mgr.save(2, SMALL)

@@ -55,7 +55,7 @@ def test_a_policy_that_says_no_says_why(tmp_path: Path) -> None:
         commit = mgr.save(21, {"x": 1})
         assert not commit
         assert commit.done()
-        assert commit.result() is None
+        assert isinstance(commit.exception(), errors.SaveSkippedError)
         assert commit.stage == "skipped"
         assert "multiple of 10" in str(commit.skipped)
         assert mgr.all_steps() == []

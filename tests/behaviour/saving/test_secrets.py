@@ -173,7 +173,7 @@ def test_arguments_that_hold_a_secret(text: str, tmp_path: Path) -> None:
     with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
         mgr.save(1, {"w": 1}).result()
         for call in (
-            lambda: mgr.save(text, {"w": 1}),  # type: ignore[arg-type]
+            lambda: mgr.save(text, {"w": 1}),  # type: ignore[call-overload]
             lambda: mgr.restore(text),  # type: ignore[arg-type]
             lambda: mgr.save(2, items={text: {"w": 1}}),
             lambda: mgr.restore(1, items=[text]),

@@ -144,7 +144,7 @@ def test_every_way_to_call_it_gives_the_same(root: Path) -> None:
 
     reports = [*asyncio.run(main()), *trio.run(main), ckpt.sync.verify(root / str(STEP))]
     with ckpt.sync.CheckpointManager(root) as mgr:
-        reports += [mgr.verify(), mgr.verify(np.int64(STEP))]  # type: ignore[arg-type]
+        reports += [mgr.verify(), mgr.verify(np.int64(STEP))]
     assert {report.problems for report in reports} == {reports[0].problems}
     assert all(hit(report) == {("model", "large")} for report in reports)
     assert {report.step for report in reports} == {STEP}
@@ -180,7 +180,8 @@ def test_a_manager_tells_its_observers_and_the_log(
     reads = [event for event in events if event.phase == "read"]
     assert sum(event.nbytes for event in reads) == report.nbytes
     assert len({event.lane for event in reads}) > 1
-    [record] = [each for each in caplog.records if each.levelno >= logging.INFO]
+    opened, record = [each for each in caplog.records if each.levelno >= logging.INFO]
+    assert "1 step" in opened.getMessage()
     assert "verified" in record.getMessage()
     assert "0 problems" in record.getMessage()
 

@@ -59,7 +59,7 @@ def test_the_old_random_state_keeps_its_spare_number(tmp_path: Path) -> None:
 
 def test_a_class_as_target_gives_a_new_one(tmp_path: Path) -> None:
     ckpt.sync.save(tmp_path / "x", np.random.default_rng(0))
-    found = ckpt.sync.load(tmp_path / "x", np.random.Generator)
+    found: Any = ckpt.sync.load(tmp_path / "x", np.random.Generator)
     assert found.random() == np.random.default_rng(0).random()
 
 

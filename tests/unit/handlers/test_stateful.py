@@ -116,7 +116,7 @@ def test_every_protocol_is_written_and_set(tmp_path: Path) -> None:
 def test_the_tree_of_a_state_can_be_loaded_onto_a_target(tmp_path: Path) -> None:
     ckpt.sync.save(tmp_path / "x", Averages(2.0))
     target = {"means": jax.ShapeDtypeStruct((3, 2), jnp.float32), "steps": (int, int)}
-    found = ckpt.sync.load(tmp_path / "x", target, adapt=ckpt.Adapt(cast="float32"))
+    found: Any = ckpt.sync.load(tmp_path / "x", target, adapt=ckpt.Adapt(cast="float32"))
     assert found["means"].dtype == jnp.float32
 
 

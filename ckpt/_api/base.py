@@ -1,0 +1,191 @@
+"""`ManagerBase`: what the asyncio and the plain manager share."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, SupportsIndex, get_args
+
+from ckpt._arguments import instance_of, invalid, one_of, plain_json
+from ckpt._events import Observer
+from ckpt._plan.format_rules import Formats
+from ckpt._redaction import redact
+from ckpt._runtime.exit import run_at_exit
+from ckpt._runtime.loop import EngineLoop
+from ckpt._runtime.tracebacks import shortened
+from ckpt._settings import Staging, Timeouts
+from ckpt._steps.factory import make_engine, make_peers
+from ckpt._steps.saves.backlog import BacklogPolicy
+from ckpt._steps.saves.preemption import Preemption
+from ckpt._steps.service import RootService
+from ckpt.coordination._base import Coordinator
+from ckpt.handlers._registry import HandlersLike
+from ckpt.policies import (
+    Deletion,
+    PreservationPolicyLike,
+    PreserveAll,
+    SavePolicyLike,
+    check_preservation,
+    check_save_policy,
+)
+from ckpt.step_names import Standard, StepNames, checked
+from ckpt.storage._resolve import PathLike, check_trash, open_root
+
+logger = logging.getLogger("ckpt")
+
+
+class ManagerBase:
+    """What the asyncio and the synchronous manager share: their arguments, and what never waits."""
+
+    def __init__(
+        self,
+        root: PathLike,
+        *,
+        save_policy: SavePolicyLike | None = None,
+        preservation: PreservationPolicyLike | None = None,
+        deletion: Deletion | None = None,
+        step_names: StepNames | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        handlers: HandlersLike = (),
+        staging: Staging | None = None,
+        formats: Formats | None = None,
+        backlog: BacklogPolicy = "wait",
+        read_only: bool = False,
+        create: bool = True,
+        permission_mode: int | None = None,
+        preemption_signals: Iterable[int] = (),
+        timeouts: Timeouts | None = None,
+        coordinator: Coordinator | None = None,
+        observers: Iterable[Observer] = (),
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """Manage the steps below `root`. Does no input or output yet.
+
+        Args:
+            root: A directory, a URL (`s3://bucket/run`), or a store of `ckpt.storage`.
+            save_policy: Which steps are saved: a policy of `ckpt.policies`, or a function of step,
+                previous steps and `SaveContext` that returns True for steps to save. None saves
+                every step.
+            preservation: Which steps are kept after a commit: a policy of `ckpt.policies`, or a
+                function that returns True for steps to keep. None keeps all. Pinned steps, the
+                step just saved and the greatest one are always kept.
+            deletion: How the other steps are deleted; `Deletion(trash=...)` moves them away.
+            step_names: How the directories of steps are named (`ckpt.step_names`).
+            metadata: JSON values to keep with the root. If it has metadata already, that stays.
+            handlers: Handlers for more kinds of items, tried in order before the built-in ones;
+                or a mapping of item names to the handler of each.
+            staging: How snapshots are taken, and how much host memory they may use.
+            formats: How arrays are stored: `{pattern of leaf paths: ArrayFormat}`, of which the
+                first that matches a leaf applies, or a function of leaf path and
+                `jax.ShapeDtypeStruct` that returns an `ArrayFormat` or None. A pattern that applies
+                to no array of a save is an error.
+            backlog: What a save does while another one is under way. `wait` takes its snapshot
+                meanwhile and commits after it; with two under way it first waits for the older.
+                `skip` saves nothing and returns a falsy commit that says so. `supersede` replaces
+                a save that has not begun to write, whose commit becomes falsy. (A save with
+                `force=True` is never skipped.)
+            read_only: Refuse everything that writes; for evaluators.
+            create: Create the root if it does not exist. With False, opening the manager fails.
+            permission_mode: Permissions of new directories, such as 0o750; files get the same
+                without the execute bits. None leaves both to the umask.
+            preemption_signals: Signals that announce the end of the run, such as
+                `(signal.SIGTERM,)`. They are handled from the first use in the main thread until
+                the manager closes; see `reached_preemption`.
+            timeouts: Time limits, in seconds.
+            coordinator: The processes of the job (`ckpt.coordination`). None uses those of
+                `jax.distributed`.
+            observers: Called with an `Event` for every timed phase, on the library's thread.
+            clock: Returns the time in Unix seconds; for tests of policies.
+
+        Raises:
+            InvalidArgumentError: An argument is invalid.
+        """
+        timeouts = instance_of("timeouts", timeouts, Timeouts) or Timeouts()
+        instance_of("read_only", read_only, bool)
+        instance_of("create", create, bool)
+        makes_root = create and not read_only
+        storage = open_root(root, timeouts, create=makes_root, permission_mode=permission_mode)
+        if save_policy is not None:
+            check_save_policy(save_policy)
+        if preservation is not None:
+            check_preservation(preservation)
+        deletion = instance_of("deletion", deletion, Deletion) or Deletion()
+        names = checked(Standard() if step_names is None else step_names)
+        if deletion.trash is not None:
+            check_trash(root, deletion.trash, lambda name: names.step(name) is not None)
+        staging = instance_of("staging", staging, Staging) or Staging()
+        engine = make_engine(staging, handlers, observers, formats, clock)
+        peers = make_peers(coordinator, timeouts, storage.location, engine)
+        one_of("backlog", backlog, get_args(BacklogPolicy))
+        if backlog == "supersede" and peers is not None:
+            what = f"'wait' or 'skip', since the {peers.count} processes of this job might differ"
+            raise invalid("backlog", backlog, f"{what} in which save they give up")
+        given: object = metadata
+        if metadata is not None and not isinstance(given, Mapping):
+            raise invalid("metadata", metadata, "a mapping of names to JSON values")
+        self._loop = EngineLoop()
+        self._service = RootService(
+            self._loop,
+            storage,
+            engine,
+            save_policy=save_policy,
+            preservation=PreserveAll() if preservation is None else preservation,
+            deletion=deletion,
+            names=names,
+            metadata=None if metadata is None else plain_json("metadata", dict(metadata)),
+            backlog=backlog,
+            read_only=read_only,
+            may_be_missing=read_only and create,
+            timeouts=timeouts,
+            preemption=Preemption(preemption_signals),
+            peers=peers,
+        )
+        run_at_exit(self._service.saves.finish_at_exit)
+        weakref.finalize(self, self._loop.stop).atexit = False
+
+    @property
+    def root(self) -> str:
+        """The directory, or the URL of the place in a store."""
+        return self._service.storage.location
+
+    def __repr__(self) -> str:
+        saving = "".join(f", saving {step}" for step in self._service.saves.saving)
+        known = self._service.root.index.known
+        count = "1 step" if len(known) == 1 else f"{len(known)} steps"
+        seen = f", {count}, the latest {known[-1]}" if known else ""
+        return f"<{type(self).__name__} {redact(self.root)!r}{seen}{saving}>"
+
+    def reached_preemption(self, step: SupportsIndex) -> bool:
+        """Return whether the run should end at `step`; does not wait.
+
+        True once one of `preemption_signals` has arrived. With `jax.distributed` it is true from
+        the step on which JAX's preemption service lets all processes agree. Ask at every step,
+        after `save`: the first save for such a step is made whatever policy and backlog say. For
+        one step, the answer never changes.
+
+        Raises:
+            InvalidArgumentError: Signals cannot be handled: this is not the main thread.
+        """
+        return self._service.reached_preemption(step)
+
+    def is_saving_in_progress(self) -> bool:
+        """Return whether a save is under way."""
+        return self._service.saves.is_saving
+
+    def _give_up_entering(self) -> None:
+        # A block that was not entered is never left.
+        self._loop.stop()
+        self._service.preemption.close()
+
+    def _raise_unseen(self, error: BaseException | None = None) -> None:
+        """Raise the errors that have not been fetched, or add them as notes to `error`."""
+        unseen = self._service.saves.take_errors()
+        if error is not None:
+            for each in unseen:
+                logger.error("a save failed: %s", each)
+                error.add_note(f"a save to {redact(self.root)} failed as well: {each}")
+        elif len(unseen) == 1:
+            raise shortened(unseen[0])
+        elif unseen:
+            raise BaseExceptionGroup(f"{len(unseen)} saves failed", [*map(shortened, unseen)])

@@ -1,0 +1,89 @@
+"""Unreadable steps: directories that are named like steps and are no committed steps.
+
+They are never passed over in silence: a run that took a root of damaged steps, or of another
+library's, for an empty one would begin again from scratch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ckpt._format.manifest import FILE_NAME, MAX_BYTES
+from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from ckpt.storage._base import Storage
+from ckpt.storage._manifests import read_manifest
+
+# What such a directory is: a damaged step of this library, one of a later version, one that may not
+# be read, a step of Orbax, or something else.
+Kind = Literal["damaged", "later", "forbidden", "orbax", "other"]
+
+# Orbax puts the one into every step, and the whole path of the step into the other.
+_ORBAX_METADATA = "_CHECKPOINT_METADATA"
+_SUCCESS = "commit_success.txt"
+_MOST_BYTES = 16 << 20
+_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadableStep:
+    """A directory that is named like a step and is no committed step.
+
+    Attributes:
+        step: The step that it is named like.
+        kind: What it is.
+        reason: Why it cannot be read.
+    """
+
+    step: int
+    kind: Kind
+    reason: str
+
+
+async def look_closely(storage: Storage, step_dir: str, step: int) -> UnreadableStep | None:
+    """Return what a directory is that is no committed step; None if it is gone, or is one now."""
+    where = f"{storage.location}/{step_dir}"
+    try:
+        if await storage.read(step_dir, FILE_NAME, MAX_BYTES) is not None:
+            await read_manifest(storage, step_dir, step=step)
+            return None
+        success = await storage.read(step_dir, _SUCCESS, _MOST_BYTES)
+        if success is not None and success.endswith(f" {step_dir}".encode()):
+            return UnreadableStep(step, "damaged", f"{where} has lost {FILE_NAME}")
+        if await storage.read(step_dir, _ORBAX_METADATA, _MOST_BYTES) is not None:
+            return UnreadableStep(step, "orbax", f"{where} was written by Orbax")
+        # In a store, the objects of a save under way have names like this, too.
+        if storage.keeps_others or not await storage.exists(step_dir):
+            return None
+    except CorruptCheckpointError as error:
+        return UnreadableStep(step, "damaged", error.message.rstrip("."))
+    except UnsupportedFormatError as error:
+        return UnreadableStep(step, "later", error.message.rstrip("."))
+    return UnreadableStep(step, "other", f"{where} has no {FILE_NAME}")
+
+
+def described(found: Sequence[UnreadableStep]) -> list[str]:
+    """Return a sentence for each kind of unreadable step, for messages."""
+    texts = []
+    for each in found:
+        if each.kind not in ("orbax", "other"):
+            problem = "is damaged" if each.kind == "damaged" else "cannot be read"
+            texts.append(f"step {each.step} {problem} and is left out: {each.reason}")
+    for kind, what, advice in (
+        ("orbax", "of Orbax", "which this library does not read; load them with Orbax"),
+        ("other", "of another program", f"without a {FILE_NAME}; they are left out"),
+    ):
+        steps = sorted({each.step for each in found if each.kind == kind})
+        if steps:
+            noun = "step" if len(steps) == 1 else "steps"
+            texts.append(f"it holds {len(steps)} {noun} {what} ({shortened(steps)}), {advice}")
+    return texts
+
+
+def shortened(steps: Sequence[int]) -> str:
+    """Return ascending steps as a list, for messages; of many, the first and the last ones."""
+    shown = [str(step) for step in (steps if len(steps) <= _SHOWN else [*steps[:3], *steps[-8:]])]
+    if len(steps) > _SHOWN:
+        shown.insert(3, "...")
+    return ", ".join(shown)

@@ -1,0 +1,181 @@
+"""A run goes on where it stopped, with two lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import ckpt
+import ckpt.sync
+from ckpt import errors
+from tests.behaviour.opening.damaged_roots import flip_array, make_root, state, warnings_of
+from tests.support.stateful_objects import Counter
+
+
+class Init:
+    """Returns a fresh state, and counts how often it was made for real."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def state(self) -> dict[str, Any]:
+        fresh = {"w": jnp.zeros((8, 4)), "step": jnp.int32(0)}
+        self.made += not isinstance(fresh["w"], jax.core.Tracer)
+        return fresh
+
+
+def train(root: Path, init: Any, until: int) -> tuple[int, dict[str, Any]]:
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        start, found = mgr.resume(init)
+        for step in range(start, until):
+            found = {"w": found["w"] + 1, "step": found["step"] + 1}
+            mgr.save(step, found)
+    return start, found
+
+
+def test_a_run_that_is_started_again_and_again(tmp_path: Path) -> None:
+    init = Init()
+
+    def make() -> dict[str, Any]:
+        return init.state()
+
+    assert train(tmp_path, make, 1)[0] == 0
+    assert init.made == 1
+    # Step 0 is a step like any other.
+    assert train(tmp_path, make, 3)[0] == 1
+    start, found = train(tmp_path, make, 7)
+    assert start == 3
+    assert init.made == 1, "the state of a run that goes on is not made"
+    assert int(found["step"]) == 7
+    assert (np.asarray(found["w"]) == 7).all()
+    # Nothing is left to train.
+    start, found = train(tmp_path, make, 7)
+    assert (start, int(found["step"])) == (7, 7)
+
+
+def test_a_state_serves_as_well_as_a_function_also_a_donated_one(tmp_path: Path) -> None:
+    fresh = Init().state()
+    train(tmp_path, fresh, 2)
+    for leaf in jax.tree.leaves(fresh):
+        leaf.delete()
+    start, found = train(tmp_path, fresh, 2)
+    assert (start, int(found["step"])) == (2, 2)
+
+
+def test_in_asyncio_and_trio(tmp_path: Path) -> None:
+    async def main(backend: str) -> None:
+        async with ckpt.CheckpointManager(tmp_path / backend) as mgr:
+            start, found = await mgr.resume(state(5))
+            assert start == 0
+            await mgr.save(0, found)
+            await mgr.wait_until_finished()
+            start, found = await mgr.resume(state(0))
+            assert start == 1
+            assert found["w"][0] == 5
+
+    for backend in ("asyncio", "trio"):
+        anyio.run(main, backend, backend=backend)
+
+
+def test_shardings_come_from_like(tmp_path: Path) -> None:
+    rows = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
+    train(tmp_path, lambda: Init().state(), 1)
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        target = ckpt.abstract(lambda: Init().state(), {"w": rows, "step": None})
+        _, found = mgr.resume(lambda: Init().state(), like=target)
+        assert found["w"].sharding == rows
+        assert found["step"].sharding != rows
+
+
+def test_several_items_and_objects_with_a_state(tmp_path: Path) -> None:
+    def items(data: Counter) -> dict[str, Any]:
+        return {"model": lambda: Init().state(), "data": data, "config": {"lr": 0.5}}
+
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        data = Counter()
+        start, found = mgr.resume(items=items(data))
+        assert start == 0
+        assert found["data"] is data
+        assert found["model"]["w"].shape == (8, 4)
+        data.count = 17
+        mgr.save(4, items={**found, "model": {"w": jnp.ones((8, 4)), "step": jnp.int32(4)}})
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        data = Counter()
+        start, found = mgr.resume(items=items(data))
+        assert start == 5
+        assert found["data"] is data
+        assert data.count == 17
+        assert int(found["model"]["step"]) == 4
+        assert found["config"] == {"lr": 0.5}
+
+
+def test_a_damaged_newest_step_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = make_root(tmp_path / "run")
+    flip_array(root / "3")
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        with pytest.raises(errors.CorruptCheckpointError, match=r"^step 3"):
+            mgr.resume(state(0), fallback=False)
+        caplog.clear()
+        start, found = mgr.resume(state(0))
+        assert (start, int(found["step"])) == (3, 2)
+        (warning,) = warnings_of(caplog)
+        assert "step 3 is passed over" in warning
+        mgr.save(3, state(3.5), durable=True)
+        (warning,) = warnings_of(caplog)
+        assert "step 3 is saved anew" in warning
+        assert str(root / "damaged" / "3") in warning
+        # Once: what is there now is whole.
+        with pytest.raises(errors.StepExistsError):
+            mgr.save(3, state(4))
+    assert not ckpt.sync.verify(root / "damaged" / "3").ok
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        assert mgr.resume(state(0))[0] == 4
+
+
+def test_in_a_store_a_damaged_step_is_replaced_when_that_is_asked_for() -> None:
+    with ckpt.sync.CheckpointManager("memory://resume/run") as mgr:
+        mgr.save(1, state(1), durable=True)
+        mgr._service.root.index.passed_over[1] = "its data is damaged"
+        with pytest.raises(errors.StepExistsError, match=r"is damaged .*overwrite=True"):
+            mgr.save(1, state(2))
+        mgr.save(1, state(2), overwrite=True, durable=True)
+        assert mgr.restore(1)["w"][0] == 2
+
+
+def untraceable() -> dict[str, Any]:
+    return {"w": float(jnp.ones(1)[0])}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda mgr: mgr.resume(), "pass the fresh state"),
+        (lambda mgr: mgr.resume(state(0), items={"a": 1}), "and not both"),
+        (lambda mgr: mgr.resume(items={}), "expected a dict of item names"),
+        (lambda mgr: mgr.resume(items=[state(0)]), "expected a dict of item names"),
+        (lambda mgr: mgr.resume(items={"state": state(0)}, like=3), "expected a dict of targets"),
+        (lambda mgr: mgr.resume(untraceable), "untraceable cannot be traced"),
+        (lambda mgr: mgr.resume(state(0), fallback=1), "expected True or False"),
+    ],
+)
+def test_wrong_arguments(call: Any, message: str, tmp_path: Path) -> None:
+    with ckpt.sync.CheckpointManager(make_root(tmp_path / "run", (1,))) as mgr:
+        with pytest.raises(errors.InvalidArgumentError, match=message):
+            call(mgr)
+        assert mgr.all_steps() == [1]
+
+
+def test_a_reader_resumes_as_well(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "run")
+    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+        start, found = mgr.resume(state(0))
+        assert (start, int(found["step"])) == (4, 3)

@@ -1,0 +1,230 @@
+"""Steps that cannot be read are named, and never taken for an empty root."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import ckpt.sync
+from ckpt import errors
+from tests.behaviour.opening.damaged_roots import flip, flip_array, make_root, state, warnings_of
+from tests.reliability.mutations import seal
+
+
+def lose_manifest(step_dir: Path) -> None:
+    (step_dir / "ckpt.json").unlink()
+
+
+def flip_manifest(step_dir: Path) -> None:
+    flip(step_dir / "ckpt.json")
+
+
+def empty_manifest(step_dir: Path) -> None:
+    (step_dir / "ckpt.json").write_bytes(b"")
+
+
+DAMAGES = [lose_manifest, flip_manifest, empty_manifest]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_latest_step_is_named_once_and_saved_anew(
+    damage: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = make_root(tmp_path / "run")
+    assert callable(damage)
+    damage(root / "3")
+    lost = sorted(path.relative_to(root / "3") for path in (root / "3").rglob("*"))
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        (warning,) = warnings_of(caplog)
+        assert "step 3 is damaged and is left out" in warning
+        assert str(root / "3") in warning
+        assert mgr.latest_step() == 2
+        assert mgr.all_steps() == [1, 2]
+        assert warnings_of(caplog) == []
+        # A run that goes on from step 2 comes to step 3 again.
+        assert mgr.save(3, state(3.5), durable=True).step == 3
+        (warning,) = warnings_of(caplog)
+        assert "step 3 is saved anew" in warning
+        assert str(root / "damaged" / "3") in warning
+        assert mgr.all_steps() == [1, 2, 3]
+        assert mgr.restore(3)["w"][0] == 3.5
+        assert warnings_of(caplog) == []
+    kept = root / "damaged" / "3"
+    assert sorted(path.relative_to(kept) for path in kept.rglob("*")) == lost
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        assert mgr.all_steps() == [1, 2, 3]
+        assert warnings_of(caplog) == []
+
+
+def test_a_step_that_is_damaged_twice_is_kept_twice(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "run", (1,))
+    for _ in range(2):
+        flip_manifest(root / "1")
+        with ckpt.sync.CheckpointManager(root) as mgr:
+            mgr.save(1, state(1), durable=True)
+    assert len(list((root / "damaged").iterdir())) == 2
+
+
+def test_damage_between_two_looks_is_told_at_the_second(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = make_root(tmp_path / "run")
+    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+        assert mgr.all_steps() == [1, 2, 3]
+        assert warnings_of(caplog) == []
+        flip_manifest(root / "1")
+        assert mgr.all_steps() == [2, 3]
+        (warning,) = warnings_of(caplog)
+        assert "step 1 is damaged" in warning
+
+
+def test_a_root_of_damaged_steps_is_not_empty(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = make_root(tmp_path / "run", (7,))
+    flip_manifest(root / "7")
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        assert mgr.latest_step() is None
+        with pytest.raises(errors.StepNotFoundError, match="step 7 is damaged"):
+            mgr.restore()
+        with pytest.raises(errors.StepNotFoundError, match="step 7 is damaged"):
+            mgr.resume(state(0))
+
+
+def test_steps_of_orbax_are_counted_and_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "run"
+    with ocp.CheckpointManager(root) as orbax:
+        for step in range(0, 40, 2):
+            orbax.save(step, args=ocp.args.StandardSave({"w": jnp.ones(3)}))
+    caplog.clear()
+    caplog.set_level(logging.INFO, "ckpt")
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        said = [each.getMessage() for each in caplog.records if each.name == "ckpt"]
+        assert len(said) == 2
+        assert "20 steps of Orbax (0, 2, 4, ..., 24, 26," in said[0]
+        assert "no steps yet" in said[1]
+        for call in (mgr.restore, lambda: mgr.resume(state(0)), mgr.metadata):
+            with pytest.raises(errors.StepNotFoundError, match="20 steps of Orbax"):
+                call()
+        with pytest.raises(errors.StepExistsError, match="not a checkpoint of this library"):
+            mgr.save(2, state(0))
+        mgr.save(41, state(41), durable=True)
+        assert mgr.all_steps() == [41]
+    with ocp.CheckpointManager(root) as orbax:
+        assert np.array_equal(orbax.restore(2, args=ocp.args.StandardRestore())["w"], np.ones(3))
+
+
+def test_other_directories_with_the_names_of_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = make_root(tmp_path / "run", (1,))
+    (root / "2024").mkdir()
+    (root / "logs").mkdir()
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        (warning,) = warnings_of(caplog)
+        assert "1 step of another program (2024)" in warning
+        assert mgr.all_steps() == [1]
+        with pytest.raises(errors.StepExistsError, match="not a checkpoint of this library"):
+            mgr.save(2024, state(0))
+
+
+def test_a_step_of_a_later_version_is_not_called_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = make_root(tmp_path / "run", (1, 2))
+    file = root / "2" / "ckpt.json"
+    document = json.loads(file.read_text())
+    document["version"] = 99
+    file.write_bytes(seal(document))
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        mgr.all_steps()
+        for warning in warnings_of(caplog):
+            assert "damaged" not in warning
+        with pytest.raises(errors.StepExistsError):
+            mgr.save(2, state(0))
+
+
+PROGRAM = """
+import logging, os, sys
+import ckpt.sync
+with ckpt.sync.CheckpointManager(sys.argv[1], read_only=True) as mgr:
+    mgr.restore()  # everything is imported
+os.setuid(65534)
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
+with ckpt.sync.CheckpointManager(sys.argv[1], read_only=True) as mgr:
+    print(mgr.all_steps(), mgr.latest_step())
+    try:
+        mgr.restore(3)
+    except ckpt.errors.StorageError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("path", ["3", "3/ckpt.json"])
+def test_a_step_that_may_not_be_read_does_not_hide_the_others(path: str, tmp_path: Path) -> None:
+    root = make_root(tmp_path / "run")
+    os.chmod(root / path, 0)
+    for folder in (tmp_path, *tmp_path.parents[:-2]):
+        os.chmod(folder, 0o755)
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, root], capture_output=True, text=True, timeout=100
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("step 3 cannot be read and is left out") == 1
+    assert "[1, 2] 2" in ended.stdout
+    assert ended.stdout.count("Permission denied") == 2
+
+
+# --- Damage of arrays, which no list can see ------------------------------------------------------
+
+
+def test_the_newest_whole_step_is_restored_and_each_other_one_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = make_root(tmp_path / "run", (1, 2, 3, 4))
+    flip_manifest(root / "4")
+    flip_array(root / "3")
+    flip_array(root / "2")
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        caplog.clear()
+        with pytest.raises(errors.CorruptCheckpointError, match=r"step 3.*leaf 'w'"):
+            mgr.restore()
+        assert mgr.restore(fallback=True)["w"][0] == 1
+        third, second = warnings_of(caplog)
+        assert "step 3 is passed over" in third
+        assert "step 2 is passed over" in second
+        # What is asked for by number is not replaced by something else.
+        with pytest.raises(errors.InvalidArgumentError, match="leave the step out"):
+            mgr.restore(3, fallback=True)
+
+
+def test_where_no_step_is_whole_the_error_is_that_of_the_newest(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "run", (1, 2))
+    flip_array(root / "1")
+    flip_array(root / "2")
+    with (
+        ckpt.sync.CheckpointManager(root) as mgr,
+        pytest.raises(errors.CorruptCheckpointError, match=r"^step 2"),
+    ):
+        mgr.restore(fallback=True)
+
+
+def test_a_mismatch_is_no_reason_to_take_an_older_step(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "run", (1, 2))
+    with (
+        ckpt.sync.CheckpointManager(root) as mgr,
+        pytest.raises(errors.TargetMismatchError, match=r"^step 2"),
+    ):
+        mgr.restore(like={"w": jnp.zeros(3), "step": jnp.int32(0)}, fallback=True)
