@@ -10,13 +10,13 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from ckpt._format.manifest import Manifest
 from ckpt._runtime.futures import settled, settled_here
 from ckpt._runtime.tracebacks import outcome
 from ckpt._tree.table import size_text
-from ckpt.errors import CommitTimeoutError, SaveSkippedError
+from ckpt.errors import CommitTimeoutError, InvalidArgumentError, SaveSkippedError
 
 logger = logging.getLogger("ckpt")
 
@@ -192,6 +192,12 @@ class Commit:
         self._seen = False
         # Calls that wait for the outcome now, and will see it.
         self._waiting = 0
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidArgumentError(
+            "a commit cannot be pickled or copied: it has a thread and saves under way. Open a "
+            "manager in each process"
+        )
 
     @property
     def stage(self) -> Stage:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from ckpt._arguments import number_of_seconds, one_of, whole_number
+from ckpt._arguments import instance_of, number_of_seconds, one_of, whole_number
 
 StagingMode = Literal["auto", "copy", "view", "device"]
 
@@ -71,6 +71,15 @@ class Staging:
         if self.budget_bytes is not None:
             return self.budget_bytes
         return max(host_memory_bytes() // _DEFAULT_SHARE, MIN_BUDGET_BYTES)
+
+
+def as_staging(given: Staging | StagingMode | None, default: StagingMode = "auto") -> Staging:
+    """Return the staging that a caller means, also by the name of its mode alone."""
+    if given is None or isinstance(given, str):
+        return Staging(mode=given or default)
+    staging = instance_of("staging", given, Staging)
+    assert staging is not None
+    return staging
 
 
 @dataclass(frozen=True, slots=True)

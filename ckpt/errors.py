@@ -61,6 +61,12 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
+# The path of a leaf that is the whole item: it has no keys to name.
+_WHOLE = "%root"
 # A damaged checkpoint may have thousands of broken leaves.
 _MOST_NOTES = 20
 
@@ -113,7 +119,7 @@ class CheckpointError(Exception):
                 f"step {self.step}" if self.step is not None else "",
                 f"item {self.item!r}" if self.item is not None else "",
                 # A name may have tens of thousands of characters.
-                f"leaf {self.leaf!r:.1000}" if self.leaf is not None else "",
+                f"leaf {self.leaf!r:.1000}" if self.leaf not in (None, _WHOLE) else "",
             )
             if text
         )

@@ -45,3 +45,7 @@ __all__ = [
     "peek",
     "peek_files",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -13,6 +13,11 @@ from ckpt.errors import InvalidArgumentError
 
 __all__ = ["Composite", "Standard", "StepNames", "checked"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 _PREFIX = re.compile(r"^[A-Za-z][A-Za-z0-9_.-]{0,99}\Z")
 # Nineteen digits hold every step a 64-bit counter can.
 _MOST_DIGITS = 19

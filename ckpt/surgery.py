@@ -28,6 +28,11 @@ from ckpt.errors import InvalidArgumentError, TargetMismatchError
 
 __all__ = ["concatenate", "split", "stack", "unstack"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Sources = Mapping[str, VirtualArray]
 
 

@@ -25,7 +25,7 @@ from ckpt._plan.format_rules import Formats
 from ckpt._runtime.futures import settled_here
 from ckpt._runtime.loop import EngineLoop
 from ckpt._runtime.tracebacks import outcome
-from ckpt._settings import Staging, Timeouts
+from ckpt._settings import Staging, StagingMode, Timeouts
 from ckpt._steps.pins import Pin
 from ckpt._steps.saves.requests import make_request
 from ckpt._steps.step_metadata import StepMetadata
@@ -37,6 +37,11 @@ from ckpt.step_names import StepNames
 from ckpt.storage._resolve import PathLike
 
 __all__ = ["CheckpointManager", "load", "metadata", "save", "verify", "watch"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 T = TypeVar("T")
 
@@ -294,7 +299,7 @@ def save(
     metadata: Any = None,
     overwrite: bool = False,
     handlers: HandlersLike = (),
-    staging: Staging | None = None,
+    staging: Staging | StagingMode | None = None,
     formats: Formats | None = None,
     timeouts: Timeouts | None = None,
     coordinator: Coordinator | None = None,

@@ -21,3 +21,7 @@ __all__ = [
     "VerifyReport",
     "Watch",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, SupportsIndex, get_args
+from typing import Any, NoReturn, SupportsIndex, get_args
 
 from ckpt._arguments import instance_of, invalid, one_of, plain_json
 from ckpt._events import Observer
@@ -14,12 +14,13 @@ from ckpt._redaction import redact
 from ckpt._runtime.exit import run_at_exit
 from ckpt._runtime.loop import EngineLoop
 from ckpt._runtime.tracebacks import shortened
-from ckpt._settings import Staging, Timeouts
+from ckpt._settings import Staging, StagingMode, Timeouts, as_staging
 from ckpt._steps.factory import make_engine, make_peers
 from ckpt._steps.saves.backlog import BacklogPolicy
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.service import RootService
 from ckpt.coordination._base import Coordinator
+from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike
 from ckpt.policies import (
     Deletion,
@@ -48,7 +49,7 @@ class ManagerBase:
         step_names: StepNames | None = None,
         metadata: Mapping[str, Any] | None = None,
         handlers: HandlersLike = (),
-        staging: Staging | None = None,
+        staging: Staging | StagingMode | None = None,
         formats: Formats | None = None,
         backlog: BacklogPolicy = "wait",
         read_only: bool = False,
@@ -75,7 +76,8 @@ class ManagerBase:
             metadata: JSON values to keep with the root. If it has metadata already, that stays.
             handlers: Handlers for more kinds of items, tried in order before the built-in ones;
                 or a mapping of item names to the handler of each.
-            staging: How snapshots are taken, and how much host memory they may use.
+            staging: How snapshots are taken, and how much host memory they may use: a `Staging`,
+                or the name of its mode.
             formats: How arrays are stored: `{pattern of leaf paths: ArrayFormat}`, of which the
                 first that matches a leaf applies, or a function of leaf path and
                 `jax.ShapeDtypeStruct` that returns an `ArrayFormat` or None. A pattern that applies
@@ -114,7 +116,7 @@ class ManagerBase:
         names = checked(Standard() if step_names is None else step_names)
         if deletion.trash is not None:
             check_trash(root, deletion.trash, lambda name: names.step(name) is not None)
-        staging = instance_of("staging", staging, Staging) or Staging()
+        staging = as_staging(staging)
         engine = make_engine(staging, handlers, observers, formats, clock)
         peers = make_peers(coordinator, timeouts, storage.location, engine)
         one_of("backlog", backlog, get_args(BacklogPolicy))
@@ -143,6 +145,12 @@ class ManagerBase:
         )
         run_at_exit(self._service.saves.finish_at_exit)
         weakref.finalize(self, self._loop.stop).atexit = False
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidArgumentError(
+            "a manager cannot be pickled or copied: it has a thread and saves under way. Open a "
+            "manager in each process"
+        )
 
     @property
     def root(self) -> str:

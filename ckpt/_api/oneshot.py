@@ -12,6 +12,7 @@ import anyio
 
 from ckpt._api.coroutines import awaited
 from ckpt._api.resumption import State
+from ckpt._api.wrong_paths import explained
 from ckpt._arguments import instance_of
 from ckpt._commit import Commit, CommitHooks, StepInfo, step_info
 from ckpt._engine.restore.context import RestoreContext
@@ -21,11 +22,12 @@ from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._engine.verify.pipeline import verify_step_dir
 from ckpt._engine.verify.report import VerifyReport
+from ckpt._format.manifest import Manifest
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.format_rules import Formats
 from ckpt._redaction import redact
 from ckpt._runtime.loop import EngineLoop
-from ckpt._settings import Staging, Timeouts
+from ckpt._settings import Staging, StagingMode, Timeouts, as_staging
 from ckpt._steps.factory import job_of, make_engine, make_peers
 from ckpt._steps.restore_requests import result_of, wanted_items
 from ckpt._steps.saves.overwrite import make_way, with_plain_metrics
@@ -33,8 +35,9 @@ from ckpt._steps.saves.requests import make_request
 from ckpt._steps.step_metadata import StepMetadata, describe_step
 from ckpt._tree.table import size_text
 from ckpt.coordination._base import Coordinator
-from ckpt.errors import InvalidArgumentError
+from ckpt.errors import InvalidArgumentError, NotACheckpointError
 from ckpt.handlers._registry import HandlersLike
+from ckpt.storage._base import Storage
 from ckpt.storage._manifests import read_manifest, while_read
 from ckpt.storage._resolve import PathLike, open_step_dir
 
@@ -55,7 +58,7 @@ async def save(
     metadata: Any = None,
     overwrite: bool = False,
     handlers: HandlersLike = (),
-    staging: Staging | None = None,
+    staging: Staging | StagingMode | None = None,
     formats: Formats | None = None,
     timeouts: Timeouts | None = None,
     coordinator: Coordinator | None = None,
@@ -175,7 +178,7 @@ def save_call(
     path: PathLike,
     request: SaveRequest,
     handlers: HandlersLike,
-    staging: Staging | None,
+    staging: Staging | StagingMode | None,
     formats: Formats | None,
     timeouts: Timeouts | None,
     coordinator: Coordinator | None,
@@ -183,7 +186,7 @@ def save_call(
     """Return the call behind `save`; `path` gives its `request` the step directory."""
     storage, step_dir = open_step_dir(path)
     request = replace(request, step_dir=step_dir)
-    staging = instance_of("staging", staging, Staging) or Staging(mode="view")
+    staging = as_staging(staging, "view")
     timeouts = instance_of("timeouts", timeouts, Timeouts) or Timeouts()
     engine = make_engine(staging, handlers, (), formats)
     peers = make_peers(coordinator, timeouts, f"{storage.location}/{step_dir}", engine)
@@ -239,7 +242,7 @@ def load_call(
 
     async def call() -> Any:
         began = time.perf_counter()
-        manifest = await read_manifest(storage, step_dir)
+        manifest = await _manifest_at(path, storage, step_dir)
         async with while_read(storage, step_dir, manifest):
             restore = RestoreContext(
                 storage,
@@ -267,7 +270,7 @@ def metadata_call(path: PathLike) -> Call[StepMetadata]:
     storage, step_dir = open_step_dir(path, follow=True)
 
     async def call() -> StepMetadata:
-        manifest = await read_manifest(storage, step_dir)
+        manifest = await _manifest_at(path, storage, step_dir)
         where = f"{storage.location}/{step_dir}"
         return await anyio.to_thread.run_sync(describe_step, manifest, where)
 
@@ -279,6 +282,16 @@ def verify_call(path: PathLike, deep: bool) -> Call[VerifyReport]:
     storage, step_dir = open_step_dir(path, follow=True)
 
     async def call() -> VerifyReport:
-        return await verify_step_dir(storage, step_dir, None, deep, ())
+        try:
+            return await verify_step_dir(storage, step_dir, None, deep, ())
+        except NotACheckpointError as error:
+            raise await explained(path, error) from None
 
     return call
+
+
+async def _manifest_at(path: PathLike, storage: Storage, step_dir: str) -> Manifest:
+    try:
+        return await read_manifest(storage, step_dir)
+    except NotACheckpointError as error:
+        raise await explained(path, error) from None

@@ -9,7 +9,7 @@ import jax
 
 from ckpt._arguments import invalid, shown
 from ckpt._format.array_format import ArrayFormat, cast_refusal
-from ckpt._format.dtypes import DTYPES
+from ckpt._format.dtypes import DTYPES, storable_dtype
 from ckpt._tree.leaf_specs import LeafSpec
 from ckpt._tree.patterns import Pattern, compile_pattern
 from ckpt._tree.suggestions import near_miss
@@ -17,7 +17,9 @@ from ckpt.errors import CheckpointError, InvalidArgumentError, UnsupportedLeafEr
 
 # By pattern of leaf paths, of which the first that covers a leaf counts; or a function of the leaf
 # path and the shape and dtype of the array.
-Formats = Mapping[str, ArrayFormat] | Callable[[str, jax.ShapeDtypeStruct], ArrayFormat | None]
+Formats = (
+    Mapping[str, ArrayFormat | str] | Callable[[str, jax.ShapeDtypeStruct], ArrayFormat | None]
+)
 # Not PRNG keys, whose dtype is fixed, and not Python scalars, which have none.
 _FORMATTED_KINDS = frozenset({"jax", "numpy", "numpy_scalar"})
 
@@ -109,14 +111,22 @@ def compile_formats(formats: Formats | None) -> FormatRules | None:
     if given is None:
         return None
     if isinstance(given, Mapping):
-        for pattern, array_format in given.items():
-            if not isinstance(array_format, ArrayFormat):
-                raise invalid(f"formats[{shown(pattern)}]", array_format, "an ArrayFormat")
-        rules = tuple((compile_pattern(text), each) for text, each in given.items())
+        rules = tuple((compile_pattern(text), _format(text, each)) for text, each in given.items())
         return FormatRules(rules) if rules else None
     if callable(given):
         return FormatRules((), given)
     raise invalid("formats", given, "{pattern of leaf paths: ArrayFormat} or a function")
+
+
+def _format(pattern: object, given: object) -> ArrayFormat:
+    """Return the format of a pattern; a dtype alone stands for a cast."""
+    if isinstance(given, ArrayFormat):
+        return given
+    dtype = None if given is None else storable_dtype(given)
+    if dtype is None:
+        what = "an ArrayFormat, or a dtype such as 'bfloat16'"
+        raise invalid(f"formats[{shown(pattern)}]", given, what)
+    return ArrayFormat(dtype=dtype.name)
 
 
 def format_leaves(rules: FormatRules, paths: Sequence[str], specs: Sequence[LeafSpec]) -> Formatted:

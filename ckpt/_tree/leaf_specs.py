@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
+import dataclasses
 import functools
 import math
 import types
@@ -127,7 +129,7 @@ def classify(leaf: Any, name: str, spanning: bool = False) -> LeafSpec:
         f"a leaf of type {type(leaf).__module__}.{type(leaf).__qualname__} cannot be stored; "
         "leaves are jax or numpy arrays, typed PRNG keys, numpy scalars, bool, int, float, "
         "complex, str or bytes. An object of a class of yours can be an item with a handler, or "
-        "its class registered with jax.tree_util",
+        f"its class registered with jax.tree_util{_hint_at_config(leaf)}",
         leaf=name,
     )
 
@@ -192,6 +194,15 @@ class Classifier:
             spec = classify(leaf, name, self._spanning)
             known = self._known[key] = (aval, sharding, self._specs.setdefault(spec, spec))
         return known[2]
+
+
+def _hint_at_config(leaf: Any) -> str:
+    """Return what to do with an object that is a configuration, as far as that can be seen."""
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        return ". A configuration is saved as metadata=dataclasses.asdict(config), or as an item"
+    if isinstance(leaf, argparse.Namespace):
+        return ". A configuration is saved as metadata=vars(arguments), or as an item"
+    return ""
 
 
 def _classify_jax(leaf: jax.Array, name: str, spanning: bool) -> LeafSpec:

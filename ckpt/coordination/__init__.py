@@ -21,3 +21,7 @@ __all__ = [
     "SingleProcess",
     "default_coordinator",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

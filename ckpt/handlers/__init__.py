@@ -27,3 +27,7 @@ __all__ = [
     "RandomStateHandler",
     "StatefulHandler",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -40,6 +40,8 @@ class PyTreeHandler:
             InvalidArgumentError: Something other than a class is among them.
         """
         self._classes = known_classes(classes)
+        # Classes that were not found, and the reasons; each is said once.
+        self._said: set[tuple[str, str]] = set()
 
     def accepts(self, item: Any) -> bool:
         """Tell whether `item` can be saved as a tree; leaves are checked one by one later."""
@@ -84,10 +86,12 @@ class PyTreeHandler:
         if stored.moved:
             return nested(dict(zip(stored.sources, leaves, strict=True)))
         tree, unknown = unflatten(entry.nodes, leaves, self._classes)
-        if unknown:
+        new = sorted(set(unknown.items()) - self._said)
+        if new:
+            self._said.update(new)
             logger.warning(
                 "restored as read-only ckpt.UnknownNode: %s",
-                "; ".join(f"{name} ({why})" for name, why in sorted(unknown.items())),
+                "; ".join(f"{name} ({why})" for name, why in new),
             )
         return tree
 

@@ -33,3 +33,7 @@ __all__ = [
     "draw_html",
     "draw_png",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -76,3 +76,7 @@ __all__ = [
     "refusal_of",
     "steps_kept",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -23,3 +23,7 @@ def __getattr__(name: str) -> Any:
 
         return open_root
     raise AttributeError(f"module 'ckpt.storage' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

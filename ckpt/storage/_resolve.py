@@ -57,6 +57,8 @@ def open_root(
         or permission_mode & _OWNER != _OWNER
     ):
         what = "permissions that allow the owner of a directory everything, such as 0o750"
+        if type(permission_mode) is int and re.fullmatch("7[0-7]{2}", str(permission_mode)):
+            what += f". Did you mean 0o{permission_mode}?"
         raise invalid("permission_mode", permission_mode, what)
     local = _place(path)
     if isinstance(local, Path):

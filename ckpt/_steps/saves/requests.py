@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from ckpt._arguments import invalid, plain_json
 from ckpt._engine.save.request import SaveRequest
 from ckpt._format.item_file_names import check_item_name
+from ckpt._tree.table import size_text
 from ckpt.errors import InvalidArgumentError
 
+logger = logging.getLogger("ckpt")
+
+# As much is read of every step when the steps are listed.
+_LARGE_METADATA_BYTES = 1 << 20
 # The name that Orbax's v1 API gives to, and looks for as, the one item of an unnamed save.
 UNNAMED_ITEM = "state"
 
@@ -30,7 +37,11 @@ def make_request(
         InvalidArgumentError: Neither or both of `state` and `items` are given, the name of an item
             is invalid, or `metrics` or `metadata` cannot be written as JSON.
     """
-    if (state is None) == (items is None):
+    if state is None and items is None:
+        raise InvalidArgumentError(
+            "there is nothing to save: pass a state, or items={name: object}", step=step
+        )
+    if state is not None and items is not None:
         raise InvalidArgumentError(
             "pass either one state or items={name: object}, and not both", step=step
         )
@@ -43,12 +54,21 @@ def make_request(
     numbers: object = metrics
     if metrics is not None and not isinstance(numbers, Mapping):
         raise invalid("metrics", metrics, "a mapping of names to numbers", step=step)
+    plain = plain_json("metadata", metadata, step=step)
+    size = 0 if plain is None else len(json.dumps(plain))
+    if size > _LARGE_METADATA_BYTES:
+        logger.warning(
+            "step %s has %s of metadata, which every list of the steps reads: save it as an item "
+            "instead",
+            step,
+            size_text(size),
+        )
     return SaveRequest(
         step_dir=step_dir,
         step=step,
         items=named,
         unnamed=items is None,
         metrics=None if metrics is None else dict(metrics),
-        metadata=plain_json("metadata", metadata, step=step),
+        metadata=plain,
         overwrite=overwrite,
     )

@@ -1,0 +1,63 @@
+"""What is at a path where a checkpoint was expected, for the error that says so."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import PurePath
+
+from ckpt._arguments import shown
+from ckpt._redaction import redact
+from ckpt._steps.unreadable import shortened
+from ckpt.errors import CheckpointError, NotACheckpointError, StorageError
+from ckpt.step_names import Standard
+from ckpt.storage._resolve import PathLike, open_root
+
+_ORBAX_METADATA = "_CHECKPOINT_METADATA"
+_MOST_BYTES = 16 << 20
+# What reads files of other formats.
+_READERS = {
+    ".safetensors": "safetensors.flax.load_file",
+    ".npz": "numpy.load",
+    ".npy": "numpy.load",
+    ".msgpack": "flax.serialization.from_bytes",
+    ".pkl": "pickle.load",
+    ".pt": "torch.load",
+    ".pth": "torch.load",
+}
+_STANDARD = Standard()
+
+
+async def explained(path: PathLike, error: NotACheckpointError) -> NotACheckpointError:
+    """Return the error that says what is at `path` instead of a checkpoint."""
+    try:
+        found = await _found_at(path)
+    except CheckpointError:
+        # It was about to explain another error.
+        found = None
+    return error if found is None else NotACheckpointError(found)
+
+
+async def _found_at(path: PathLike) -> str | None:
+    root = open_root(path, create=False)
+    where = redact(root.location)
+    try:
+        names = await root.step_dirs()
+    except StorageError as error:
+        if error.errno == errno.ENOENT:
+            return f"there is no directory {where}"
+        if error.errno != errno.ENOTDIR:
+            raise
+        reader = _READERS.get(PurePath(os.fspath(where)).suffix)
+        advice = f": read it with {reader}" if reader else ""
+        return f"{where} is a file; a checkpoint of this library is a directory{advice}"
+    steps = sorted(step for name in names if (step := _STANDARD.step(name)) is not None)
+    if steps:
+        last = shown(f"{where}/{steps[-1]}", 1000)
+        return (
+            f"{where} is a root with the steps {shortened(steps)}, not one checkpoint: give one of "
+            f"them, such as {last}, or use a manager"
+        )
+    if await root.read("", _ORBAX_METADATA, _MOST_BYTES) is not None:
+        return f"{where} is a checkpoint of Orbax, which this library does not read: use Orbax"
+    return None
