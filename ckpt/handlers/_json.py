@@ -1,13 +1,17 @@
-"""The JSON handler, for dicts and lists of JSON values, and pydantic models."""
+"""The JSON handler, for dicts and lists of JSON values, pydantic models and dataclasses."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Awaitable
 from typing import Any
 
+import jax
+
 from ckpt._format.manifest import ItemEntry, JsonValue
+from ckpt._format.models import fields_of, is_model, made_from_json, model_json, model_values
 from ckpt._plan.adapt import Adapt
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMismatchError
 from ckpt.handlers._base import Deferred, ItemReader, ItemWriter, entry_data
@@ -19,17 +23,18 @@ _LEAST_INT, _GREATEST_INT = -(2**63), 2**64 - 1
 
 
 class JsonHandler:
-    """Saves JSON values exactly as they are, and pydantic models as their JSON.
+    """Saves JSON values exactly as they are, and pydantic models and dataclasses as their JSON.
 
-    Models need no choice of handler. A dict could also be a tree of arrays, so this handler has to
-    be chosen for it: `handlers={"config": JsonHandler()}`.
+    Models and dataclasses need no choice of handler, unless jax knows the class as a tree. A dict
+    could also be a tree of arrays, so this handler has to be chosen for it:
+    `handlers={"config": JsonHandler()}`.
     """
 
     name = "json"
 
     def accepts(self, item: Any) -> bool:
-        """Tell whether `item` is a pydantic model."""
-        return _is_model(type(item))
+        """Tell whether `item` is a pydantic model, or a dataclass that jax takes for a leaf."""
+        return _is_config(type(item)) and jax.tree_util.all_leaves([item])
 
     async def stage(self, item: Any, writer: ItemWriter) -> Awaitable[ItemEntry]:
         """Take the JSON of `item`; see `Handler.stage`.
@@ -39,7 +44,7 @@ class JsonHandler:
                 as another one; names the place.
         """
         data: dict[str, JsonValue] = {"model": None}
-        if _is_model(type(item)):
+        if _is_config(type(item)):
             data["model"] = f"{type(item).__module__}:{type(item).__qualname__}"
             encoded = await writer.in_thread(_model_bytes, item)
         else:
@@ -52,7 +57,7 @@ class JsonHandler:
         return Deferred(commit)
 
     async def load(self, entry: ItemEntry, like: Any, adapt: Adapt, reader: ItemReader) -> Any:
-        """Return the values, or the model whose class (or an object of it) `like` is.
+        """Return the values, or the model or dataclass whose class (or object) `like` is.
 
         Raises:
             TargetMismatchError: The values do not fit the model, or `like` is something else.
@@ -61,13 +66,13 @@ class JsonHandler:
         entry_data(entry, self.name)
         encoded = await reader.read_file(_FILE)
         wanted = like if isinstance(like, type) else type(like)
-        if like is not None and _is_model(wanted):
+        if like is not None and _is_config(wanted):
             return await reader.in_thread(_as_model, wanted, encoded)
         value = await reader.in_thread(json_value, encoded)
         if like is not None and not (wanted in (dict, list) and isinstance(value, wanted)):
             raise TargetMismatchError(
-                f"the item is a JSON {type(value).__name__}; like= can be a pydantic model or its "
-                f"class, or of the same type, and is {like!r:.80}"
+                f"the item is a JSON {type(value).__name__}; like= can be a pydantic model, a "
+                f"dataclass, or the class of one, or of the same type, and is {like!r:.80}"
             )
         return value
 
@@ -150,44 +155,49 @@ def _is_unicode(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _is_model(kind: type) -> bool:
-    # By what is used of it: pydantic need not be what it comes from.
-    needed = ("model_dump", "model_dump_json", "model_validate_json")
-    return all(callable(getattr(kind, name, None)) for name in needed)
+def _is_config(kind: type) -> bool:
+    return is_model(kind) or dataclasses.is_dataclass(kind)
 
 
 def _model_bytes(model: Any) -> bytes:
-    # `model_dump_json` makes null of NaN without a word, so the values are looked at first.
-    values = model.model_dump(mode="json", round_trip=True, by_alias=True)
-    problem = _problem(values)
-    if problem is not None:
-        raise InvalidArgumentError(f"the model {type(model).__name__} {problem}")
-    encoded = str(model.model_dump_json(round_trip=True, by_alias=True)).encode()
+    name = f"the {'model' if is_model(type(model)) else 'dataclass'} {type(model).__name__}"
     try:
-        again = type(model).model_validate_json(encoded)
+        # NaN becomes null without a word, so the values are looked at first.
+        problem = _problem(model_values(model))
+        encoded = b"" if problem is not None else model_json(model)
+        again = model if problem is not None else made_from_json(type(model), encoded)
     except Exception as error:
+        # Whatever pydantic, or code of the class, raises.
         raise InvalidArgumentError(
-            f"the model {type(model).__name__} cannot be made again from its own JSON: "
-            f"{error!s:.500}"
+            f"{name} cannot be made again from its own JSON: {error!s:.500}{_hint_at_trees(model)}"
         ) from error
+    if problem is not None:
+        raise InvalidArgumentError(f"{name} {problem}")
     lost = _lost_field(model, again)
     if lost is not None:
         raise InvalidArgumentError(
-            f"the model {type(model).__name__} comes back from its own JSON with another value in "
-            f"{lost!r:.120}: an excluded or secret field, a subclass of the declared type, a tuple "
-            "that JSON has no word for. Save model.model_dump(mode='json') with JsonHandler "
-            "instead, if that is all there is to keep"
+            f"{name} comes back from its own JSON with another value in {lost!r:.120}: an excluded "
+            "or secret field, a subclass of the declared type, a tuple that JSON has no word for. "
+            "Save its JSON values with JsonHandler instead (model.model_dump(mode='json'), "
+            "dataclasses.asdict), if that is all there is to keep"
         )
     return encoded
+
+
+def _hint_at_trees(model: Any) -> str:
+    if is_model(type(model)):
+        return ""
+    return ". If it holds arrays, register its class with jax.tree_util.register_dataclass"
 
 
 def _lost_field(model: Any, again: Any) -> str | None:
     """Return the path of the first field in which two models differ, or None."""
     if type(model) is not type(again):
         return ""
-    for name, value in vars(model).items():
-        other = vars(again).get(name)
-        if _is_model(type(value)):
+    others = fields_of(again)
+    for name, value in fields_of(model).items():
+        other = others.get(name)
+        if _is_config(type(value)):
             lost = _lost_field(value, other)
             if lost is not None:
                 return f"{name}.{lost}".rstrip(".")
@@ -198,8 +208,9 @@ def _lost_field(model: Any, again: Any) -> str | None:
 
 def _as_model(kind: Any, encoded: bytes) -> Any:
     try:
-        return kind.model_validate_json(encoded)
+        return made_from_json(kind, encoded)
     except Exception as error:
+        what = "model" if is_model(kind) else "dataclass"
         raise TargetMismatchError(
-            f"what is stored does not fit the model {kind.__name__}: {error!s:.500}"
+            f"what is stored does not fit the {what} {kind.__name__}: {error!s:.500}"
         ) from error

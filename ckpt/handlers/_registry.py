@@ -113,10 +113,11 @@ def _built_in() -> tuple[Handler, ...]:
     # The tree handler takes everything, so nothing may come after it.
     return (
         BytesHandler(),
-        JsonHandler(),
         RandomStateHandler(),
         ProtobufHandler(),
+        # Before models and dataclasses: what has methods for its state is saved by them.
         StatefulHandler(),
+        JsonHandler(),
         PyTreeHandler(),
     )
 

@@ -82,8 +82,8 @@ def test_what_is_at_a_wrong_path(
         (lambda mgr: mgr.save(8), "step 8: there is nothing to save"),
         (lambda mgr: mgr.save(8, 1, items={"a": 1}), "and not both"),
         (
-            lambda mgr: mgr.save(8, items={"c": Config()}),
-            r"^step 8, item 'c': a leaf of type .*Config.*dataclasses\.asdict",
+            lambda mgr: mgr.save(8, items={"c": {"config": Config()}}),
+            r"^step 8, item 'c', leaf 'config': a leaf of type .*Config.*dataclasses\.asdict",
         ),
         (lambda mgr: mgr.save(8, argparse.Namespace(a=1)), r"metadata=vars\(arguments\)"),
         (pickle.dumps, "Open a manager in each process"),

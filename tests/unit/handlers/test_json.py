@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import json
 import math
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pydantic
 import pytest
@@ -89,6 +93,94 @@ def test_a_model_is_taken_without_further_ado(tmp_path: Path) -> None:
     plain = {"name": "run", "rate": 1e-3, "layers": [3], "where": "data", "seed": 7}
     assert ckpt.sync.load(tmp_path / "x") == plain
     assert ckpt.sync.load(tmp_path / "x", dict) == plain
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    name: str
+    betas: tuple[float, float] = (0.9, 0.999)
+    schedule: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(slots=True)
+class Run:
+    optimizer: Settings
+    layers: list[int]
+    where: Path | None = None
+    started: datetime.date = datetime.date(2026, 1, 1)
+
+
+def test_a_dataclass_is_taken_as_a_model_is(tmp_path: Path) -> None:
+    run = Run(Settings("adam", schedule={"warmup": 10}), [1, 2], Path("data"))
+    ckpt.sync.save(tmp_path / "x", items={"run": run, "model": {"w": np.ones(3)}})
+    for like in (Run, Run(Settings("sgd"), [])):
+        assert ckpt.sync.load(tmp_path / "x", items={"run": like})["run"] == run
+    plain = ckpt.sync.load(tmp_path / "x", items=["run"])["run"]
+    assert plain["optimizer"]["betas"] == [0.9, 0.999]
+    assert plain["where"] == "data"
+
+
+def test_a_dataclass_that_jax_knows_stays_a_tree(tmp_path: Path) -> None:
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class State:
+        w: Any
+
+    ckpt.sync.save(tmp_path / "x", State(jnp.ones(3)))
+    assert isinstance(ckpt.sync.load(tmp_path / "x", State(jnp.zeros(3))), State)
+    manifest = json.loads((tmp_path / "x" / "ckpt.json").read_bytes())
+    assert manifest["items"]["state"]["handler"] == "pytree"
+
+
+def test_a_dataclass_with_methods_for_its_state_is_saved_by_them(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Position:
+        at: int = 0
+
+        def get_state(self) -> dict[str, int]:
+            return {"at": self.at}
+
+        def set_state(self, state: dict[str, int]) -> None:
+            self.at = state["at"]
+
+    ckpt.sync.save(tmp_path / "x", Position(7))
+    assert ckpt.sync.load(tmp_path / "x", Position()).at == 7
+
+
+@dataclasses.dataclass
+class Holder:
+    w: Any
+    lost: int = dataclasses.field(init=False, default=3)
+
+
+@dataclasses.dataclass
+class Rate:
+    value: float
+
+
+class Unknown:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (Holder(np.ones(3)), r"dataclass Holder(.|\n)*register_dataclass"),
+        (Holder(Unknown()), r"dataclass Holder(.|\n)*register_dataclass"),
+        (Rate(math.nan), r"dataclass Rate at value: nan"),
+        (Holder((1, 2)), r"Holder(.|\n)*'w'"),
+    ],
+)
+def test_a_dataclass_that_json_cannot_hold(value: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match=words):
+        ckpt.sync.save(tmp_path / "x", value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dataclass_that_does_not_fit_is_a_mismatch(tmp_path: Path) -> None:
+    ckpt.sync.save(tmp_path / "x", Settings("adam"))
+    with pytest.raises(errors.TargetMismatchError, match=r"dataclass Run(.|\n)*layers"):
+        ckpt.sync.load(tmp_path / "x", Run)
 
 
 def test_a_model_that_does_not_fit_is_a_mismatch(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_mapping_chooses_by_item_name_for_manager_and_calls(tmp_path: Path) ->
         mgr.save(0, items={"note": Note("a")}).result()
         assert mgr.restore()["note"] == Note("a")
         with pytest.raises(errors.UnsupportedLeafError, match="Note"):
-            mgr.save(1, items={"other": Note("a")})
+            mgr.save(1, items={"other": {"of": Note("a")}})
     # Of an item that another handler wrote, the name on disk decides.
     ckpt.sync.save(tmp_path / "x", items={"note": {"a": 1}})
     assert ckpt.sync.load(tmp_path / "x", handlers=handlers)["note"] == {"a": 1}

@@ -1,0 +1,46 @@
+"""Models: pydantic models and dataclasses as JSON, and back. The seam to pydantic for objects."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pydantic
+
+
+def is_model(kind: type) -> bool:
+    """Tell whether a class is a model of pydantic, or has the methods that are used of one."""
+    needed = ("model_dump", "model_dump_json", "model_validate_json")
+    return all(callable(getattr(kind, name, None)) for name in needed)
+
+
+def model_values(item: Any) -> Any:
+    """Return the JSON values of a model or a dataclass."""
+    if is_model(type(item)):
+        return item.model_dump(mode="json", round_trip=True, by_alias=True)
+    return pydantic.TypeAdapter(type(item)).dump_python(item, mode="json", round_trip=True)
+
+
+def model_json(item: Any) -> bytes:
+    """Return the JSON of a model or a dataclass."""
+    if is_model(type(item)):
+        return str(item.model_dump_json(round_trip=True, by_alias=True)).encode()
+    return pydantic.TypeAdapter(type(item)).dump_json(item, round_trip=True)
+
+
+def made_from_json(kind: Any, encoded: bytes) -> Any:
+    """Return a model or a dataclass of this class from its JSON.
+
+    Raises:
+        Exception: It does not fit; whatever pydantic, or code of the class, raises.
+    """
+    if is_model(kind):
+        return kind.model_validate_json(encoded)
+    return pydantic.TypeAdapter(kind).validate_json(encoded)
+
+
+def fields_of(item: Any) -> dict[str, Any]:
+    """Return the fields of a model or a dataclass by name."""
+    if is_model(type(item)):
+        return dict(vars(item))
+    return {each.name: getattr(item, each.name) for each in dataclasses.fields(item)}
