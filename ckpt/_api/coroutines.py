@@ -58,9 +58,6 @@ class UnawaitedCall(Coroutine[Any, Any, T]):
     def __iter__(self) -> NoReturn:
         raise self._not_awaited("")
 
-    def __bool__(self) -> NoReturn:
-        raise self._not_awaited("")
-
     def __repr__(self) -> str:
         return f"<call of {self._name} that is to be awaited>"
 

@@ -61,8 +61,25 @@ class IndexedStep:
     save: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A step whose manifest is whole and whose data is damaged.
+
+    Attributes:
+        attempt: The attempt that wrote it; what another attempt wrote may be whole.
+        reason: What is wrong with it.
+    """
+
+    attempt: str
+    reason: str
+
+
 class StepIndex:
-    """The committed steps of one root. Its coroutines run on one event loop."""
+    """The committed steps of one root. Its coroutines run on one event loop.
+
+    Attributes:
+        passed_over: Steps that a restore has passed over, because their data is damaged.
+    """
 
     def __init__(
         self, storage: Storage, names: StepNames = _PLAIN, *, may_be_missing: bool = False
@@ -83,9 +100,9 @@ class StepIndex:
         self._unreadable: dict[str, UnreadableStep | None] = {}
         # Why the storage refused to read step directories, by name.
         self._refused: dict[str, str] = {}
-        self._listed: set[int] = set()
-        # Why steps were passed over whose manifest is whole and whose data is not, by step.
-        self.passed_over: dict[int, str] = {}
+        # What was listed last, by name.
+        self._listed: dict[str, int] = {}
+        self.passed_over: dict[int, PassedOver] = {}
         self._is_missing = False
 
     @property
@@ -111,8 +128,10 @@ class StepIndex:
     async def overview(self) -> tuple[int, int | None]:
         """Return how many steps there are, and the greatest one; reads few manifests."""
         latest = await self.latest()
-        left_out = {each.step for each in self.unreadable}
-        return len(self._listed - left_out), None if latest is None else latest.step
+        if latest is None:
+            return 0, None
+        steps = {step for name, step in self._listed.items() if name not in self._unreadable}
+        return len(steps), latest.step
 
     async def refresh(self) -> dict[int, IndexedStep]:
         """Return every committed step, ascending; says once what is left out."""
@@ -156,13 +175,13 @@ class StepIndex:
 
     async def _say_left_out(self, names: Sequence[str]) -> None:
         """Warn of directories that are named like steps and cannot be read, each once."""
+        for name in list(self._unreadable):
+            # It is a step now, or gone: if it is damaged again, that is said again.
+            if name not in self._listed or self._known.get(name, (None, None))[1] is not None:
+                del self._unreadable[name]
         new = [name for name in names if name not in self._unreadable]
         # Before anything is awaited: another call may find the same ones meanwhile.
         self._unreadable |= dict.fromkeys(new)
-        for name in self._unreadable.keys() - set(names):
-            # It is a step now, or gone; or it was not looked at. Damage of it is said again.
-            if self._known.get(name, (None, None))[1] is not None:
-                del self._unreadable[name]
         found = []
         for name in new[:_MOST_CLOSE_LOOKS]:
             step = check_step(self._names.step(name))
@@ -272,7 +291,7 @@ class StepIndex:
             step = self._names.step(name)
             if step is not None:
                 found.append((-step, name != self._names.name(step), name))
-        self._listed = {-step for step, _, _ in found}
+        self._listed = {name: -step for step, _, name in found}
         if not found and await self._storage.read("", FILE_NAME, MAX_BYTES) is not None:
             raise InvalidArgumentError(
                 f"{self._storage.location} is itself a checkpoint, not a root of steps. Pass the "

@@ -20,7 +20,7 @@ from ckpt._events import EventRecorder
 from ckpt._plan.adapt import Adapt
 from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
-from ckpt._steps.index import StepIndex
+from ckpt._steps.index import PassedOver, StepIndex
 from ckpt._steps.previous_steps import saved_step
 from ckpt._steps.processes import Processes
 from ckpt._steps.restore_requests import result_of, wanted_items
@@ -200,7 +200,8 @@ class StepReader:
         tried: set[int] = set()
         while True:
             # All processes have to try the same one, and hear of the damage that one has found.
-            steps = [each for each in await self._processes.steps.refresh() if each not in tried]
+            found = await self._processes.steps.refresh()
+            steps = [each for each in found if each not in tried]
             if first is not None and not steps:
                 raise first
             chosen = steps[-1] if steps else None
@@ -215,7 +216,7 @@ class StepReader:
                     raise
                 tried.add(chosen)
                 first = first or error
-                self._index.passed_over[chosen] = error.message
+                self._index.passed_over[chosen] = PassedOver(found[chosen].attempt, error.message)
                 logger.warning("step %d is passed over for the one before it: %s", chosen, error)
 
     async def _restore(

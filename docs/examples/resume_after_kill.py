@@ -177,12 +177,10 @@ async def train(args: argparse.Namespace, config: Config) -> dict[str, Any]:
     )
     text, clock, losses = corpus(), Clock(), []
     async with ckpt.CheckpointManager(args.root, preservation=ckpt.policies.LatestN(3)) as mgr:
-        start = await mgr.latest_step()
-        if start is None:
-            start, state = 0, jax.jit(lambda: init(config), out_shardings=shardings)()
-        else:
-            state = await mgr.restore(start, like=target)
-        for step in range(start + 1, args.steps + 1):
+        fresh = jax.jit(lambda: init(config), out_shardings=shardings)
+        start, state = await mgr.resume(lambda: fresh(), like=target)
+        start = max(start, 1)  # this run counts its steps from 1
+        for step in range(start, args.steps + 1):
             with clock.step():
                 tokens = jax.device_put(batch(text, step, config), by_data)
                 state, loss = train_step(state, tokens)
@@ -195,7 +193,7 @@ async def train(args: argparse.Namespace, config: Config) -> dict[str, Any]:
                     die(step, commit, durable=clock.durable_step())
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     ends = {"loss": (losses[0], losses[-1]), "bytes": size, "sha256": digest(state)}
-    return clock.summary() | {"start": start} | ends
+    return clock.summary() | {"start": start - 1} | ends
 
 
 def die(step: int, commit: "ckpt.Commit", durable: int) -> NoReturn:

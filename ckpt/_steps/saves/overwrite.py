@@ -13,6 +13,7 @@ from ckpt._arguments import check_step, shown
 from ckpt._engine.save.multihost import JointSave, MultihostSave
 from ckpt._engine.save.request import SaveRequest
 from ckpt._format.manifest import FILE_NAME, MAX_BYTES, peek
+from ckpt._steps.index import PassedOver
 from ckpt._steps.retention import is_ours, spare_others
 from ckpt._steps.unreadable import look_closely
 from ckpt.coordination._collectives import gathered
@@ -41,7 +42,7 @@ async def make_way(
     storage: Storage,
     request: SaveRequest,
     others: Sequence[str] = (),
-    damaged: MutableMapping[int, str] | None = None,
+    damaged: MutableMapping[int, PassedOver] | None = None,
 ) -> None:
     """Raise before anything is staged if the step directory is taken; publishing checks again.
 
@@ -53,7 +54,7 @@ async def make_way(
         storage: The root.
         request: What is to be saved.
         others: Step directories that may be the same step under other names.
-        damaged: Why steps were passed over that look whole; one that is moved aside goes from it.
+        damaged: Steps that look whole and were passed over; one that is moved aside goes from it.
 
     Raises:
         StepExistsError: It is, and is not to be replaced or not ours to replace.
@@ -89,15 +90,21 @@ async def make_way(
 
 
 async def _damage_of(
-    storage: Storage, request: SaveRequest, step_dir: str, passed_over: Mapping[int, str]
+    storage: Storage, request: SaveRequest, step_dir: str, passed_over: Mapping[int, PassedOver]
 ) -> str | None:
     """Return what is wrong with the step that is in the way; None for a whole one, or none."""
     if request.step is None or request.overwrite:
         return None
-    if request.step in passed_over:
-        return passed_over[request.step]
+    known = passed_over.get(request.step)
+    data = None if known is None else await storage.read(step_dir, FILE_NAME, MAX_BYTES)
+    summary = None if data is None else await anyio.to_thread.run_sync(peek, data)
+    if known is not None and summary is not None and summary.attempt == known.attempt:
+        return known.reason
     found = await look_closely(storage, step_dir, request.step)
-    return found.reason if found is not None and found.kind == "damaged" else None
+    if found is None or found.kind != "damaged":
+        return None
+    # A link, or a file, with the name of a step is somebody's own.
+    return found.reason if step_dir in await storage.step_dirs() else None
 
 
 async def _move_aside(storage: Storage, step: int, step_dir: str, reason: str) -> None:

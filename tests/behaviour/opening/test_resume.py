@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ckpt
 import ckpt.sync
 from ckpt import errors
+from ckpt._steps.index import PassedOver
 from tests.behaviour.opening.damaged_roots import flip_array, make_root, state, warnings_of
 from tests.support.stateful_objects import Counter
 
@@ -144,11 +145,27 @@ def test_a_damaged_newest_step_does_not_end_the_run(
 def test_in_a_store_a_damaged_step_is_replaced_when_that_is_asked_for() -> None:
     with ckpt.sync.CheckpointManager("memory://resume/run") as mgr:
         mgr.save(1, state(1), durable=True)
-        mgr._service.root.index.passed_over[1] = "its data is damaged"
+        index = mgr._service.root.index
+        attempt = anyio.run(index.refresh)[1].attempt
+        index.passed_over[1] = PassedOver(attempt, "its data is damaged")
         with pytest.raises(errors.StepExistsError, match=r"is damaged .*overwrite=True"):
             mgr.save(1, state(2))
         mgr.save(1, state(2), overwrite=True, durable=True)
         assert mgr.restore(1)["w"][0] == 2
+
+
+def test_a_step_that_was_replaced_since_is_not_moved_aside(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "run")
+    flip_array(root / "3")
+    with (
+        ckpt.sync.CheckpointManager(root) as mgr,
+        ckpt.sync.CheckpointManager(root) as other,
+    ):
+        assert mgr.resume(state(0))[0] == 3
+        other.save(3, state(3), overwrite=True, durable=True)
+        with pytest.raises(errors.StepExistsError):
+            mgr.save(3, state(4))
+        assert not (root / "damaged").exists()
 
 
 def untraceable() -> dict[str, Any]:

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -85,6 +86,38 @@ def test_damage_between_two_looks_is_told_at_the_second(
         assert mgr.all_steps() == [2, 3]
         (warning,) = warnings_of(caplog)
         assert "step 1 is damaged" in warning
+
+
+def test_what_was_damaged_and_is_gone_is_not_told_any_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = make_root(tmp_path / "run", (7,))
+    flip_manifest(root / "7")
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        mgr.delete(7)
+        with pytest.raises(errors.StepNotFoundError, match="save one first"):
+            mgr.restore()
+        assert mgr.resume(state(0))[0] == 0
+        mgr.save(7, state(7), durable=True)
+        assert mgr.all_steps() == [7]
+        caplog.clear()
+        flip_manifest(root / "7")
+        assert mgr.all_steps() == []
+        assert "step 7 is damaged" in warnings_of(caplog)[0]
+
+
+def test_many_directories_that_are_no_steps_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "run"
+    for step in range(100):
+        (root / str(step)).mkdir(parents=True)
+    caplog.set_level(logging.INFO, "ckpt")
+    with ckpt.sync.CheckpointManager(root):
+        first, second, third = [each.getMessage() for each in caplog.records]
+        assert "it holds 24 steps of another program (76, 77, 78, ..., 92, 93," in first
+        assert "76 more directories are named like steps" in second
+        assert third.endswith("no steps yet")
 
 
 def test_a_root_of_damaged_steps_is_not_empty(
@@ -173,11 +206,16 @@ with ckpt.sync.CheckpointManager(sys.argv[1], read_only=True) as mgr:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("path", ["3", "3/ckpt.json"])
-def test_a_step_that_may_not_be_read_does_not_hide_the_others(path: str, tmp_path: Path) -> None:
-    root = make_root(tmp_path / "run")
-    os.chmod(root / path, 0)
-    for folder in (tmp_path, *tmp_path.parents[:-2]):
+def test_a_step_that_may_not_be_read_does_not_hide_the_others(path: str) -> None:
+    # The folders of pytest are closed to other users, by every run of it that begins.
+    with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
+        check_others_are_read(Path(folder) / "run", path)
+
+
+def check_others_are_read(root: Path, path: str) -> None:
+    make_root(root)
+    os.chmod(root / path, 0)
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, root], capture_output=True, text=True, timeout=100
     )

@@ -112,7 +112,7 @@ def test_functions_among_the_leaves_are_those_of_the_target(tmp_path: Path) -> N
     with pytest.raises(ckpt.errors.TargetMismatchError) as caught:
         ckpt.sync.load(tmp_path / "x")
     assert "1.layers.1.fn: stored the function" in str(caught.value)
-    assert "pass like= with the function in its place" in str(caught.value)
+    assert "like= has to have the function in its place" in str(caught.value)
 
 
 def test_a_bound_method_is_a_module_whose_function_has_to_be_brought_along(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ def test_an_observer_that_fails_does_not_fail_the_save(
     assert "from the observer" in caplog.text
 
 
-def test_one_info_line_per_save_and_per_restore(
+def test_one_info_line_per_opening_save_and_restore(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="ckpt")
@@ -250,9 +250,10 @@ def test_one_info_line_per_save_and_per_restore(
         mgr.save(0, {"x": jnp.ones(3)}).result()
         mgr.restore(0)
     lines = [record for record in caplog.records if record.name.startswith("ckpt")]
-    assert [record.levelname for record in lines] == ["INFO", "INFO"]
-    assert "saved step 0" in lines[0].getMessage()
-    assert "restored step 0" in lines[1].getMessage()
+    assert [record.levelname for record in lines] == ["INFO", "INFO", "INFO"]
+    assert "no steps yet" in lines[0].getMessage()
+    assert "saved step 0" in lines[1].getMessage()
+    assert "restored step 0" in lines[2].getMessage()
 
 
 # The arena by itself.
