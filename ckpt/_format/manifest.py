@@ -277,6 +277,11 @@ def encode(manifest: Manifest) -> bytes:
     return body + _TRAILER_KEY + digest(body).encode() + _TRAILER_END
 
 
+def sizes(manifest: Manifest, encoded: bytes) -> dict[str, int]:
+    """Return the size in bytes of every file of a step by path, its manifest among them."""
+    return {FILE_NAME: len(encoded)} | {path: each.size for path, each in manifest.files.items()}
+
+
 def is_whole(data: bytes) -> bool:
     """Tell whether `data` is a complete, unchanged `ckpt.json`, without parsing it."""
     split = len(data) - len(_TRAILER_KEY) - _HEX_DIGITS - len(_TRAILER_END)

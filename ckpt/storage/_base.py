@@ -8,7 +8,7 @@ step directory, under a new random name. Publishing turns it into one in one ato
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from ckpt.errors import InvalidArgumentError
@@ -166,7 +166,12 @@ class Storage(Protocol):
         """
 
     async def publish(
-        self, attempt: Attempt, *, overwrite: bool, replacing: str | None = None
+        self,
+        attempt: Attempt,
+        *,
+        overwrite: bool,
+        replacing: str | None = None,
+        files: Mapping[str, int] | None = None,
     ) -> None:
         """Turn the attempt into its step directory, atomically and durably; its files are complete.
 
@@ -176,6 +181,9 @@ class Storage(Protocol):
             replacing: Id of the attempt that the existing step directory came from. Exactly that
                 step directory is replaced, whatever `overwrite` says; if it is gone, nothing is
                 published.
+            files: Size in bytes of every file of the attempt, by path. A store in which other
+                programs can easily remove some of them, such as a file system, looks whether all
+                are there, and publishes nothing otherwise.
 
         Raises:
             StepExistsError: The step directory exists and may not be replaced; the attempt stays.

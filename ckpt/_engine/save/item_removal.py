@@ -7,7 +7,7 @@ import anyio
 from ckpt._engine.save.pipeline import keep_lease
 from ckpt._engine.save.step_manifest import features
 from ckpt._format.digests import digest
-from ckpt._format.manifest import FILE_NAME, OWN_DISKS, FileEntry, Manifest, encode
+from ckpt._format.manifest import FILE_NAME, OWN_DISKS, FileEntry, Manifest, encode, sizes
 from ckpt._plan.orbax_view import step_view
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.storage._base import Attempt, Storage
@@ -68,10 +68,12 @@ async def delete_item(storage: Storage, step_dir: str, manifest: Manifest, item:
                     }
                 )
                 async with while_read(storage, step_dir, manifest):
-                    await _write_rest(storage, attempt, manifest, kept, item)
+                    files = await _write_rest(storage, attempt, manifest, kept, item)
                 # Not cancelled from here on: it must be known what the store has done.
                 with anyio.CancelScope(shield=True):
-                    await storage.publish(attempt, overwrite=True, replacing=manifest.attempt)
+                    await storage.publish(
+                        attempt, overwrite=True, replacing=manifest.attempt, files=files
+                    )
                     attempt = None
                 keeper.cancel()
     finally:
@@ -82,8 +84,8 @@ async def delete_item(storage: Storage, step_dir: str, manifest: Manifest, item:
 
 async def _write_rest(
     storage: Storage, attempt: Attempt, old: Manifest, new: Manifest, item: str
-) -> None:
-    """Write all but one item to an attempt; its manifest is written last."""
+) -> dict[str, int]:
+    """Write all but one item to an attempt, its manifest last; return the sizes of its files."""
     step_dir = attempt.step_dir
     written: dict[str, bytes] = {}
     if OWN_DISKS not in old.requires:
@@ -111,3 +113,4 @@ async def _write_rest(
     new = new.model_copy(update={"files": linked | made})
     encoded = await anyio.to_thread.run_sync(encode, new)
     await storage.write(attempt, FILE_NAME, encoded)
+    return sizes(new, encoded)

@@ -115,5 +115,7 @@ async def _give_name(session: SaveSession, request: SaveRequest) -> None:
     A cancellation between the store's act and our knowing of it would remove a published step.
     """
     with session.hooks.watch.taking("published"):
-        await session.storage.publish(await session.opened(), overwrite=request.overwrite)
+        await session.storage.publish(
+            await session.opened(), overwrite=request.overwrite, files=session.sizes
+        )
     session.attempt = None

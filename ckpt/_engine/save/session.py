@@ -70,6 +70,7 @@ class SaveSession:
         attempt: The attempt; it may be written to once `attempt_ready` is set.
         parts: The items so far, if each may arrive in several parts; else None.
         files: Size and digest of every file of the step that this process has written.
+        sizes: Size of every file of the step, by whichever process, once its manifest is written.
         trees: Items whose leaves are divided among the processes of the job.
         formatted: What the formats came to, for every item that was planned.
         blocks: The staging memory in use.
@@ -94,6 +95,7 @@ class SaveSession:
     attempt_ready: anyio.Event = field(default_factory=anyio.Event)
     attempt: Attempt | None = None
     files: dict[str, FileEntry] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
     trees: dict[str, WrittenTree] = field(default_factory=dict)
     formatted: list[Formatted] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)

@@ -23,6 +23,7 @@ from ckpt._format.manifest import (
     ItemEntry,
     Manifest,
     encode,
+    sizes,
 )
 from ckpt._plan.multihost.per_process import apart, combine
 from ckpt._plan.orbax_view import step_view, text_view
@@ -140,6 +141,7 @@ async def write_manifest(
             f"{MAX_BYTES}. Save fewer leaves, less metadata, or arrays in fewer shards"
         )
     await session.storage.write(attempt, FILE_NAME, encoded)
+    session.sizes = sizes(manifest, encoded)
     return manifest
 
 

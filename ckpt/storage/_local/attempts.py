@@ -15,6 +15,7 @@ import os
 import stat
 import threading
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,8 @@ logger = logging.getLogger("ckpt")
 
 # The longest name of a file in bytes, on all common file systems.
 _LONGEST_NAME = 255
+# How many lost files a message names.
+_NAMED = 5
 
 
 @dataclass(slots=True)
@@ -135,7 +138,13 @@ def link(attempt: LocalAttempt, path: str, folder: str = "") -> None:
         os.close(fd)
 
 
-def publish(attempt: LocalAttempt, *, overwrite: bool, replacing: str | None = None) -> bool:
+def publish(
+    attempt: LocalAttempt,
+    *,
+    overwrite: bool,
+    replacing: str | None = None,
+    files: Mapping[str, int] | None = None,
+) -> bool:
     """Give an attempt the name of its step directory, durably.
 
     Args:
@@ -143,6 +152,7 @@ def publish(attempt: LocalAttempt, *, overwrite: bool, replacing: str | None = N
         overwrite: Whether an existing step directory is replaced.
         replacing: Id of the attempt that the existing step directory came from; only that is
             replaced.
+        files: Size in bytes of every file that the attempt must hold, by path.
 
     Returns:
         Whether a step directory was replaced. The old one has the attempt's name now.
@@ -159,22 +169,57 @@ def publish(attempt: LocalAttempt, *, overwrite: bool, replacing: str | None = N
         # writer's.
         raise FileNotFoundError(
             errno.ENOENT,
-            "the attempt was removed while it was written, by hand or by a cleaner that took its "
-            "writer for dead. Nothing was published; save again",
+            "the attempt was removed while it was written: by hand, by another program, or by a "
+            "cleaner that took its writer for dead. Nothing was published; save again",
             str(attempt.path),
         )
+    _check_files(attempt, attempt.path, files or {})
     if replacing is None:
         replaced = _give_name(attempt, target, overwrite)
     else:
         replaced = _take_place(attempt, target, replacing)
     try:
         posix.fsync_path(attempt.root)
+        # A removal that had begun before goes on under the new name.
+        _check_files(attempt, target, files or {})
     except OSError:
-        # The new name might not survive a power cut. So the save has failed, and what it published
-        # is taken back.
+        # The new name might not survive a power cut, or the step is not whole. So the save has
+        # failed, and what it published is taken back.
         _take_back(attempt, target, replaced)
         raise
     return replaced
+
+
+def _check_files(attempt: LocalAttempt, path: Path, files: Mapping[str, int]) -> None:
+    """Raise if a file of the attempt, which has the name `path`, is gone or was cut."""
+    try:
+        found = posix.list_files(path)
+    except FileNotFoundError:
+        # Something vanished while it was listed, so each file is looked at.
+        found = {}
+    suspects = [name for name, size in files.items() if found.get(name) != size]
+    # On a network file system a list may be out of date, but an opened file is not.
+    lost = [name for name in suspects if not _is_whole(path, name, files[name])]
+    # Once it was published, another writer may have deleted or replaced it.
+    if not lost or not _has_name(attempt.directory, path):
+        return
+    some = ", ".join(map(repr, lost[:_NAMED])) + (", ..." if len(lost) > _NAMED else "")
+    raise FileNotFoundError(
+        errno.ENOENT,
+        f"{len(lost)} of its {len(files)} files were removed or changed while it was saved: "
+        f"{some}. Another program removes files of saves under way, as Orbax does with "
+        "cleanup_tmp_directories=True. Nothing was published; stop that program, and save again",
+        str(path),
+    )
+
+
+def _is_whole(top: Path, name: str, size: int) -> bool:
+    try:
+        fd, found = posix.open_regular(top, name)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    os.close(fd)
+    return found == size
 
 
 def _give_name(attempt: LocalAttempt, target: Path, overwrite: bool) -> bool:

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -228,12 +228,17 @@ class LocalStorage:
                 ) from error
 
     async def publish(
-        self, attempt: Attempt, *, overwrite: bool, replacing: str | None = None
+        self,
+        attempt: Attempt,
+        *,
+        overwrite: bool,
+        replacing: str | None = None,
+        files: Mapping[str, int] | None = None,
     ) -> None:
         own = _local(attempt)
         with translated("publish", self._root / own.step_dir):
             replaced = await self._in_thread(
-                attempts.publish, own, overwrite=overwrite, replacing=replacing
+                attempts.publish, own, overwrite=overwrite, replacing=replacing, files=files
             )
         if replaced:
             await self._finish_removal(attempts.remove_hidden, own.path, own.path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import uuid
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
 import anyio
@@ -257,7 +257,12 @@ class ObjectStorage:
         await each(fill, range(0, len(target), _PART_BYTES))
 
     async def publish(
-        self, attempt: Attempt, *, overwrite: bool, replacing: str | None = None
+        self,
+        attempt: Attempt,
+        *,
+        overwrite: bool,
+        replacing: str | None = None,
+        files: Mapping[str, int] | None = None,
     ) -> None:
         # Shielded: what the store has done must be known here.
         with anyio.CancelScope(shield=True):
