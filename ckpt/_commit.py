@@ -67,7 +67,7 @@ class Stopwatch:
     @property
     def elapsed(self) -> float:
         """Seconds since the save was called."""
-        return time.perf_counter() - self.began
+        return _since(self.began)
 
     def note(self, **seconds: float) -> None:
         """Take these times, by the names of `SaveStatistics`."""
@@ -78,19 +78,25 @@ class Stopwatch:
         """Take the time of the body under this name."""
         began = time.perf_counter()
         yield
-        self.note(**{name: time.perf_counter() - began})
+        self.note(**{name: _since(began)})
 
-    def add_wait(self, seconds: float) -> None:
-        """Take a time in which the save waited for others."""
-        self.note(waited=(self.taken.waited or 0.0) + seconds)
+    def add_wait(self, began: float) -> None:
+        """Take the time since `began` as one in which the save waited for others."""
+        self.note(waited=(self.taken.waited or 0.0) + _since(began))
 
     def add_blocked(self, began: float) -> None:
         """Take the time since `began` as one in which a caller was blocked."""
-        self.note(blocked=(self.taken.blocked or 0.0) + time.perf_counter() - began)
+        self.note(blocked=(self.taken.blocked or 0.0) + _since(began))
 
     def early(self) -> dict[str, float]:
         """Return what is known before the manifest is written, for the manifest."""
         return {name: t for name in _EARLY if (t := getattr(self.taken, name)) is not None}
+
+
+def _since(began: float) -> float:
+    # On some virtual machines this clock goes back. A manifest with a negative time is refused, and
+    # no save should fail for a statistic.
+    return max(time.perf_counter() - began, 0.0)
 
 
 def _early_statistics(early: Mapping[str, float]) -> SaveStatistics | None:

@@ -76,6 +76,10 @@ class SaveHistory:
 
     def begin(self, slot: BacklogSlot, context: SaveContext) -> None:
         """A save has got its slot."""
+        if self._last_time is not None and self._last_time > context.now:
+            # The clock was set back. Intervals are counted from this save: from the time before,
+            # every step would be saved until that time comes again.
+            self._last_time = None
         self._saving[slot] = SavedStep(slot.step, context.now)
         self._pace.begin_save(slot, time.perf_counter())
         if self.is_final(context):

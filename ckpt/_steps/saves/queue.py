@@ -294,7 +294,7 @@ class SaveQueue:
         async with processes.busy():
             with EventRecorder("save", slot.step, self.engine.observers).phase("wait"):
                 await backlog.admitted(slot)
-            hooks.watch.add_wait(hooks.watch.elapsed)
+            hooks.watch.add_wait(hooks.watch.began)
             await root.open()
             before = [other for other in backlog.under_way if other is not slot]
             if processes.publishes:
@@ -315,7 +315,7 @@ class SaveQueue:
         assert self._backlog is not None
         began = time.perf_counter()
         await self._backlog.first(slot)
-        hooks.watch.add_wait(time.perf_counter() - began)
+        hooks.watch.add_wait(began)
 
     async def finish(
         self,

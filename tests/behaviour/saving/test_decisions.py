@@ -111,6 +111,43 @@ def test_time_since_the_last_save_counts_saves_of_earlier_runs(tmp_path: Path) -
         assert mgr.should_save(2)
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [policies.EverySeconds(100), policies.Continuous(100)],
+    ids=lambda policy: type(policy).__name__,
+)
+@pytest.mark.parametrize("reopened", [False, True])
+def test_after_the_clock_was_set_back_one_step_is_saved_and_intervals_go_on_from_it(
+    policy: Any, reopened: bool, tmp_path: Path
+) -> None:
+    now = 100_000.0
+    settings: dict[str, Any] = {"save_policy": policy, "clock": lambda: now}
+    mgr = plain(tmp_path, **settings)
+    assert mgr.save(0, {"n": 0}).result(PATIENCE_S)
+    if reopened:
+        mgr.close()
+        mgr = plain(tmp_path, **settings)
+    now = 50_000.0
+    saved = []
+    for step in range(1, 41):
+        if mgr.save(step, {"n": 0}).result(PATIENCE_S):
+            saved.append(step)
+        now += 10.0
+    mgr.close()
+    assert saved == [1, 11, 21, 31]
+
+
+def test_a_save_that_fails_after_the_clock_was_set_back_does_not_count(tmp_path: Path) -> None:
+    now = 1000.0
+    with plain(tmp_path, save_policy=policies.EverySeconds(100), clock=lambda: now) as mgr:
+        assert mgr.save(0, {"n": 0}).result(PATIENCE_S)
+        now = 500.0
+        with pytest.raises(errors.UnsupportedLeafError):
+            mgr.save(1, {"n": object()})
+        assert mgr.save(2, {"n": 1}).result(PATIENCE_S)
+        assert not mgr.save(3, {"n": 1})
+
+
 def test_a_failed_save_is_no_last_save(tmp_path: Path) -> None:
     now = 1000.0
     with plain(tmp_path, save_policy=policies.EverySeconds(100), clock=lambda: now) as mgr:

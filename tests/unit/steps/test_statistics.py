@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import ckpt
 import ckpt.sync
@@ -66,3 +69,16 @@ def test_a_save_that_waited_says_so(tmp_path: Path) -> None:
             assert max(each or 0.0 for each in waits[1:]) > 0
 
     asyncio.run(main())
+
+
+def test_a_clock_that_goes_back_costs_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = time.perf_counter
+    backwards = itertools.count(step=-1000)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + next(backwards))
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        told = of(mgr.save(0, {"w": np.ones(3)}).result())
+        later = of(mgr.metadata(0).info)
+    assert {each for each in asdict(told).values() if each is not None} == {0.0}
+    assert later.blocked == 0.0
