@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 import time
@@ -47,7 +48,7 @@ def put(
         for last in _tries():
             try:
                 with _made(root, folder, mode) as directory:
-                    if not _give_name(written, root / folder / file, replace):
+                    if not _give_name(written, root / folder / file, directory, replace):
                         return False
                     # A rename from one directory to another changes both.
                     posix.fsync_path(attempt.path)
@@ -65,7 +66,7 @@ def put(
         attempts.end(attempt)
 
 
-def _give_name(written: Path, target: Path, replace: bool) -> bool:
+def _give_name(written: Path, target: Path, directory: int, replace: bool) -> bool:
     if replace:
         os.replace(written, target)
         return True
@@ -78,6 +79,28 @@ def _give_name(written: Path, target: Path, replace: bool) -> bool:
             os.link(written, target)
         except FileExistsError:
             return False
+        except OSError as error:
+            if error.errno not in posix.UNLINKABLE:
+                raise
+            return _rename_alone(written, target, directory)
+    return True
+
+
+def _rename_alone(written: Path, target: Path, directory: int) -> bool:
+    """Rename a note to a name that must not exist, where the system has no such operation.
+
+    Writers take turns by a lock on the folder. Where there are no locks either, the later of two
+    that write one note in the same moment wins. It is whole at any time.
+    """
+    with contextlib.suppress(OSError):
+        fcntl.flock(directory, fcntl.LOCK_EX)
+    try:
+        if posix.is_there(target):
+            return False
+        os.rename(written, target)
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(directory, fcntl.LOCK_UN)
     return True
 
 

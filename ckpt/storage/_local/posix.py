@@ -21,7 +21,7 @@ _RENAME_EXCHANGE = 2
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 # The errors of a file system without hard links, or without any more of them for this file.
-_UNLINKABLE = _UNSUPPORTED | {errno.EPERM, errno.EXDEV, errno.EMLINK}
+UNLINKABLE = _UNSUPPORTED | {errno.EPERM, errno.EXDEV, errno.EMLINK}
 _COPIED_BYTES = 4 << 20
 
 
@@ -198,7 +198,7 @@ def link_file(fd: int, source: Path, target: Path) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError as error:
-        if error.errno not in _UNLINKABLE:
+        if error.errno not in UNLINKABLE:
             raise
         _copy(fd, target)
         return

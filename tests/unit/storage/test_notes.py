@@ -9,7 +9,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 import anyio
 import pytest
 
+import ckpt.sync
 from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
 from ckpt.storage._local import posix
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._local.sweep import sweep_root
-from ckpt.testing.faults import Crash, Fail, FaultyFiles, at
+from ckpt.testing.faults import Crash, Fail, FaultyFiles, at, every, named
 from tests.support.crash_states import crash_states, read_tree
 
 T = TypeVar("T")
@@ -118,18 +119,75 @@ def test_without_a_rename_that_refuses_to_replace_nothing_is_replaced(
     assert names(tmp_path / "a") == ["x"]
 
 
-@pytest.mark.parametrize("durable", [True, False])
-def test_of_many_that_write_a_note_one_wins(tmp_path: Path, durable: bool) -> None:
+@pytest.fixture
+def only_plain_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on exFAT and some network file systems."""
+    monkeypatch.setattr(posix, "renameat2", lambda *_: errno.EINVAL)
+    with FaultyFiles(tmp_path, every(1, Fail(errno.EPERM), named("link"))):
+        yield
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK])
+def test_without_links_nothing_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(posix, "renameat2", lambda *_: errno.EINVAL)
+    with FaultyFiles(tmp_path, every(1, Fail(code), named("link"))) as files:
+        assert put(tmp_path, "a/x", b"one")
+        assert not put(tmp_path, "a/x", b"two")
+        assert put(tmp_path, "a/x", b"three", replace=True)
+    assert len(files.met) == 2
+    assert read(tmp_path, "a/x") == b"three"
+    assert names(tmp_path) == ["a"]
+    assert names(tmp_path / "a") == ["x"]
+
+
+def test_another_error_of_a_link_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(posix, "renameat2", lambda *_: errno.EINVAL)
+    with (
+        FaultyFiles(tmp_path, every(1, Fail(errno.ENOSPC), named("link"))),
+        pytest.raises(StorageError, match="No space left"),
+    ):
+        put(tmp_path, "a/x", b"one")
+    assert names(tmp_path) in ([], ["a"])
+
+
+@pytest.mark.usefixtures("only_plain_renames")
+def test_a_root_without_links_is_used_like_any_other(tmp_path: Path) -> None:
+    for turn in range(2):
+        with ckpt.sync.CheckpointManager(tmp_path, metadata={"run": 7}) as mgr:
+            mgr.save(turn, {"n": turn}).result()
+            mgr.pin(turn, "best")
+            assert mgr.root_metadata() == {"run": 7}
+            assert mgr.restore(turn) == {"n": turn}
+    assert names(tmp_path) == [".ckpt-pins", "0", "1", "metadata"]
+
+
+def write_at_once(root: Path, *, durable: bool) -> None:
     barrier = threading.Barrier(8)
 
     def write(number: int) -> bool:
         barrier.wait()
-        return put(tmp_path, "a/x", b"%d" % number, durable=durable)
+        return put(root, "a/x", b"%d" % number, durable=durable)
 
     with ThreadPoolExecutor(8) as threads:
         won = list(threads.map(write, range(8)))
     assert sum(won) == 1
-    assert read(tmp_path, "a/x") == b"%d" % won.index(True)
+    assert read(root, "a/x") == b"%d" % won.index(True)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_of_many_that_write_a_note_one_wins(tmp_path: Path, durable: bool) -> None:
+    write_at_once(tmp_path, durable=durable)
+
+
+@pytest.mark.usefixtures("only_plain_renames")
+def test_without_links_one_of_many_wins_as_well(tmp_path: Path) -> None:
+    for turn in range(10):
+        (tmp_path / str(turn)).mkdir()
+        write_at_once(tmp_path / str(turn), durable=True)
 
 
 @pytest.mark.parametrize("durable", [True, False])
