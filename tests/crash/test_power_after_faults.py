@@ -121,13 +121,13 @@ def test_taking_back_does_not_touch_what_somebody_else_published(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the look at the name and the swap, another writer overwrites the step."""
-    sync, exchange = posix.fsync_path, posix.exchange
+    sync, exchange = posix.fsync_directory, posix.exchange
     publishing: list[int] = []
 
-    def failing_sync(path: Path) -> None:
+    def failing_sync(path: Path, fd: int | None = None) -> None:
         if path == root and publishing == [threading.get_ident()]:
             raise OSError(errno.EIO, "from the device")
-        sync(path)
+        sync(path, fd)
 
     def meeting(first: Path, second: Path) -> None:
         if not publishing:
@@ -138,7 +138,7 @@ def test_taking_back_does_not_touch_what_somebody_else_published(
                 other.save(5, state(2), overwrite=True).result()
         exchange(first, second)
 
-    monkeypatch.setattr(posix, "fsync_path", failing_sync)
+    monkeypatch.setattr(posix, "fsync_directory", failing_sync)
     monkeypatch.setattr(posix, "exchange", meeting)
     with ckpt.sync.CheckpointManager(root) as mgr:
         with pytest.raises(ckpt.errors.StorageError):

@@ -179,7 +179,7 @@ def publish(
     else:
         replaced = _take_place(attempt, target, replacing)
     try:
-        posix.fsync_path(attempt.root)
+        posix.fsync_directory(attempt.root)
         # A removal that had begun before goes on under the new name.
         _check_files(attempt, target, files or {})
     except OSError:
@@ -310,7 +310,7 @@ def _take_back(attempt: LocalAttempt, target: Path, replaced: bool) -> None:
             # Another process replaced it between the check and the swap. Theirs goes back.
             swap(attempt.path, target)
             return
-        posix.fsync_path(attempt.root)
+        posix.fsync_directory(attempt.root)
         attempt.keep = False
     except OSError:
         if replaced and not _has_name(attempt.directory, attempt.path):
@@ -391,7 +391,7 @@ def hide(root: Path, step_dir: str, attempt: str | None = None) -> Path | None:
         except FileNotFoundError:
             return None
         if directory is None or _has_name(directory, trash):
-            posix.fsync_path(root)
+            posix.fsync_directory(root)
             return trash
         # It was replaced between the check and the rename, and goes back.
         try:
@@ -400,7 +400,7 @@ def hide(root: Path, step_dir: str, attempt: str | None = None) -> Path | None:
             kept = root / f"{step_dir}.replaced-{token}"
             os.rename(trash, kept)
             logger.error("a step that was replaced twice while it was deleted is at %s", kept)
-        posix.fsync_path(root)
+        posix.fsync_directory(root)
         return None
 
 

@@ -51,13 +51,13 @@ def put(
                     if not _give_name(written, root / folder / file, directory, replace):
                         return False
                     # A rename from one directory to another changes both.
-                    posix.fsync_path(attempt.path)
-                    os.fsync(directory)
+                    posix.fsync_directory(attempt.path)
+                    posix.fsync_directory(root / folder, directory)
             except FileNotFoundError:
                 if last or not posix.is_there(written):
                     raise
                 continue
-            posix.fsync_path(root)
+            posix.fsync_directory(root)
             break
         return True
     finally:
@@ -186,7 +186,7 @@ def drop(root: Path, name: str, *, durable: bool) -> bool:
         except FileNotFoundError:
             return False
         if durable:
-            os.fsync(directory)
+            posix.fsync_directory(root / folder, directory)
     with contextlib.suppress(OSError):
         os.rmdir(root / folder)
     return True

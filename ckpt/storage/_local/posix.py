@@ -25,19 +25,33 @@ UNLINKABLE = _UNSUPPORTED | {errno.EPERM, errno.EXDEV, errno.EMLINK}
 _COPIED_BYTES = 4 << 20
 
 
-def fsync_path(path: str | os.PathLike[str]) -> None:
-    """Make a file's content, or a directory's entries, durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def fsync_directory(path: str | os.PathLike[str], fd: int | None = None) -> None:
+    """Make the entries of a directory durable; `fd` is the directory if it is open.
+
+    Raises:
+        OSError: The system refused; the message names the call and the directory.
+    """
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        if fd is not None:
+            os.fsync(fd)
+            return
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+    except OSError as error:
+        # The operation that it belongs to has succeeded so far, and would be blamed otherwise.
+        what = f"fsync of the directory {os.fspath(path)} was refused: {error.strerror}"
+        if error.errno in _UNSUPPORTED:
+            what += ". On this file system no step would survive a power cut; use another one"
+        raise OSError(error.errno, what, os.fspath(path)) from error
 
 
 def fsync_directories(top: Path) -> None:
     """Make the entries of every directory below and including `top` durable, deepest first."""
     for directory, _, _ in os.walk(top, topdown=False, onerror=_raise):
-        fsync_path(directory)
+        fsync_directory(directory)
 
 
 def make_directory(path: Path, mode: int | None) -> None:

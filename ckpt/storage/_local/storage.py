@@ -91,18 +91,19 @@ class LocalStorage:
             raise self._no_root()
         try:
             posix.make_directories(self._root, self._mode)
-            # If a power cut removes the root, its steps are lost with it.
+        except (FileExistsError, NotADirectoryError) as error:
+            reason = "it, or a part of its path, is a file"
+            raise NotADirectoryError(errno.ENOTDIR, reason, str(self._root)) from error
+        # If a power cut removes the root, its steps are lost with it.
+        with translated("sync the directories that hold", self._root):
             for path in missing:
-                posix.fsync_path(path.parent)
+                posix.fsync_directory(path.parent)
             if not missing and not self._prepared:
                 # The process that made it may have died before that was durable. If the directory
                 # above may not be opened, another user made the root long ago.
                 with contextlib.suppress(PermissionError):
-                    posix.fsync_path(self._root.parent)
-            self._prepared = True
-        except (FileExistsError, NotADirectoryError) as error:
-            reason = "it, or a part of its path, is a file"
-            raise NotADirectoryError(errno.ENOTDIR, reason, str(self._root)) from error
+                    posix.fsync_directory(self._root.parent)
+        self._prepared = True
 
     async def step_dirs(self) -> list[str]:
         with translated("list the directory", self._root):

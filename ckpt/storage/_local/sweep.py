@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from ckpt.storage._local.leases import WITHOUT_LEASE_SECONDS, is_abandoned, opened_lease
-from ckpt.storage._local.posix import fsync_path, remove_tree
+from ckpt.storage._local.posix import fsync_directory, remove_tree
 
 # Orbax skips every name that contains this, and lists it as unfinished.
 _MARK = ".orbax-checkpoint-tmp-"
@@ -105,7 +105,7 @@ def _sweep(root: Path, token: str, name: str | None, now: Callable[[], float]) -
             if name is not None:
                 trash = root / trash_name(name)
                 os.rename(root / name, trash)
-                fsync_path(root)
+                fsync_directory(root)
                 if not _removed(trash):
                     return False
             if lease is not None:
@@ -118,7 +118,7 @@ def _sweep(root: Path, token: str, name: str | None, now: Callable[[], float]) -
 def _is_durable(root: Path) -> bool:
     """Make the names in a root durable: the processes that gave them may have died before."""
     try:
-        fsync_path(root)
+        fsync_directory(root)
     except OSError:
         return False
     return True

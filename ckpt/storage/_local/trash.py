@@ -21,7 +21,7 @@ def prepare_trash(root: Path, trash: Path, mode: int | None = None) -> None:
     It and its missing parents get the permissions `mode`; None follows the umask.
     """
     for path in posix.make_directories(trash, mode):
-        posix.fsync_path(path.parent)
+        posix.fsync_directory(path.parent)
     if os.stat(trash).st_dev != os.stat(root).st_dev:
         raise OSError(
             errno.EXDEV,
@@ -50,8 +50,8 @@ def move_to_trash(root: Path, step_dir: str, trash: Path) -> Path | None:
                 raise
             return None
         # The new name first: after a power cut the step may be in both places, but not in none.
-        posix.fsync_path(trash)
-        posix.fsync_path(root)
+        posix.fsync_directory(trash)
+        posix.fsync_directory(root)
         return target
     raise AssertionError("count() does not end")
 
@@ -73,7 +73,7 @@ def set_aside(root: Path, step_dir: str, files: list[str], mode: int | None = No
             if posix.is_there(root / step_dir / path):
                 raise
     posix.fsync_directories(aside)
-    posix.fsync_path(root)
+    posix.fsync_directory(root)
     return aside
 
 

@@ -37,7 +37,7 @@ def at_the_end(found: tuple[list[CrashState], int]) -> list[dict[str, bytes | No
 
 
 def sync(path: Path) -> None:
-    posix.fsync_path(path)
+    posix.fsync_directory(path)
 
 
 def write(path: Path, data: bytes) -> None:
