@@ -28,7 +28,7 @@ from ckpt.storage._local.sweep import attempt_name, lease_name, trash_name
 
 logger = logging.getLogger("ckpt")
 
-# The longest name of a file in bytes, on all common file systems.
+# The longest name of a file in bytes on common file systems, where the system does not tell it.
 _LONGEST_NAME = 255
 # How many lost files a message names.
 _NAMED = 5
@@ -74,9 +74,7 @@ def begin(root: Path, step_dir: str, lease_seconds: float, mode: int | None = No
     """Begin an attempt under a new random name, with these permissions."""
     token = uuid.uuid4().hex
     path = root / attempt_name(step_dir, token)
-    if len(os.fsencode(trash_name(path.name))) > _LONGEST_NAME:
-        # It could be made, but not renamed to be removed.
-        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(root / step_dir))
+    _check_length(root, step_dir, trash_name(path.name))
     # The lease comes first, so that there is no moment in which the attempt looks abandoned.
     lease = take_lease(root / lease_name(token), lease_seconds, mode)
     try:
@@ -88,6 +86,23 @@ def begin(root: Path, step_dir: str, lease_seconds: float, mode: int | None = No
         _end_lease(root / lease_name(token), lease)
         raise
     return LocalAttempt(root, step_dir, token, path, directory, lease, {path}, mode)
+
+
+def _check_length(root: Path, step_dir: str, longest: str) -> None:
+    """Raise if an attempt could not be made, or could be made, but not renamed to be removed."""
+    try:
+        most = os.pathconf(root, "PC_NAME_MAX")
+    except (OSError, ValueError):
+        most = _LONGEST_NAME
+    needed, nbytes = len(os.fsencode(longest)), len(os.fsencode(step_dir))
+    if needed > most:
+        raise OSError(
+            errno.ENAMETOOLONG,
+            f"the name of the checkpoint is too long: it has {nbytes} bytes, and at most "
+            f"{most - (needed - nbytes)} are possible, because the library adds "
+            f"{needed - nbytes} while the checkpoint is written. Choose a shorter name",
+            str(root / step_dir),
+        )
 
 
 def join(root: Path, step_dir: str, token: str, mode: int | None = None) -> LocalAttempt:

@@ -240,8 +240,11 @@ def is_there(path: Path) -> bool:
     """Tell whether anything has that name. Unlike in `os.path`, other errors are raised."""
     try:
         os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    except OSError as error:
+        # Nothing can have a name that is too long.
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            return False
+        raise
     return True
 
 

@@ -52,3 +52,30 @@ def test_a_file_system_that_cannot_sync_directories_is_called_unfit(tmp_path: Pa
         "argument. On this file system no step would survive a power cut; use another one"
     )
     assert not (tmp_path / "one").exists()
+
+
+@pytest.mark.parametrize("name", ["n" * 196, "ä" * 98, "n" * 255, "n" * 300], ids=len)
+def test_a_name_that_is_too_long_is_refused_with_the_longest_possible(
+    name: str, tmp_path: Path
+) -> None:
+    nbytes = len(os.fsencode(name))
+    with pytest.raises(StorageError) as caught:
+        ckpt.sync.save(tmp_path / name, STATE)
+    assert caught.value.errno == errno.ENAMETOOLONG
+    assert str(caught.value).endswith(
+        f"the name of the checkpoint is too long: it has {nbytes} bytes, and at most 195 are "
+        "possible, because the library adds 60 while the checkpoint is written. Choose a shorter "
+        "name"
+    )
+    assert os.listdir(tmp_path) == []
+    ckpt.sync.save(tmp_path / "n".ljust(195, "n"), STATE)
+
+
+def test_the_longest_name_is_that_of_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On eCryptfs names have at most 143 bytes."""
+    monkeypatch.setattr(os, "pathconf", lambda *_: 143)
+    ckpt.sync.save(tmp_path / ("n" * 83), STATE)
+    with pytest.raises(StorageError, match="it has 84 bytes, and at most 83 are possible"):
+        ckpt.sync.save(tmp_path / ("n" * 84), STATE)
