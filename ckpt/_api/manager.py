@@ -17,6 +17,7 @@ from ckpt._commit import Commit, StepInfo
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._plan.adapt import Adapt
 from ckpt._runtime.futures import settled
+from ckpt._runtime.threads import run_in_thread
 from ckpt._runtime.tracebacks import outcome
 from ckpt._steps.pins import Pin
 from ckpt._steps.step_metadata import StepMetadata
@@ -77,7 +78,7 @@ class CheckpointManager(ManagerBase):
 
     async def _close(self) -> None:
         try:
-            await anyio.to_thread.run_sync(self._service.close, abandon_on_cancel=True)
+            await run_in_thread(self._service.close, abandon_on_cancel=True)
         finally:
             self._service.preemption.close()
 

@@ -8,8 +8,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import anyio
-
 from ckpt._api.coroutines import awaited
 from ckpt._api.resumption import State
 from ckpt._api.wrong_paths import explained
@@ -26,7 +24,8 @@ from ckpt._format.manifest import Manifest
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.format_rules import Formats
 from ckpt._redaction import redact
-from ckpt._runtime.loop import EngineLoop
+from ckpt._runtime.loop import EngineLoop, end_loop
+from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Staging, StagingMode, Timeouts, as_staging
 from ckpt._steps.factory import job_of, make_engine, make_peers
 from ckpt._steps.restore_requests import result_of, wanted_items
@@ -170,8 +169,7 @@ async def _run(call: Call[T]) -> T:
     try:
         return await loop.run(call)
     finally:
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(loop.close)
+        await end_loop(loop)
 
 
 def save_call(
@@ -272,7 +270,7 @@ def metadata_call(path: PathLike) -> Call[StepMetadata]:
     async def call() -> StepMetadata:
         manifest = await _manifest_at(path, storage, step_dir)
         where = f"{storage.location}/{step_dir}"
-        return await anyio.to_thread.run_sync(describe_step, manifest, where)
+        return await run_in_thread(describe_step, manifest, where)
 
     return call
 

@@ -13,7 +13,7 @@ from ckpt._api.coroutines import refused
 from ckpt._arguments import instance_of
 from ckpt._commit import StepInfo
 from ckpt._runtime.exit import run_at_exit
-from ckpt._runtime.loop import EngineLoop, Job
+from ckpt._runtime.loop import EngineLoop, Job, end_loop
 from ckpt._settings import Timeouts
 from ckpt._steps.watcher import Until, Watcher, WatchOptions
 from ckpt.errors import CommitCancelledError, InvalidArgumentError
@@ -130,8 +130,7 @@ class Watch(_WatchBase):
     async def aclose(self) -> None:
         """Release the current step and end the iteration, also for a call that is waiting."""
         self._face.stop()
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._face.loop.close)
+        await end_loop(self._face.loop)
 
 
 class SyncWatch(_WatchBase):

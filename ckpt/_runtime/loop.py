@@ -23,9 +23,15 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from ckpt._runtime.futures import CallingThread
-from ckpt._runtime.threads import threads_of_loop
+from ckpt._runtime.threads import run_in_thread, start_thread, threads_of_loop
 from ckpt._runtime.tracebacks import outcome
-from ckpt.errors import ClosedError, CommitCancelledError, ForkedProcessError, InvalidArgumentError
+from ckpt.errors import (
+    ClosedError,
+    CommitCancelledError,
+    ForkedProcessError,
+    InvalidArgumentError,
+    StorageError,
+)
 
 T = TypeVar("T")
 
@@ -123,6 +129,7 @@ class EngineLoop:
         Raises:
             ClosedError: The engine was closed.
             ForkedProcessError: This process was forked from the one that made the engine.
+            StorageError: The system refused a thread.
         """
         return self._begin(lambda _: function(*args))[0]
 
@@ -145,10 +152,11 @@ class EngineLoop:
         started: Future[_Running] = Future()
         # A daemon: a script that never closes its manager must not hang at exit. What is still
         # under way then is finished by the hook of `_runtime.exit`.
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=_run_loop, args=(started,), name="ckpt-engine", daemon=True
         )
-        self._thread.start()
+        start_thread(thread)
+        self._thread = thread
         return started.result()
 
     async def run(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
@@ -238,6 +246,16 @@ class EngineLoop:
         while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
             thread.join(min(left, 1.0))
         return not thread.is_alive()
+
+
+async def end_loop(loop: EngineLoop) -> None:
+    """Close a loop whose jobs have ended; await it from any asyncio or trio task."""
+    with anyio.CancelScope(shield=True):
+        try:
+            await run_in_thread(loop.close)
+        except StorageError:
+            # No thread to be had for the wait. The outcome of what was done must not be lost.
+            loop.stop()
 
 
 def _run_loop(started: Future[_Running]) -> None:

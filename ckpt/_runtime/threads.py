@@ -1,23 +1,29 @@
-"""`DaemonThreads`: an executor whose threads interpreter exit does not wait for.
+"""Threads: where all of the library are started, and what happens if the system refuses one.
 
-The threads of `concurrent.futures.ThreadPoolExecutor` are joined at exit, so one call that hangs in
-a network file system would keep the program from ending.
-
-Every event loop has threads of its own: see `threads_of_loop`.
+`DaemonThreads` is an executor whose threads interpreter exit does not wait for. The threads of
+`concurrent.futures.ThreadPoolExecutor` are joined at exit, so one call that hangs in a network file
+system would keep the program from ending. Every event loop has threads of its own: see
+`threads_of_loop`.
 """
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
+import anyio
+import anyio.to_thread
 from anyio.lowlevel import RunVar
 
+from ckpt.errors import StorageError
+
 P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 T = TypeVar("T")
 # While operations follow each other, keeping a thread costs less than starting one.
 _IDLE_SECONDS = 2.0
@@ -25,8 +31,61 @@ _IDLE_SECONDS = 2.0
 _MOST = 8
 
 
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread.
+
+    Raises:
+        StorageError: The system refused it.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise _refused(error) from error
+
+
+def _refused(error: RuntimeError) -> StorageError:
+    return StorageError(
+        f"the system refused a thread ({error}): as many threads and processes run as this user or "
+        "container may have, or memory is short. Raise the limit (ulimit -u, pids.max), or end "
+        "other threads, and try again",
+        errno=errno.EAGAIN,
+    )
+
+
+async def run_in_thread(
+    function: Callable[[*Ts], T],
+    *args: *Ts,
+    abandon_on_cancel: bool = False,
+    limiter: anyio.CapacityLimiter | None = None,
+) -> T:
+    """Run a function in a worker thread; as `anyio.to_thread.run_sync` does.
+
+    Raises:
+        StorageError: The system refused the thread.
+    """
+    begun = False
+
+    def call() -> T:
+        nonlocal begun
+        begun = True
+        return function(*args)
+
+    try:
+        return await anyio.to_thread.run_sync(
+            call, abandon_on_cancel=abandon_on_cancel, limiter=limiter
+        )
+    except RuntimeError as error:
+        if begun:
+            raise
+        raise _refused(error) from error
+
+
 class DaemonThreads(Executor):
-    """A limited number of daemon threads; each ends when it was idle for a while."""
+    """A limited number of daemon threads; each ends when it was idle for a while.
+
+    Where the system refuses a thread, calls wait for one that is there. Where there is none, a call
+    runs in the thread that asks for it: files must be removed and leases released also then.
+    """
 
     def __init__(self, most: int) -> None:
         """Run up to `most` calls at the same time."""
@@ -40,13 +99,21 @@ class DaemonThreads(Executor):
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run a call in one of the threads."""
         future: Future[T] = Future()
+        call, is_left = partial(fn, *args, **kwargs), False
         with self._changed:
-            self._calls.append((future, partial(fn, *args, **kwargs)))
+            self._calls.append((future, call))
             if self._idle >= len(self._calls):
                 self._changed.notify()
             elif self._threads < self._most:
-                threading.Thread(target=self._run, name="ckpt-files", daemon=True).start()
-                self._threads += 1
+                try:
+                    threading.Thread(target=self._run, name="ckpt-files", daemon=True).start()
+                    self._threads += 1
+                except RuntimeError:
+                    if not self._threads:
+                        self._calls.pop()
+                        is_left = True
+        if is_left:
+            _perform(future, call)
         return future
 
     def end(self) -> None:
@@ -65,15 +132,19 @@ class DaemonThreads(Executor):
                     self._threads -= 1
                     return
                 future, call = self._calls.popleft()
-            if future.set_running_or_notify_cancel():
-                try:
-                    result = call()
-                except BaseException as error:
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
+            _perform(future, call)
             # An idle thread keeps nothing of the last call alive.
             del future, call
+
+
+def _perform(future: Future[T], call: Callable[[], T]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            result = call()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
 
 
 _THREADS: RunVar[DaemonThreads] = RunVar("ckpt_file_threads")

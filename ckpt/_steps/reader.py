@@ -8,8 +8,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from functools import partial
 from typing import Any
 
-import anyio
-
 from ckpt._arguments import check_step, shown, true_or_false
 from ckpt._engine.engine import Engine
 from ckpt._engine.restore.context import RestoreContext
@@ -20,6 +18,7 @@ from ckpt._events import EventRecorder
 from ckpt._plan.adapt import Adapt
 from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
+from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import PassedOver, StepIndex
 from ckpt._steps.previous_steps import saved_step
 from ckpt._steps.processes import Processes
@@ -89,7 +88,7 @@ class StepReader:
                 f"best_step({shown(metric)}): say which values are better: mode='min' or 'max'"
             )
         steps = [saved_step(each) for each in (await self._processes.steps.refresh()).values()]
-        best = await anyio.to_thread.run_sync(best_of, steps, metric, mode)
+        best = await run_in_thread(best_of, steps, metric, mode)
         if best is None and steps:
             # The caller may take None for a fresh run, or restore the latest step.
             raise _no_metric(metric, steps)
@@ -99,7 +98,7 @@ class StepReader:
         """Return the metadata of `step`, or of the latest one."""
         step_dir, manifest = await self._processes.steps.found(step)
         path = f"{self._storage.location}/{step_dir}"
-        return await anyio.to_thread.run_sync(describe_step, manifest, path)
+        return await run_in_thread(describe_step, manifest, path)
 
     async def verify(self, step: int | None, deep: bool) -> VerifyReport:
         """Compare `step`, or the latest one, with its manifest; see `engine.verification`."""

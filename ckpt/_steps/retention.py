@@ -14,6 +14,7 @@ from ckpt._arguments import check_step
 from ckpt._engine.save.item_removal import delete_item
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.manifest import FILE_NAME, MAX_BYTES, Manifest, peek_files
+from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt._steps.pins import deletion_of, pins, refuse_pinned
 from ckpt._steps.previous_steps import saved_step
@@ -52,7 +53,7 @@ async def spare_others(storage: Storage, step_dir: str) -> None:
         return
     try:
         data = await storage.read(step_dir, FILE_NAME, MAX_BYTES)
-        known = None if data is None else await anyio.to_thread.run_sync(peek_files, data)
+        known = None if data is None else await run_in_thread(peek_files, data)
         if known is None:
             return
         others = sorted((await storage.files(step_dir)).keys() - known)
@@ -151,7 +152,7 @@ class Retention:
         its new steps are the ones it would resume from.
         """
         steps = [saved_step(each) for each in found.values()]
-        kept = await anyio.to_thread.run_sync(steps_kept, self._policy, steps, self._now_ns() / 1e9)
+        kept = await run_in_thread(steps_kept, self._policy, steps, self._now_ns() / 1e9)
         always = {self.newest}
         if self._keeps_latest:
             always.add(max(found, default=None))

@@ -11,6 +11,7 @@ import anyio
 
 from ckpt._events import EventRecorder, Observer
 from ckpt._redaction import redact
+from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import StepIndex
 from ckpt._steps.pins import forget_expired
 from ckpt._steps.previous_steps import PreviousSteps, saved_step
@@ -116,9 +117,7 @@ class Root:
         # those are read on this loop, where a cancelled scope could read nothing; and because a
         # thread cannot be interrupted anyway.
         with anyio.CancelScope(shield=True):
-            found = await anyio.to_thread.run_sync(
-                refusal_of, self._save_policy, step, previous, context
-            )
+            found = await run_in_thread(refusal_of, self._save_policy, step, previous, context)
         return found
 
     async def newest_time(self) -> float | None:

@@ -18,6 +18,7 @@ import anyio
 from ckpt._arguments import check_step, invalid, number_of_seconds, true_or_false
 from ckpt._commit import StepInfo, step_info
 from ckpt._format.manifest import Manifest
+from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt._steps.pins import PinLease, hold
 from ckpt.errors import InvalidArgumentError, StepNotFoundError, StorageError
@@ -184,7 +185,7 @@ class Watcher:
         if not callable(until):
             return False
         # In a thread, which is not waited for when cancelled: a user's function may block.
-        answer = await anyio.to_thread.run_sync(until, abandon_on_cancel=True)
+        answer = await run_in_thread(until, abandon_on_cancel=True)
         if inspect.isawaitable(answer):
             if inspect.iscoroutine(answer):
                 # Otherwise Python warns that it was never awaited.

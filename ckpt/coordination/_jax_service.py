@@ -20,11 +20,11 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import anyio
-import anyio.to_thread
 import jax
 from anyio.lowlevel import RunVar
 
 from ckpt._runtime.futures import settled
+from ckpt._runtime.threads import run_in_thread, start_thread
 from ckpt.coordination._base import KeyValues
 from ckpt.coordination._long_values import Part, join, split
 from ckpt.errors import CheckpointError, CoordinationError
@@ -202,17 +202,19 @@ class _Shared:
         with self._guard:
             poll = self._polls.get(key)
             if poll is None:
-                poll = self._polls[key] = Future()
+                poll = Future()
                 thread = threading.Thread(
                     target=self._wait_for, args=(key, poll), name="ckpt-wait", daemon=True
                 )
+                start_thread(thread)
+                # The thread waits for the guard before it forgets the poll.
+                self._polls[key] = poll
                 self._threads.add(thread)
                 if not self._is_joined_at_exit:
                     # A thread that comes back from the client while Python is taken down aborts the
                     # process. jax, whose hook is older, ends the client after this.
                     atexit.register(_join_threads, self._threads)
                     self._is_joined_at_exit = True
-                thread.start()
         return poll
 
     def _wait_for(self, key: str, poll: Future[bytes | None]) -> None:
@@ -240,9 +242,7 @@ class _Shared:
             limiter = anyio.CapacityLimiter(_MOST_REQUESTS)
             _LIMITER.set(limiter)
         try:
-            return await anyio.to_thread.run_sync(
-                function, *args, abandon_on_cancel=True, limiter=limiter
-            )
+            return await run_in_thread(function, *args, abandon_on_cancel=True, limiter=limiter)
         except jax.errors.JaxRuntimeError as error:
             raise self._translated(error) from error
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
-import anyio
-
 from ckpt._format.item_file_names import is_item_name
 from ckpt._format.manifest import FILE_NAME, MAX_BYTES, Manifest, decode
+from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -76,7 +75,7 @@ async def read_manifest(storage: Storage, step_dir: str, *, step: int | None = N
 async def _decoded(data: bytes, where: str) -> Manifest:
     if len(data) <= _SMALL_BYTES:
         return decode(data, where=where)
-    return await anyio.to_thread.run_sync(lambda: decode(data, where=where))
+    return await run_in_thread(lambda: decode(data, where=where))
 
 
 @contextlib.asynccontextmanager

@@ -165,6 +165,12 @@ def test_no_test_file_is_longer_either() -> None:
     assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
+def test_threads_are_asked_for_in_one_place() -> None:
+    # Elsewhere the error of a system that refuses one would be anybody's RuntimeError.
+    asking = {name_of(path) for path in MODULES if "anyio.to_thread" in path.read_text()}
+    assert asking == {"ckpt._runtime.threads"}
+
+
 @pytest.mark.parametrize(
     "module", ["ckpt", "ckpt.manifest", "ckpt.errors", "ckpt.policies", "ckpt.observers"]
 )

@@ -16,6 +16,7 @@ from typing import Any
 import anyio
 import numpy as np
 
+from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import StorageError
 
 # Blocks start on page boundaries: whole pages are warmed, and direct I/O stays possible.
@@ -118,7 +119,7 @@ class Arena:
             start = self.high_water
             length = min(target - start, _WARMING_BYTES)
             self._grow(start + length)
-            if not await anyio.to_thread.run_sync(_populate, self._region, start, length):
+            if not await run_in_thread(_populate, self._region, start, length):
                 return
 
     def _grow(self, end: int) -> None:

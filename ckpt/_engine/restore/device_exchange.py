@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from ckpt._engine.memory.buffers import Buffers
 from ckpt._plan.multihost.read_groups import Grouping
 from ckpt._runtime.futures import CallingThread
+from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import CoordinationError, CoordinationTimeoutError
 
 T = TypeVar("T")
@@ -187,4 +188,4 @@ class DeviceExchange:
 
 async def _in_thread(function: Callable[..., T], *args: Any) -> T:
     # Abandoned when cancelled, since it may wait for devices forever.
-    return await anyio.to_thread.run_sync(partial(function, *args), abandon_on_cancel=True)
+    return await run_in_thread(partial(function, *args), abandon_on_cancel=True)

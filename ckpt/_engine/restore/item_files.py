@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import anyio
-
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._format.digests import digest
 from ckpt._format.item_file_names import check_file_path
+from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import host_memory_bytes
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError
 
@@ -52,4 +51,4 @@ async def read_item_file(restore: RestoreContext, item: str, path: str) -> bytes
 async def _digest(data: bytes) -> str:
     if len(data) <= _SMALL_BYTES:
         return digest(data)
-    return await anyio.to_thread.run_sync(digest, data)
+    return await run_in_thread(digest, data)

@@ -35,6 +35,7 @@ from ckpt._plan.chunking import BATCH_BYTES
 from ckpt._plan.multihost.per_process import ProcessPart, own_path
 from ckpt._plan.multihost.read_groups import Grouping
 from ckpt._plan.targets import ArrayRead
+from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import CorruptCheckpointError, located
 
 logger = logging.getLogger("ckpt")
@@ -90,7 +91,7 @@ class EngineItemReader:
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Run a slow pure function off the engine's loop."""
-        return await anyio.to_thread.run_sync(partial(function, *args))
+        return await run_in_thread(partial(function, *args))
 
     async def read_file(self, path: str) -> bytes:
         """Read a file of the item; see `ItemReader.read_file`."""

@@ -36,6 +36,7 @@ from ckpt._plan.multihost.read_groups import (
 )
 from ckpt._plan.targets import ArrayRead
 from ckpt._runtime.futures import CallingThread
+from ckpt._runtime.threads import run_in_thread
 from ckpt.coordination._collectives import gathered, together
 from ckpt.coordination._operation import Operation
 from ckpt.coordination._peers import Peers
@@ -143,7 +144,7 @@ class SharedReads:
         """
         shared, peers = self._broadcast, self._broadcast.peers
         turn, shared.turns = shared.turns, shared.turns + 1
-        batches = await anyio.to_thread.run_sync(_batches, requests, shared.capacity(grouping))
+        batches = await run_in_thread(_batches, requests, shared.capacity(grouping))
         rounds, nbytes = await self._agree(grouping, batches, turn)
         exchange = DeviceExchange(
             grouping, peers.index, nbytes, self._buffers, shared.caller, peers.seconds
@@ -332,7 +333,7 @@ async def _copy(
     if len(target) <= _SMALL_BYTES:
         into[...] = source
     else:
-        await anyio.to_thread.run_sync(np.copyto, into, source)
+        await run_in_thread(np.copyto, into, source)
 
 
 def _largest(leaf: LeafEntry) -> int:

@@ -9,6 +9,7 @@ from ckpt._engine.save.step_manifest import features
 from ckpt._format.digests import digest
 from ckpt._format.manifest import FILE_NAME, OWN_DISKS, FileEntry, Manifest, encode, sizes
 from ckpt._plan.orbax_view import step_view
+from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.storage._base import Attempt, Storage
 from ckpt.storage._manifests import while_read
@@ -111,6 +112,6 @@ async def _write_rest(
                 tasks.start_soon(storage.write, attempt, path, data)
     made = {path: FileEntry(size=len(data), digest=digest(data)) for path, data in written.items()}
     new = new.model_copy(update={"files": linked | made})
-    encoded = await anyio.to_thread.run_sync(encode, new)
+    encoded = await run_in_thread(encode, new)
     await storage.write(attempt, FILE_NAME, encoded)
     return sizes(new, encoded)

@@ -35,6 +35,7 @@ from ckpt._format.manifest import FileEntry
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.item_reports import ItemReport, report_chunks
 from ckpt._plan.write_batches import FileSpan, WriteBatch
+from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import located
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
@@ -103,7 +104,7 @@ class ItemWrite:
         for _ in range(min(ENCODERS if self._unencoded else LANES, len(batches))):
             self.start(self._run_lane)
         with session.recorder.phase("snapshot"):
-            held = await anyio.to_thread.run_sync(snapshot, batches, leaves, session.staging.mode)
+            held = await run_in_thread(snapshot, batches, leaves, session.staging.mode)
         at_once = {
             number: sources_of(batch, leaves)
             for number, batch in enumerate(batches)
@@ -145,7 +146,7 @@ class ItemWrite:
             async with slots:
                 block = await session.allocate(nbytes, self._call)
                 with session.recorder.phase("stage", batch.nbytes, batch=number):
-                    await anyio.to_thread.run_sync(
+                    await run_in_thread(
                         _stage_batch, batch, plan.leaves, sources.pop(number), block
                     )
             session.hooks.advance(staged=batch.nbytes)
@@ -184,7 +185,7 @@ class ItemWrite:
         await _first_of(self._call.returned, self._call.pressed)
         async with session.encoders:
             with session.recorder.phase("encode", batch.nbytes, batch=number):
-                found = await anyio.to_thread.run_sync(encode_batch, batch, plan.leaves, memory)
+                found = await run_in_thread(encode_batch, batch, plan.leaves, memory)
         self._spans[number], self._digests[number] = found.spans, found.digests
         self._unencoded -= 1
         if not self._unencoded:
@@ -198,7 +199,7 @@ class ItemWrite:
         # Not while the caller waits: hashing needs a core, and writing does not.
         await _first_of(self._call.returned, written)
         with session.recorder.phase("digest", memory.nbytes, lane, number):
-            found, entry = await anyio.to_thread.run_sync(
+            found, entry = await run_in_thread(
                 _file_digests, plan.batches[number], plan.leaves, memory
             )
         session.files[path] = entry
@@ -214,9 +215,9 @@ class ItemWrite:
             index = self._plan.index
             if self._unencoded:
                 await self._encoded.wait()
-                index = await anyio.to_thread.run_sync(self._plan.index_over, self._spans)
+                index = await run_in_thread(self._plan.index_over, self._spans)
             if index is not None:
-                files = await anyio.to_thread.run_sync(
+                files = await run_in_thread(
                     database_files, index, self._files, self._session.created_ns
                 )
                 for path, data in files.items():

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import anyio
 import jax
 
 from ckpt._engine.save.item_write import ItemWrite
@@ -20,6 +19,7 @@ from ckpt._format.manifest import FileEntry, ItemEntry
 from ckpt._plan.item_reports import PlannedTree, fill_entry, merge_reports
 from ckpt._plan.multihost.per_process import own_path
 from ckpt._plan.multihost.tree_fingerprint import value_fingerprint
+from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.flatten import describe
 from ckpt._tree.leaf_specs import ARRAY_KINDS
 from ckpt.errors import InvalidArgumentError, located
@@ -68,7 +68,7 @@ class EngineItemWriter:
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Run a slow pure function off the engine's loop."""
-        return await anyio.to_thread.run_sync(partial(function, *args))
+        return await run_in_thread(partial(function, *args))
 
     async def stage(self, tree: Any, *, formatted: bool = True) -> None:
         """Stage a tree; see `ItemWriter.stage`."""

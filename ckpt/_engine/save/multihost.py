@@ -26,6 +26,7 @@ import anyio
 from ckpt._format.manifest import FileEntry, ItemEntry, Manifest, decode, encode
 from ckpt._plan.multihost.write_reports import ProcessReport, pack, unpack
 from ckpt._plan.ownership import ProcessGroup
+from ckpt._runtime.threads import run_in_thread
 from ckpt.coordination._heartbeat import beating
 from ckpt.coordination._operation import Operation
 from ckpt.coordination._peers import Peers
@@ -324,11 +325,11 @@ class MultihostSave:
         Returns:
             On the primary what every process has written, by number; elsewhere None.
         """
-        packed = await anyio.to_thread.run_sync(_pack, own)
+        packed = await run_in_thread(_pack, own)
         every = await self.operation.report(packed)
         if every is None:
             return None
-        return await anyio.to_thread.run_sync(lambda: [_unpack(each) for each in every])
+        return await run_in_thread(lambda: [_unpack(each) for each in every])
 
     async def settle(self, error: BaseException) -> BaseException:
         """Tell the others that this process has failed; return what all of them raise. Idempotent.

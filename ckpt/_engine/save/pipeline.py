@@ -21,6 +21,7 @@ from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._engine.save.session import SaveSession
 from ckpt._events import EventRecorder
 from ckpt._format.manifest import ItemEntry, Manifest
+from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import StorageError, located
 from ckpt.handlers._base import Handler, errors_of, is_per_process
 from ckpt.handlers._registry import Handlers
@@ -250,7 +251,7 @@ async def _join_parts(session: SaveSession, engine: Engine, entries: dict[str, I
     async with anyio.create_task_group() as writers:
         for name, parts in (session.parts or {}).items():
             with located(item=name):
-                entry, files = await anyio.to_thread.run_sync(parts.whole, session.created_ns)
+                entry, files = await run_in_thread(parts.whole, session.created_ns)
             entries[name] = entry
             for path, data in files.items():
                 writers.start_soon(session.write, f"{name}/{path}", data)

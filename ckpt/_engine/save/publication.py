@@ -13,6 +13,7 @@ from ckpt._engine.save.request import SaveRequest
 from ckpt._engine.save.session import SaveSession
 from ckpt._engine.save.step_manifest import merge_entries, own_entries, own_report, write_manifest
 from ckpt._format.manifest import ItemEntry, Manifest
+from ckpt._runtime.threads import run_in_thread
 
 
 async def publish(
@@ -98,7 +99,7 @@ async def _publish_apart(
         if reports is not None:
             same_items(reports)
             async with processes.busy():
-                await anyio.to_thread.run_sync(check_alike, session.trees, reports)
+                await run_in_thread(check_alike, session.trees, reports)
     with session.recorder.phase("publish"):
         await processes.ready()
         # Until all have published: a step counts only if all processes have it.

@@ -27,6 +27,7 @@ from ckpt._format.manifest import (
 )
 from ckpt._plan.multihost.per_process import apart, combine
 from ckpt._plan.orbax_view import step_view, text_view
+from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import is_per_process
 from ckpt.handlers._registry import Handlers
@@ -56,7 +57,7 @@ async def merge_entries(
     if session.processes.is_alone:
         return dict(entries)
     same_items(reports)
-    found, files = await anyio.to_thread.run_sync(
+    found, files = await run_in_thread(
         merge_processes, entries, session.trees, reports, session.created_ns
     )
     for name, entry in entries.items():
@@ -109,7 +110,7 @@ async def write_manifest(
             session.files,
         )
         for name, entry in entries.items():
-            texts = await anyio.to_thread.run_sync(text_view, entry)
+            texts = await run_in_thread(text_view, entry)
             files.update({f"{name}/{path}": data for path, data in texts.items()})
     async with anyio.create_task_group() as writers:
         for path, data in files.items():
@@ -134,7 +135,7 @@ async def write_manifest(
             statistics=session.hooks.watch.early(),
             files=session.files,
         )
-        encoded = await anyio.to_thread.run_sync(encode, manifest)
+        encoded = await run_in_thread(encode, manifest)
     if len(encoded) > MAX_BYTES:
         raise InvalidArgumentError(
             f"the manifest of this step would have {len(encoded)} bytes, and readers take at most "

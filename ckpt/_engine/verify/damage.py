@@ -11,12 +11,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import anyio
-
 from ckpt._engine.verify.report import Problem
 from ckpt._engine.verify.scanner import Scanner
 from ckpt._format.chunk_locations import ChunkLocation, places_in
 from ckpt._format.manifest import ItemEntry, LeafEntry
+from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.flatten import unboxed_names
 from ckpt.errors import CheckpointError, CorruptCheckpointError
 
@@ -164,7 +163,7 @@ class _Finder:
         by_file = {
             self._data_files[each.path]: each for each in damages if each.path in self._data_files
         }
-        places = await anyio.to_thread.run_sync(partial(places_in, self._item, by_file))
+        places = await run_in_thread(partial(places_in, self._item, by_file))
         hits: dict[str, dict[int, _LeafDamage]] = {each.path: {} for each in by_file.values()}
 
         async def look(place: ChunkLocation, lane: int) -> None:

@@ -11,8 +11,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Set
 from dataclasses import dataclass, field
 
-import anyio
-
 from ckpt._engine.verify.consistency import contradictions
 from ckpt._engine.verify.damage import DamagedFile, problems_of_item
 from ckpt._engine.verify.report import Problem, VerifyReport
@@ -20,6 +18,7 @@ from ckpt._engine.verify.scanner import Scanner
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.chunk_locations import ChunkLocation, places_in
 from ckpt._format.manifest import FILE_NAME, FileEntry, LeafEntry, Manifest
+from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.table import size_text
 from ckpt.errors import CorruptCheckpointError, StorageError, located
 from ckpt.storage._base import UNKNOWN_SIZE, Storage
@@ -126,15 +125,15 @@ async def _compare(
     storage: Storage, place: str, manifest: Manifest, scanner: Scanner | None, work: _Findings
 ) -> None:
     """Compare the files in the directory `place` of the root with a manifest."""
-    wrong = await anyio.to_thread.run_sync(contradictions, manifest)
+    wrong = await run_in_thread(contradictions, manifest)
     work.problems.extend(wrong.problems)
     work.files += len(manifest.files)
     found = await _found(storage, place, manifest, work)
     if found is not None:
         work.unlisted = sorted(found.keys() - manifest.files.keys() - {FILE_NAME})
-    damages = await anyio.to_thread.run_sync(_damages_seen, manifest, found, wrong.unsafe)
+    damages = await run_in_thread(_damages_seen, manifest, found, wrong.unsafe)
     if scanner is not None:
-        chunks = await anyio.to_thread.run_sync(_chunks_by_file, manifest, wrong.leaves)
+        chunks = await run_in_thread(_chunks_by_file, manifest, wrong.leaves)
         left_out = wrong.unsafe | damages.keys()
 
         async def goes_on(path: str, nbytes: int) -> bool:

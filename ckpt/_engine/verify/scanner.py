@@ -30,6 +30,7 @@ from ckpt._format.chunk_locations import (
 from ckpt._format.digests import Digester, new_digest
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.manifest import LeafEntry
+from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import CorruptCheckpointError
 from ckpt.storage._base import Storage
 
@@ -152,7 +153,7 @@ class Scanner:
         encoded = bytearray(place.end - place.start)
         await self._storage.read_block(self._step_dir, path, place.start, memoryview(encoded))
         chunk = np.empty(nbytes, np.uint8)
-        await anyio.to_thread.run_sync(partial(decode_chunk, leaf, bytes(encoded), chunk))
+        await run_in_thread(partial(decode_chunk, leaf, bytes(encoded), chunk))
         return chunk
 
     async def _read(self, path: str, start: int, nbytes: int, lane: int) -> memoryview:
@@ -171,7 +172,7 @@ class Scanner:
             take()
             return
         with self._recorder.phase("digest", nbytes, lane):
-            await anyio.to_thread.run_sync(take)
+            await run_in_thread(take)
 
 
 class _FileScan:

@@ -13,6 +13,7 @@ from ckpt._arguments import check_step, shown
 from ckpt._engine.save.multihost import JointSave, MultihostSave
 from ckpt._engine.save.request import SaveRequest
 from ckpt._format.manifest import FILE_NAME, MAX_BYTES, peek
+from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import PassedOver
 from ckpt._steps.retention import is_ours, spare_others
 from ckpt._steps.unreadable import look_closely
@@ -34,7 +35,7 @@ async def with_plain_metrics(request: SaveRequest) -> SaveRequest:
     """
     if request.metrics is None:
         return request
-    metrics = await anyio.to_thread.run_sync(_plain_metrics, request.metrics)
+    metrics = await run_in_thread(_plain_metrics, request.metrics)
     return replace(request, metrics=metrics)
 
 
@@ -97,7 +98,7 @@ async def _damage_of(
         return None
     known = passed_over.get(request.step)
     data = None if known is None else await storage.read(step_dir, FILE_NAME, MAX_BYTES)
-    summary = None if data is None else await anyio.to_thread.run_sync(peek, data)
+    summary = None if data is None else await run_in_thread(peek, data)
     if known is not None and summary is not None and summary.attempt == known.attempt:
         return known.reason
     found = await look_closely(storage, step_dir, request.step)
@@ -137,7 +138,7 @@ async def replacing_part(
             step=request.step,
         )
     data = await storage.read(request.step_dir, FILE_NAME, MAX_BYTES)
-    summary = None if data is None else await anyio.to_thread.run_sync(peek, data)
+    summary = None if data is None else await run_in_thread(peek, data)
     save = None if summary is None else summary.save
     if set(await gathered(processes.operation, save, "replaced")) == {save}:
         return request

@@ -19,7 +19,7 @@ import anyio
 import anyio.lowlevel
 from aiofiles.base import wrap
 
-from ckpt._runtime.threads import threads_of_loop
+from ckpt._runtime.threads import run_in_thread, threads_of_loop
 from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError
 from ckpt.storage._base import Attempt, note_parts
@@ -183,7 +183,7 @@ class LocalStorage:
         own = _local(attempt)
         with translated("renew the lease of", own.path):
             # Not in one queue with other operations: a slow disk must not cost the attempt.
-            await anyio.to_thread.run_sync(attempts.renew, own)
+            await run_in_thread(attempts.renew, own)
 
     async def write(self, attempt: Attempt, path: str, data: bytes) -> None:
         own = _local(attempt)
@@ -196,7 +196,7 @@ class LocalStorage:
         with translated("write", target):
             if target.parent not in own.made:
                 await self._in_thread(attempts.make_directories, own, target.parent)
-            await anyio.to_thread.run_sync(write_block, target, data, own.mode)
+            await run_in_thread(write_block, target, data, own.mode)
 
     async def link(self, attempt: Attempt, path: str, folder: str = "") -> None:
         own = _local(attempt)
@@ -213,9 +213,7 @@ class LocalStorage:
         source = self._root / step_dir / path
         with translated("read", source):
             try:
-                await anyio.to_thread.run_sync(
-                    read_block, self._root, f"{step_dir}/{path}", offset, target
-                )
+                await run_in_thread(read_block, self._root, f"{step_dir}/{path}", offset, target)
             except (
                 FileNotFoundError,
                 NotADirectoryError,
@@ -312,7 +310,7 @@ class LocalStorage:
     async def touch_note(self, name: str) -> bool:
         with translated("renew", self._root / name):
             # Not in one queue with other operations: a slow disk must not cost the lease.
-            return await anyio.to_thread.run_sync(notes.touch, self._root, name)
+            return await run_in_thread(notes.touch, self._root, name)
 
     async def drop_note(self, name: str, *, durable: bool = True) -> bool:
         with translated("remove", self._root / name):

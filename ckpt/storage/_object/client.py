@@ -18,6 +18,7 @@ import anyio
 import tensorstore as ts
 
 from ckpt._runtime.futures import waker
+from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import located
 from ckpt.storage._object.errors import RequestFailed, refused, timed_out
 
@@ -143,7 +144,7 @@ class ObjectClient:
         def copy() -> None:
             target[:] = found.data
 
-        await anyio.to_thread.run_sync(copy)
+        await run_in_thread(copy)
         return True
 
     async def _read(
@@ -167,7 +168,7 @@ class ObjectClient:
             return None
         if part is None or nbytes > _SMALL_BYTES:
             # `value` copies it out of TensorStore's memory.
-            data = await anyio.to_thread.run_sync(lambda: result.value)
+            data = await run_in_thread(lambda: result.value)
         else:
             data = result.value
         return StoredObject(data, result.stamp.generation)
@@ -318,7 +319,7 @@ class ObjectClient:
                     # Copying holds the GIL, so several at once would only use more memory.
                     self._copying = self._copying or anyio.Lock()
                     async with self._copying:
-                        future = await anyio.to_thread.run_sync(begin, store)
+                        future = await run_in_thread(begin, store)
                 else:
                     future = begin(store)
                 limit = (seconds or self.seconds) + nbytes / _SLOWEST_BYTES
@@ -355,7 +356,7 @@ class ObjectClient:
     async def _stores(self) -> tuple[KeyValueStore, KeyValueStore]:
         if self._opened is not None:
             return self._opened
-        return await anyio.to_thread.run_sync(self._open)
+        return await run_in_thread(self._open)
 
     def _open(self) -> tuple[KeyValueStore, KeyValueStore]:
         with self._opening:

@@ -15,6 +15,7 @@ from typing import TypeVar
 import anyio
 
 from ckpt._format.manifest import FILE_NAME
+from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
 from ckpt.storage._base import UNKNOWN_SIZE, Attempt, note_parts
@@ -171,7 +172,7 @@ class ObjectStorage:
             async with parsers:
                 data = await self._keys.get(self._key(step_dir, path))
                 if data is not None and len(data.data) <= limit:
-                    found[step_dir] = await anyio.to_thread.run_sync(parse, data.data)
+                    found[step_dir] = await run_in_thread(parse, data.data)
 
         await each(look, step_dirs)
         return [found[step_dir] for step_dir in step_dirs]
