@@ -16,6 +16,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from ckpt.errors import ClosedError
+
 # What to call, oldest first. One hook serves all objects, because a hook cannot be taken back and
 # would outlive its object.
 _CALLS: weakref.WeakKeyDictionary[object, Callable[[Any], None]] = weakref.WeakKeyDictionary()
@@ -29,13 +31,30 @@ def run_at_exit(method: Callable[[], None]) -> None:
     The object registered last is called first, and each once. It must be hashable.
 
     Raises:
-        RuntimeError: The main thread has ended; it is too late.
+        ClosedError: The main thread has ended; it is too late.
     """
-    if _ENDED.is_set():
-        raise RuntimeError("the program is ending: nothing can be registered for its end any more")
-    _register()
+    if is_ending():
+        raise ending_error()
+    try:
+        _register()
+    except RuntimeError as error:
+        raise ending_error() from error
     bound: Any = method
     _CALLS[bound.__self__] = bound.__func__
+
+
+def is_ending() -> bool:
+    """Tell whether the main thread has ended, though other threads may go on."""
+    return _ENDED.is_set() or not threading.main_thread().is_alive()
+
+
+def ending_error() -> ClosedError:
+    """Return the error of what comes too late."""
+    return ClosedError(
+        "the main thread of the program has ended, and managers with it. Keep it until the other "
+        "threads have saved, such as by thread.join() at its end; save() and load() without a "
+        "manager may still work"
+    )
 
 
 @functools.cache

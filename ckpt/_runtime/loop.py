@@ -22,6 +22,7 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
+from ckpt._runtime.exit import ending_error, is_ending
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread, start_thread, threads_of_loop
 from ckpt._runtime.tracebacks import outcome
@@ -127,7 +128,7 @@ class EngineLoop:
         """Start `function(*args)` on the engine's loop, from any thread; does not wait.
 
         Raises:
-            ClosedError: The engine was closed.
+            ClosedError: The engine was closed, or the program is ending.
             ForkedProcessError: This process was forked from the one that made the engine.
             StorageError: The system refused a thread.
         """
@@ -139,6 +140,8 @@ class EngineLoop:
         self._refuse_fork()
         with self._guard:
             if self._closed:
+                if is_ending():
+                    raise ending_error()
                 raise ClosedError("the manager is closed; make a new one")
             if self._running is None:
                 self._running = self._start()
@@ -253,7 +256,7 @@ async def end_loop(loop: EngineLoop) -> None:
     with anyio.CancelScope(shield=True):
         try:
             await run_in_thread(loop.close)
-        except StorageError:
+        except (StorageError, ClosedError):
             # No thread to be had for the wait. The outcome of what was done must not be lost.
             loop.stop()
 

@@ -20,7 +20,8 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import RunVar
 
-from ckpt.errors import StorageError
+from ckpt._runtime.exit import ending_error
+from ckpt.errors import CheckpointError, StorageError
 
 P = ParamSpec("P")
 Ts = TypeVarTuple("Ts")
@@ -36,6 +37,7 @@ def start_thread(thread: threading.Thread) -> None:
 
     Raises:
         StorageError: The system refused it.
+        ClosedError: Python refused it, because the program is ending.
     """
     try:
         thread.start()
@@ -43,7 +45,10 @@ def start_thread(thread: threading.Thread) -> None:
         raise _refused(error) from error
 
 
-def _refused(error: RuntimeError) -> StorageError:
+def _refused(error: RuntimeError) -> CheckpointError:
+    # Since Python 3.12: "can't create new thread at interpreter shutdown".
+    if "shutdown" in str(error):
+        return ending_error()
     return StorageError(
         f"the system refused a thread ({error}): as many threads and processes run as this user or "
         "container may have, or memory is short. Raise the limit (ulimit -u, pids.max), or end "
@@ -62,6 +67,7 @@ async def run_in_thread(
 
     Raises:
         StorageError: The system refused the thread.
+        ClosedError: Python refused it, because the program is ending.
     """
     begun = False
 
