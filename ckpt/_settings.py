@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -20,6 +21,7 @@ _DEFAULT_SHARE = 4
 LONGEST_LEASE_SECONDS = 7 * 86400.0
 _LONGEST_EXIT_SECONDS = 365 * 86400.0
 _LONGEST_COORDINATION_SECONDS = 86400.0
+_OWN_SIZE = Path("/proc/self/statm")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -32,6 +34,20 @@ def host_memory_bytes() -> int:
     return total
 
 
+def address_space() -> tuple[int, int] | None:
+    """Return the limit of this process's address space and what is left of it, in bytes.
+
+    None if there is no limit (RLIMIT_AS, `ulimit -v`).
+    """
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    used = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        used = int(_OWN_SIZE.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    return limit, max(limit - used, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Staging:
     """How `save` takes a snapshot of arrays, and how much host memory it may use.
@@ -39,7 +55,8 @@ class Staging:
     Attributes:
         budget_bytes: The most host memory, in bytes, that saves may hold beyond the state itself.
             A larger state is staged piece by piece as earlier pieces are written: `save()` then
-            returns later, but never takes more memory. None is a quarter of the machine's memory.
+            returns later, but never takes more memory. None is a quarter of the machine's memory,
+            or of the address space that is left where that is limited (`ulimit -v`) and less.
         mode: `copy` copies every array into host memory before `save()` returns, so that the train
             step may donate its buffers at full speed. `device` copies arrays within device memory
             instead: many times faster on accelerators, but it needs room there for a second copy
@@ -70,7 +87,11 @@ class Staging:
         """The budget in bytes, also where `budget_bytes` is None."""
         if self.budget_bytes is not None:
             return self.budget_bytes
-        return max(host_memory_bytes() // _DEFAULT_SHARE, MIN_BUDGET_BYTES)
+        most, space = host_memory_bytes(), address_space()
+        if space is not None:
+            # The budget is reserved as address space, and threads and arrays need some, too.
+            most = min(most, space[1])
+        return max(most // _DEFAULT_SHARE, MIN_BUDGET_BYTES)
 
 
 def as_staging(given: Staging | StagingMode | None, default: StagingMode = "auto") -> Staging:

@@ -17,6 +17,7 @@ import anyio
 import numpy as np
 
 from ckpt._runtime.threads import run_in_thread
+from ckpt._settings import address_space
 from ckpt.errors import StorageError
 
 # Blocks start on page boundaries: whole pages are warmed, and direct I/O stays possible.
@@ -163,14 +164,26 @@ def _round_up(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
+def limit_reached() -> str:
+    """Return a remark on the limit of the address space, empty if there is none."""
+    space = address_space()
+    if space is None:
+        return ""
+    limit, left = space
+    return (
+        f"; this process may have {limit} bytes of address space (RLIMIT_AS, ulimit -v), and "
+        f"{left} are left"
+    )
+
+
 def _reserve(nbytes: int) -> mmap.mmap:
     """Map anonymous memory that takes no page until it is touched."""
     try:
         region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise StorageError(
-            f"cannot reserve {nbytes} bytes of staging memory ({error.strerror}); give a smaller "
-            "Staging(budget_bytes=...)",
+            f"cannot reserve {nbytes} bytes of staging memory: {error.strerror}{limit_reached()}. "
+            "Give a smaller Staging(budget_bytes=...)",
             errno=error.errno,
         ) from error
     if hasattr(mmap, "MADV_DONTFORK"):

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt._engine.memory.arena import Arena
+from ckpt._engine.memory.arena import Arena, limit_reached
 from ckpt.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]
@@ -103,8 +103,8 @@ def _map(length: int, shape: Sequence[int]) -> mmap.mmap:
         region = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
         raise CheckpointError(
-            f"there is no memory for an array of shape {list(shape)[:8]} and {length} bytes. Skip "
-            "it with ... in like=, or shard it over more devices"
+            f"there is no memory for an array of shape {list(shape)[:8]} and {length} bytes"
+            f"{limit_reached()}. Skip it with ... in like=, or shard it over more devices"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
