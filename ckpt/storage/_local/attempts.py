@@ -15,12 +15,12 @@ import os
 import stat
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt._format.manifest import FILE_NAME, MAX_BYTES, peek
-from ckpt.errors import StepDeletedError, StepExistsError
+from ckpt.errors import CheckpointError, StepDeletedError, StepExistsError
 from ckpt.storage._local import posix
 from ckpt.storage._local.data_files import write_block
 from ckpt.storage._local.leases import renew_lease, take_lease
@@ -178,21 +178,18 @@ def publish(
         OSError: It could not be published, and is not.
     """
     target = attempt.root / attempt.step_dir
-    posix.fsync_directories(attempt.path)
-    if not _has_name(attempt.directory, attempt.path):
-        # It was removed or replaced. The name alone proves nothing: the directory may be another
-        # writer's.
-        raise FileNotFoundError(
-            errno.ENOENT,
-            "the attempt was removed while it was written: by hand, by another program, or by a "
-            "cleaner that took its writer for dead. Nothing was published; save again",
-            str(attempt.path),
-        )
+    with noticing_removal(attempt):
+        posix.fsync_directories(attempt.path)
+        if not _has_name(attempt.directory, attempt.path):
+            # It was removed or replaced. The name alone proves nothing: the directory may be
+            # another writer's.
+            raise FileNotFoundError
     _check_files(attempt, attempt.path, files or {})
-    if replacing is None:
-        replaced = _give_name(attempt, target, overwrite)
-    else:
-        replaced = _take_place(attempt, target, replacing)
+    with noticing_removal(attempt):
+        if replacing is None:
+            replaced = _give_name(attempt, target, overwrite)
+        else:
+            replaced = _take_place(attempt, target, replacing)
     try:
         posix.fsync_directory(attempt.root)
         # A removal that had begun before goes on under the new name.
@@ -203,6 +200,23 @@ def publish(
         _take_back(attempt, target, replaced)
         raise
     return replaced
+
+
+@contextlib.contextmanager
+def noticing_removal(attempt: LocalAttempt) -> Iterator[None]:
+    """Tell of a removed attempt where the body does not find a file or a directory of it."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise FileNotFoundError(
+            errno.ENOENT,
+            "the attempt, or a part of it, was removed while it was written: by hand, by another "
+            "program, as Orbax does with cleanup_tmp_directories=True, or by a cleaner that took "
+            "its writer for dead. Nothing was published; save again",
+            str(attempt.path),
+        ) from error
 
 
 def _check_files(attempt: LocalAttempt, path: Path, files: Mapping[str, int]) -> None:

@@ -40,6 +40,8 @@ def fsync_directory(path: str | os.PathLike[str], fd: int | None = None) -> None
             os.fsync(opened)
         finally:
             os.close(opened)
+    except FileNotFoundError:
+        raise
     except OSError as error:
         # The operation that it belongs to has succeeded so far, and would be blamed otherwise.
         what = f"fsync of the directory {os.fspath(path)} was refused: {error.strerror}"

@@ -187,13 +187,13 @@ class LocalStorage:
 
     async def write(self, attempt: Attempt, path: str, data: bytes) -> None:
         own = _local(attempt)
-        with translated("write", own.path / path):
+        with translated("write", own.path / path), attempts.noticing_removal(own):
             await self._in_thread(attempts.write, own, path, memoryview(data))
 
     async def write_block(self, attempt: Attempt, path: str, data: memoryview) -> None:
         own = _local(attempt)
         target = own.path / path
-        with translated("write", target):
+        with translated("write", target), attempts.noticing_removal(own):
             if target.parent not in own.made:
                 await self._in_thread(attempts.make_directories, own, target.parent)
             await run_in_thread(write_block, target, data, own.mode)

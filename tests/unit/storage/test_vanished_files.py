@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
@@ -177,6 +178,23 @@ def test_files_removed_at_any_moment_never_leave_half_a_step(tmp_path: Path) -> 
         if not removed:
             break
     assert failed > 5
+
+
+def test_an_attempt_that_is_removed_while_it_is_written_is_told(tmp_path: Path) -> None:
+    def begun(operation: FileOperation) -> bool:
+        return operation.name == "open" and "/state/d/" in operation.path
+
+    def remove() -> bool:
+        shutil.rmtree(attempt_of(tmp_path))
+        return True
+
+    with (
+        FaultyFiles(tmp_path, acting(begun, remove)),
+        pytest.raises(StorageError, match=r"was removed while it was written: .*Orbax") as caught,
+    ):
+        ckpt.sync.save(tmp_path / "0", STATE)
+    assert caught.value.errno == errno.ENOENT
+    assert names(tmp_path) == set()
 
 
 def test_orbax_that_cleans_up_beside_a_writer_makes_its_save_fail(tmp_path: Path) -> None:
