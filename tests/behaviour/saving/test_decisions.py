@@ -130,7 +130,9 @@ def test_after_the_clock_was_set_back_one_step_is_saved_and_intervals_go_on_from
     now = 50_000.0
     saved = []
     for step in range(1, 41):
-        if mgr.save(step, {"n": 0}).result(PATIENCE_S):
+        commit = mgr.save(step, {"n": 0})
+        if commit:
+            commit.result(PATIENCE_S)
             saved.append(step)
         now += 10.0
     mgr.close()

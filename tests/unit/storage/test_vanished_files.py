@@ -202,7 +202,9 @@ def test_orbax_that_cleans_up_beside_a_writer_makes_its_save_fail(tmp_path: Path
 
     def clean_up(_: Path) -> None:
         options = ocp.CheckpointManagerOptions(cleanup_tmp_directories=True)
-        ocp.CheckpointManager(tmp_path, options=options).close()
+        with ocp.CheckpointManager(tmp_path, options=options) as manager:
+            # It cleans up in a thread, and waits for that before its own first save.
+            manager._maybe_await_cleanup_tmp_directory()
 
     observer = removing(clean_up, tmp_path)
     with ckpt.sync.CheckpointManager(tmp_path, observers=[observer]) as mgr:
