@@ -228,6 +228,24 @@ class CheckpointManager(ManagerBase):
         resume = self._service.reader.resume
         return self._loop.call_served(resume, target, items is not None, adapt, fallback)
 
+    def watch(
+        self,
+        *,
+        timeout: float | None = None,
+        min_interval: float = 0.0,
+        until: Until = None,
+        after: int | None = None,
+        only_latest: bool = False,
+        poll_interval: float = 1.0,
+        pin: bool = True,
+    ) -> SyncWatch:
+        """Iterate over the committed steps of this root, including those saved later.
+
+        See `ckpt.CheckpointManager.watch`.
+        """
+        options = WatchOptions(timeout, min_interval, until, after, only_latest, poll_interval, pin)
+        return SyncWatch(self._watcher(options))
+
     def should_save(self, step: SupportsIndex) -> bool:
         """Return whether `save` would save `step`; only ask about the current step."""
         self._service.reached_preemption(step)

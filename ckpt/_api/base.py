@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, SupportsIndex, get_args
 
+from ckpt._api.watch import watcher_of
 from ckpt._arguments import instance_of, invalid, one_of, plain_json
 from ckpt._events import Observer
 from ckpt._plan.format_rules import Formats
@@ -19,6 +20,7 @@ from ckpt._steps.factory import make_engine, make_peers
 from ckpt._steps.saves.backlog import BacklogPolicy
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.service import RootService
+from ckpt._steps.watcher import Watcher, WatchOptions
 from ckpt.coordination._base import Coordinator
 from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike
@@ -126,6 +128,7 @@ class ManagerBase:
         given: object = metadata
         if metadata is not None and not isinstance(given, Mapping):
             raise invalid("metadata", metadata, "a mapping of names to JSON values")
+        self._given, self._timeouts = root, timeouts
         self._loop = EngineLoop()
         self._service = RootService(
             self._loop,
@@ -180,6 +183,9 @@ class ManagerBase:
     def is_saving_in_progress(self) -> bool:
         """Return whether a save is under way."""
         return self._service.saves.is_saving
+
+    def _watcher(self, options: WatchOptions) -> Watcher:
+        return watcher_of(self._given, options, self._service.root.names, self._timeouts)
 
     def _give_up_entering(self) -> None:
         # A block that was not entered is never left.

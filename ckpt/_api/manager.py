@@ -12,6 +12,7 @@ from ckpt._api.base import ManagerBase
 from ckpt._api.coroutines import awaited_methods, refused
 from ckpt._api.partial import PartialSave
 from ckpt._api.resumption import Fresh, State, fresh_state, resume_target
+from ckpt._api.watch import Watch
 from ckpt._arguments import true_or_false
 from ckpt._commit import Commit, StepInfo
 from ckpt._engine.verify.report import VerifyReport
@@ -21,6 +22,7 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._runtime.tracebacks import outcome
 from ckpt._steps.pins import Pin
 from ckpt._steps.step_metadata import StepMetadata
+from ckpt._steps.watcher import Until, WatchOptions
 from ckpt.policies import Metric, Mode
 
 
@@ -321,6 +323,30 @@ class CheckpointManager(ManagerBase):
         resume = self._service.reader.resume
         named = items is not None
         return await self._loop.run_served(resume, target, named, adapt, fallback)
+
+    def watch(
+        self,
+        *,
+        timeout: float | None = None,
+        min_interval: float = 0.0,
+        until: Until = None,
+        after: int | None = None,
+        only_latest: bool = False,
+        poll_interval: float = 1.0,
+        pin: bool = True,
+    ) -> Watch:
+        """Iterate over the committed steps of this root, including those saved later.
+
+        Arguments and errors are those of `ckpt.watch`.
+
+        Example:
+            ```python
+            async for info in mgr.watch(until=1000):
+                state = await mgr.restore(info.step, like=state)
+            ```
+        """
+        options = WatchOptions(timeout, min_interval, until, after, only_latest, poll_interval, pin)
+        return Watch(self._watcher(options))
 
     async def should_save(self, step: SupportsIndex) -> bool:
         """Return whether `save` would save `step`; only ask about the current step."""

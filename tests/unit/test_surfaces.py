@@ -70,7 +70,7 @@ def test_the_manager_has_every_call_of_the_contract() -> None:
         *("save", "restore", "all_steps", "latest_step", "best_step", "metadata", "metrics"),
         *("delete", "should_save", "reached_preemption", "is_saving_in_progress"),
         *("wait_until_finished", "reload", "close", "verify", "pin", "unpin", "pins"),
-        *("partial", "root_metadata", "resume"),
+        *("partial", "root_metadata", "resume", "watch"),
     }
 
 
@@ -91,7 +91,7 @@ def test_every_call_is_documented() -> None:
 @pytest.mark.parametrize("pair", PAIRS)
 def test_only_what_does_not_wait_is_no_coroutine(pair: str) -> None:
     at_once = {
-        *("__init__", "root", "is_saving_in_progress", "reached_preemption", "partial"),
+        *("__init__", "root", "is_saving_in_progress", "reached_preemption", "partial", "watch"),
         *("step", "info", "__iter__"),
     }
     for name, value in surface(PAIRS[pair][0]).items():

@@ -54,6 +54,33 @@ def test_the_steps_that_are_there_come_first_and_ascending(tmp_path: Path) -> No
     assert info.nbytes == 800
 
 
+def test_a_manager_watches_its_own_root_under_its_own_names(tmp_path: Path) -> None:
+    names = ckpt.step_names.Standard("at", 4)
+    with ckpt.sync.CheckpointManager(tmp_path, step_names=names) as trainer:
+        for step in (3, 6):
+            trainer.save(step, state(step), durable=True)
+        with ckpt.sync.CheckpointManager(tmp_path, step_names=names, read_only=True) as mgr:
+            found = []
+            for info in mgr.watch(until=6, poll_interval=QUICK):
+                found.append(info.step)
+                assert set(trainer.pins()) == {info.step}
+                mgr.restore(info.step)
+            assert found == [3, 6]
+            assert trainer.pins() == {}
+            # Closing the manager is no end of the watch, which has a thread of its own.
+            later = mgr.watch(timeout=0, after=3)
+        assert [info.step for info in later] == [6]
+
+        async def main() -> list[int | None]:
+            async with (
+                ckpt.CheckpointManager(tmp_path, step_names=names, read_only=True) as reader,
+                reader.watch(timeout=0) as steps,
+            ):
+                return [info.step async for info in steps]
+
+        assert anyio.run(main) == [3, 6]
+
+
 def test_steps_under_names_of_another_kind(tmp_path: Path) -> None:
     names = ckpt.step_names.Standard("ckpt", 4)
     save(tmp_path, 1, 20, step_names=names)
