@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckpt import testing as testing
     from ckpt import types as types
     from ckpt._api.manager import CheckpointManager
-    from ckpt._api.oneshot import load, metadata, save, verify
+    from ckpt._api.oneshot import load, metadata, save, save_async, verify
     from ckpt._api.resumption import abstract
     from ckpt._api.watch import watch
     from ckpt._commit import Commit, Progress, StepInfo
@@ -60,6 +60,7 @@ __all__ = [
     "observers",
     "policies",
     "save",
+    "save_async",
     "surgery",
     "sync",
     "verify",
@@ -92,6 +93,7 @@ _HOMES = {
     "load": "ckpt._api.oneshot",
     "metadata": "ckpt._api.oneshot",
     "save": "ckpt._api.oneshot",
+    "save_async": "ckpt._api.oneshot",
     "verify": "ckpt._api.oneshot",
     "watch": "ckpt._api.watch",
 }

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, TypeVar, overload
 
+from ckpt._api.background import background_saves
 from ckpt._api.base import ManagerBase
 from ckpt._api.coroutines import refused
 from ckpt._api.oneshot import Call, load_call, metadata_call, save_call, verify_call
@@ -36,7 +37,7 @@ from ckpt.policies import Metric, Mode
 from ckpt.step_names import StepNames
 from ckpt.storage._resolve import PathLike
 
-__all__ = ["CheckpointManager", "load", "metadata", "save", "verify", "watch"]
+__all__ = ["CheckpointManager", "load", "metadata", "save", "save_async", "verify", "watch"]
 
 
 def __dir__() -> list[str]:
@@ -325,6 +326,37 @@ def save(
     """Save one checkpoint at `path`; durable on return. See `ckpt.save`."""
     request = make_request("", None, state, items, metrics, metadata, overwrite=overwrite)
     return _run(save_call(path, request, handlers, staging, formats, timeouts, coordinator))
+
+
+def save_async(
+    path: PathLike,
+    state: Any = None,
+    *,
+    items: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    metadata: Any = None,
+    overwrite: bool = False,
+    handlers: HandlersLike = (),
+    formats: Formats | None = None,
+    timeouts: Timeouts | None = None,
+    coordinator: Coordinator | None = None,
+) -> Commit:
+    """Take a snapshot for one checkpoint; writing goes on in the background. See `ckpt.save_async`.
+
+    An interrupt (Ctrl-C) while it waits stops the save and removes it.
+    """
+    request = make_request("", None, state, items, metrics, metadata, overwrite=overwrite)
+    saves = background_saves()
+    saves.loop.check_caller()
+    commit, job, staged = saves.start(path, request, handlers, formats, timeouts, coordinator)
+    try:
+        settled_here(staged)
+    except BaseException:
+        job.cancel()
+        settled_here(job.future)
+        raise
+    outcome(staged)
+    return commit
 
 
 def load(

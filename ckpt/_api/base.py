@@ -194,7 +194,7 @@ class ManagerBase:
 
     def _raise_unseen(self, error: BaseException | None = None) -> None:
         """Raise the errors that have not been fetched, or add them as notes to `error`."""
-        unseen = self._service.saves.take_errors()
+        unseen = self._service.saves.commits.take_errors()
         if error is not None:
             for each in unseen:
                 logger.error("a save failed: %s", each)

@@ -8,14 +8,16 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import anyio
+
+from ckpt._api.background import background_saves
 from ckpt._api.coroutines import awaited
 from ckpt._api.resumption import State
 from ckpt._api.wrong_paths import explained
 from ckpt._arguments import instance_of
-from ckpt._commit import Commit, CommitHooks, StepInfo, step_info
+from ckpt._commit import Commit, CommitHooks, StepInfo
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import restore_items
-from ckpt._engine.save.multihost import JointSave, MultihostSave, SoloSave
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._engine.verify.pipeline import verify_step_dir
@@ -24,17 +26,19 @@ from ckpt._format.manifest import Manifest
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.format_rules import Formats
 from ckpt._redaction import redact
+from ckpt._runtime.futures import settled
 from ckpt._runtime.loop import EngineLoop, end_loop
 from ckpt._runtime.threads import run_in_thread
+from ckpt._runtime.tracebacks import outcome
 from ckpt._settings import Staging, StagingMode, Timeouts, as_staging
 from ckpt._steps.factory import job_of, make_engine, make_peers
 from ckpt._steps.restore_requests import result_of, wanted_items
-from ckpt._steps.saves.overwrite import make_way, with_plain_metrics
+from ckpt._steps.saves.one_shot import finished, prepared, processes_of
 from ckpt._steps.saves.requests import make_request
 from ckpt._steps.step_metadata import StepMetadata, describe_step
 from ckpt._tree.table import size_text
 from ckpt.coordination._base import Coordinator
-from ckpt.errors import InvalidArgumentError, NotACheckpointError
+from ckpt.errors import NotACheckpointError
 from ckpt.handlers._registry import HandlersLike
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import read_manifest, while_read
@@ -90,6 +94,68 @@ async def save(
     """
     request = make_request("", None, state, items, metrics, metadata, overwrite=overwrite)
     return await _run(save_call(path, request, handlers, staging, formats, timeouts, coordinator))
+
+
+@awaited("ckpt.save_async", "ckpt.sync.save_async")
+async def save_async(
+    path: PathLike,
+    state: Any = None,
+    *,
+    items: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    metadata: Any = None,
+    overwrite: bool = False,
+    handlers: HandlersLike = (),
+    formats: Formats | None = None,
+    timeouts: Timeouts | None = None,
+    coordinator: Coordinator | None = None,
+) -> Commit:
+    """Take a snapshot for one checkpoint at `path`; writing goes on in the background.
+
+    It returns when `CheckpointManager.save` would: you may then donate, delete or change everything
+    you passed. All such saves of a process share one thread and its staging memory, and are
+    written one after the other. In a job of several processes, all of them make the call.
+
+    Args:
+        path: As in `save`.
+        state: As in `save`.
+        items: As in `save`.
+        metrics: As in `save`.
+        metadata: As in `save`.
+        overwrite: As in `save`.
+        handlers: As in `save`.
+        formats: As in `save`.
+        timeouts: As in `save`.
+        coordinator: As in `save`.
+
+    Returns:
+        The commit. Await it for durability and for errors. A program that ends waits for it; an
+        error that was not fetched is written to standard error then, and the exit status is 120.
+
+    Raises:
+        CheckpointError: As by `CheckpointManager.save`.
+
+    Cancellation: the save is stopped and removed before the cancellation continues.
+
+    Example:
+        ```python
+        commit = await ckpt.save_async("exports/final", state)
+        info = await commit
+        ```
+    """
+    request = make_request("", None, state, items, metrics, metadata, overwrite=overwrite)
+    commit, job, staged = background_saves().start(
+        path, request, handlers, formats, timeouts, coordinator
+    )
+    try:
+        await settled(staged)
+    except anyio.get_cancelled_exc_class():
+        job.cancel()
+        with anyio.CancelScope(shield=True):
+            await settled(job.future)
+        raise
+    outcome(staged)
+    return commit
 
 
 @awaited("ckpt.load", "ckpt.sync.load")
@@ -190,36 +256,15 @@ def save_call(
     peers = make_peers(coordinator, timeouts, f"{storage.location}/{step_dir}", engine)
 
     async def call() -> StepInfo:
-        began = time.perf_counter()
-        processes: JointSave
-        if peers is None:
-            processes = SoloSave(engine.arena.capacity)
-        elif peers.own_disks:
-            raise InvalidArgumentError(
-                "processes with disks of their own (OwnDisks) can only save with a manager, which "
-                "keeps track of all disks: use CheckpointManager(coordinator=...)"
-            )
-        else:
-            processes = MultihostSave(peers, f"save-{step_dir}", f"the save of {step_dir}")
+        processes = processes_of(peers, engine, step_dir)
         # This commit stays in here: the call itself returns or raises its outcome.
         hooks = CommitHooks(Commit(None, lambda: None))
         async with processes.taking_part():
             async with processes.busy():
-                if processes.publishes:
-                    await storage.prepare()
-                    await storage.sweep()
-                    await make_way(storage, request)
-                whole = await with_plain_metrics(request)
+                whole = await prepared(storage, request, processes)
             call = SaveCall(whole.items, whole.unnamed, began=hooks.watch.began)
             manifest = await save_step(engine, storage, whole, hooks, SaveCalls.of(call), processes)
-        info = step_info(manifest, f"{storage.location}/{step_dir}", hooks.watch.taken)
-        logger.info(
-            "saved %s: %s in %.2f s",
-            redact(info.path),
-            size_text(info.nbytes),
-            time.perf_counter() - began,
-        )
-        return info
+        return finished(storage, whole, manifest, hooks)
 
     return call
 

@@ -24,7 +24,7 @@ OTHERWISE_CALLED = {
     "__anext__": "__next__",
     "aclose": "close",
 }
-FUNCTIONS = ["save", "load", "metadata", "verify", "watch"]
+FUNCTIONS = ["save", "save_async", "load", "metadata", "verify", "watch"]
 
 
 def surface(cls: type) -> dict[str, Any]:

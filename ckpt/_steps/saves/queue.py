@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -60,6 +59,7 @@ from ckpt._runtime.exit import fail_exit
 from ckpt._runtime.loop import EngineLoop, Job
 from ckpt._steps.root import Root
 from ckpt._steps.saves.backlog import Backlog, BacklogPolicy, BacklogSlot
+from ckpt._steps.saves.commits import OpenCommits
 from ckpt._steps.saves.history import SaveHistory
 from ckpt._steps.saves.overwrite import make_way, remove_others, replacing_part, with_plain_metrics
 from ckpt._steps.saves.preemption import Preemption
@@ -68,9 +68,6 @@ from ckpt._tree.table import size_text
 from ckpt.errors import CheckpointError, CommitCancelledError, StepExistsError
 
 logger = logging.getLogger("ckpt")
-
-# At exit, for input and output under way to end, and for removing what was written.
-_GIVING_UP_SECONDS = 0.5
 
 
 class SaveQueue:
@@ -101,8 +98,7 @@ class SaveQueue:
         self._preemption = preemption
         # Made on the engine's loop.
         self._backlog: Backlog | None = None
-        # Saves under way, and ended ones whose error was not fetched yet.
-        self._commits: dict[CommitHooks, Commit] = {}
+        self.commits = OpenCommits()
         # Gives up each partial save that is open, since it would wait for its next part forever.
         self._open: set[Callable[[str], None]] = set()
         self._guard = threading.Lock()
@@ -113,13 +109,12 @@ class SaveQueue:
     @property
     def saving(self) -> list[int]:
         """The steps of saves that are under way."""
-        under_way = [commit for commit in list(self._commits.values()) if not commit.done()]
-        return [commit.step for commit in under_way if commit.step is not None]
+        return [commit.step for commit in self.commits.under_way if commit.step is not None]
 
     @property
     def is_saving(self) -> bool:
         """Whether a save is under way."""
-        return any(not commit.done() for commit in list(self._commits.values()))
+        return bool(self.commits.under_way)
 
     def start(
         self,
@@ -159,14 +154,13 @@ class SaveQueue:
         try:
             jobs.append(self.loop.submit(self._save, request, force, hooks, staged))
         except BaseException:
-            del self._commits[hooks]
+            self.commits.drop(hooks)
             raise
         return commit, jobs[0], staged
 
     def adopt(self, hooks: CommitHooks, commit: Commit) -> None:
         """Count a save among those under way, and report its error."""
-        self._forget_seen()
-        self._commits[hooks] = commit
+        self.commits.adopt(hooks, commit, self.root.storage.location)
 
     @contextlib.contextmanager
     def opening(self, give_up: Callable[[str], None]) -> Iterator[None]:
@@ -342,7 +336,7 @@ class SaveQueue:
             cleans_up: Whether the deletions are for this process.
         """
         try:
-            self._commits.pop(hooks)
+            self.commits.drop(hooks)
             path = f"{self.root.storage.location}/{request.step_dir}"
             info = step_info(manifest, path, hooks.watch.taken)
             # Before the commit is done: a deletion that its caller starts then must know of it.
@@ -373,7 +367,7 @@ class SaveQueue:
     def _skip(
         self, reason: str, request: SaveRequest, hooks: CommitHooks, staged: Future[None]
     ) -> None:
-        self._commits.pop(hooks, None)
+        self.commits.drop(hooks)
         request.items.clear()
         hooks.skip(reason)
         if not staged.done():
@@ -386,21 +380,9 @@ class SaveQueue:
         hooks: CommitHooks,
         staged: Future[None],
     ) -> None:
-        if not isinstance(error, Exception):
-            error = CommitCancelledError(
-                "the save was cancelled; nothing of it is left", step=request.step
-            )
-            hooks.fail(error, seen=True)
-        else:
-            if isinstance(error, CheckpointError):
-                error.locate(step=request.step)
-            hooks.fail(error, seen=not staged.done())
-        if not staged.done():
-            staged.set_exception(error)
-        # A commit that waits for its error to be fetched must not keep the arrays alive.
-        request.items.clear()
+        end_badly(error, request, hooks, staged)
         if hooks.is_seen:
-            self._commits.pop(hooks, None)
+            self.commits.drop(hooks)
 
     async def idle(self) -> None:
         """Wait until every save that was started has ended, and the deletions after it."""
@@ -408,38 +390,6 @@ class SaveQueue:
             await self._backlog.idle()
         for cleaned_up in list(self.cleaning_up):
             await cleaned_up.wait()
-
-    def _forget_seen(self) -> None:
-        """Drop failed saves whose error was fetched from their commit since."""
-        for hooks, commit in list(self._commits.items()):
-            if commit.done() and hooks.is_seen:
-                self._commits.pop(hooks, None)
-
-    def take_errors(self) -> list[BaseException]:
-        """Return the errors of ended saves that were not fetched yet; each is given out once."""
-        errors = []
-        for hooks, commit in list(self._commits.items()):
-            if commit.done():
-                error = hooks.unseen_error()
-                if error is not None:
-                    errors.append(error)
-        # An error that is being awaited stays: its waiter may still be cancelled.
-        self._forget_seen()
-        return errors
-
-    def cancel_all(self) -> list[Commit]:
-        """Ask every save under way to stop; return their commits."""
-        return [commit for commit in list(self._commits.values()) if commit.cancel()]
-
-    def tell_unseen(self) -> bool:
-        """Write errors that were not fetched to standard error; return whether there were any."""
-        if not self._commits or self.loop.is_forked:
-            return False
-        errors = self.take_errors()
-        where = redact(self.root.storage.location)
-        for error in errors:
-            sys.stderr.write(f"ckpt: a save to {where} failed, and was never awaited: {error}\n")
-        return bool(errors)
 
     def close(self, timeout: float | None = None) -> bool:
         """End the loop once all saves have ended; partial saves that are open are discarded.
@@ -460,28 +410,35 @@ class SaveQueue:
         return self.loop.close(timeout)
 
     def finish_at_exit(self) -> None:
-        """At interpreter exit: finish what is under way, and report errors that were not fetched.
-
-        What has not ended in time is given up, and the exit status is that of a failure.
-        """
-        given_up = []
-        if not self.close(self._exit_seconds):
-            given_up = self.cancel_all()
-            self.loop.close(_GIVING_UP_SECONDS)
-        for commit in given_up:
-            outcome = "may be there" if commit.stage == "publishing" else "was given up"
-            sys.stderr.write(
-                f"ckpt: the save of step {commit.step} to {redact(self.root.storage.location)} had "
-                f"not ended {self._exit_seconds} s after the program had; it {outcome}\n"
-            )
-        if self.tell_unseen() or given_up:
-            fail_exit()
+        """At interpreter exit: finish what is under way; see `OpenCommits.finish_at_exit`."""
+        if not self.loop.is_forked:
+            self.commits.finish_at_exit(self.close, self._exit_seconds)
 
     def __del__(self) -> None:
         # The last chance to report errors: the manager is gone. Nothing else is touched,
         # because at interpreter exit the modules may be gone already.
-        if getattr(self, "_commits", None) and self.tell_unseen():
+        commits = getattr(self, "commits", None)
+        if commits and not self.loop.is_forked and commits.tell_unseen():
             fail_exit()
+
+
+def end_badly(
+    error: BaseException, request: SaveRequest, hooks: CommitHooks, staged: Future[None]
+) -> None:
+    """Give the error of a save to the call that waits for its snapshot, or else to its commit."""
+    if not isinstance(error, Exception):
+        error = CommitCancelledError(
+            "the save was cancelled; nothing of it is left", step=request.step
+        )
+        hooks.fail(error, seen=True)
+    else:
+        if isinstance(error, CheckpointError):
+            error.locate(step=request.step)
+        hooks.fail(error, seen=not staged.done())
+    if not staged.done():
+        staged.set_exception(error)
+    # A commit that waits for its error to be fetched must not keep the arrays alive.
+    request.items.clear()
 
 
 def _kind_of(step_dir: str) -> str:

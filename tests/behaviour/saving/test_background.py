@@ -1,0 +1,159 @@
+"""One-shot saves that go on in the background."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import anyio
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ckpt
+import ckpt.sync
+from ckpt import errors
+from ckpt.handlers import Deferred
+from tests.support.gated_item import PATIENCE_S, Gate, GateHandler
+
+
+def state(value: float = 1.0) -> dict[str, Any]:
+    return {"w": jnp.full((256, 256), value), "b": np.full(3, value)}
+
+
+def test_it_returns_before_the_checkpoint_is_there(tmp_path: Path) -> None:
+    gate = Gate()
+    commit = ckpt.sync.save_async(tmp_path / "a", gate, handlers=[GateHandler()])
+    assert gate.reached.wait(PATIENCE_S)
+    assert not commit.done()
+    assert not (tmp_path / "a").exists()
+    gate.open()
+    info = commit.result(PATIENCE_S)
+    assert (info.step, info.path) == (None, str(tmp_path / "a"))
+    assert (tmp_path / "a" / "ckpt.json").exists()
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_what_is_donated_or_changed_afterwards_is_saved_as_it_was(
+    backend: str, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        commits = []
+        for number in range(4):
+            given = state(number)
+            commits.append(await ckpt.save_async(tmp_path / str(number), given, metadata=number))
+            given["w"].delete()
+            given["b"][:] = -1
+        for number, commit in enumerate(commits):
+            info = await commit
+            assert info.metadata == number
+            found = await ckpt.load(info.path)
+            assert (np.asarray(found["w"]) == number).all()
+            assert (found["b"] == number).all()
+
+    anyio.run(main, backend=backend)
+
+
+def test_all_saves_share_one_thread_and_warm_memory(tmp_path: Path) -> None:
+    for number in range(3):
+        ckpt.sync.save_async(tmp_path / str(number), state()).result(PATIENCE_S)
+    before = [each for each in threading.enumerate() if each.name == "ckpt-engine"]
+    ckpt.sync.save_async(tmp_path / "more", state()).result(PATIENCE_S)
+    after = [each for each in threading.enumerate() if each.name == "ckpt-engine"]
+    assert set(after) <= set(before)
+
+
+def test_errors_are_raised_where_they_belong(tmp_path: Path) -> None:
+    with pytest.raises(errors.UnsupportedLeafError, match="leaf 'w'"):
+        ckpt.sync.save_async(tmp_path / "a", {"w": object()})
+    with pytest.raises(errors.InvalidArgumentError, match="nothing to save"):
+        ckpt.sync.save_async(tmp_path / "a")
+    ckpt.sync.save_async(tmp_path / "a", state()).result(PATIENCE_S)
+    with pytest.raises(errors.StepExistsError, match="Choose another path"):
+        ckpt.sync.save_async(tmp_path / "a", state())
+    ckpt.sync.save_async(tmp_path / "a", state(2), overwrite=True).result(PATIENCE_S)
+    assert ckpt.sync.load(tmp_path / "a")["b"][0] == 2
+    # One save's error is no other's.
+    gate = Gate()
+
+    class Failing(GateHandler):
+        async def stage(self, item: Gate, writer: Any) -> Any:
+            staged = await super().stage(item, writer)
+
+            async def fail() -> Any:
+                await staged
+                raise RuntimeError("mine")
+
+            return Deferred(fail)
+
+    failing = ckpt.sync.save_async(tmp_path / "b", gate, handlers=[Failing()])
+    gate.open()
+    ckpt.sync.save_async(tmp_path / "c", state()).result(PATIENCE_S)
+    with pytest.raises(errors.HandlerError, match="mine"):
+        failing.result(PATIENCE_S)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c"]
+
+
+def test_a_cancelled_one_leaves_nothing(tmp_path: Path) -> None:
+    gate = Gate()
+    commit = ckpt.sync.save_async(tmp_path / "a", gate, handlers=[GateHandler()])
+    assert gate.reached.wait(PATIENCE_S)
+    assert commit.cancel()
+    gate.open()
+    with pytest.raises(errors.CommitCancelledError):
+        commit.result(PATIENCE_S)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_formats_are_those_of_the_call(tmp_path: Path) -> None:
+    formats = {"w": "bfloat16"}
+    ckpt.sync.save_async(tmp_path / "a", state(), formats=formats).result(PATIENCE_S)
+    ckpt.sync.save_async(tmp_path / "b", state()).result(PATIENCE_S)
+    assert ckpt.sync.load(tmp_path / "a")["w"].dtype == jnp.bfloat16
+    assert ckpt.sync.load(tmp_path / "b")["w"].dtype == jnp.float32
+
+
+PROGRAM = """
+import sys
+import jax.numpy as jnp
+import ckpt.sync
+ckpt.sync.save_async(sys.argv[1], {"w": jnp.ones((1000, 1000))})
+if sys.argv[2] == "fails":
+    class Failing:
+        name = "failing"
+        def accepts(self, item):
+            return isinstance(item, set)
+        async def stage(self, item, writer):
+            from ckpt.handlers import Deferred
+            async def fail():
+                raise RuntimeError("mine")
+            return Deferred(fail)
+        async def load(self, entry, like, adapt, reader):
+            raise AssertionError
+    ckpt.sync.save_async(sys.argv[1] + "-2", {1}, handlers=[Failing()])
+print("ends")
+"""
+
+
+@pytest.mark.parametrize("how", ["saves", "fails"])
+def test_a_program_that_ends_finishes_its_saves_and_says_what_failed(
+    how: str, tmp_path: Path
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, tmp_path / "a", how],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.stdout == "ends\n"
+    assert (ckpt.sync.load(tmp_path / "a")["w"] == 1).all()
+    if how == "saves":
+        assert ended.returncode == 0, ended.stderr
+    else:
+        assert ended.returncode == 120
+        assert f"a save to {tmp_path / 'a-2'} failed, and was never awaited" in ended.stderr
+        assert "mine" in ended.stderr
+        assert not (tmp_path / "a-2").exists()
