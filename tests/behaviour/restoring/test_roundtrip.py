@@ -117,7 +117,7 @@ def test_the_structure_comes_back_without_a_target(tmp_path: Path) -> None:
 
 
 def test_none_is_not_a_checkpoint_but_may_be_in_one(tmp_path: Path) -> None:
-    with pytest.raises(ckpt.errors.InvalidArgumentError, match="state or items"):
+    with pytest.raises(ckpt.errors.InvalidArgumentError, match="nothing to save"):
         ckpt.sync.save(tmp_path / "x", None)
     ckpt.sync.save(tmp_path / "x", items={"nothing": None})
     assert ckpt.sync.load(tmp_path / "x") == {"nothing": None}
