@@ -253,7 +253,7 @@ class Commit:
 
         Raises:
             CommitTimeoutError: The save had not ended in time; it goes on.
-            SaveSkippedError: A policy turned the save down, so there is no step.
+            SaveSkippedError: The save was skipped, so there is no step.
             CheckpointError: What went wrong with this save.
         """
         self._wait(timeout)

@@ -66,7 +66,7 @@ def __dir__() -> list[str]:
 
 
 # The path of a leaf that is the whole item: it has no keys to name.
-_WHOLE = "%root"
+WHOLE_ITEM = "%root"
 # A damaged checkpoint may have thousands of broken leaves.
 _MOST_NOTES = 20
 
@@ -119,7 +119,7 @@ class CheckpointError(Exception):
                 f"step {self.step}" if self.step is not None else "",
                 f"item {self.item!r}" if self.item is not None else "",
                 # A name may have tens of thousands of characters.
-                f"leaf {self.leaf!r:.1000}" if self.leaf not in (None, _WHOLE) else "",
+                f"leaf {self.leaf!r:.1000}" if self.leaf not in (None, WHOLE_ITEM) else "",
             )
             if text
         )
@@ -240,7 +240,7 @@ class NotAwaitedError(CheckpointError, AttributeError):
 
 
 class SaveSkippedError(CheckpointError):
-    """There is no step, because the save policy, or the backlog, skipped the save.
+    """The save policy or the backlog skipped the save, so there is no step.
 
     A commit is false then, so ask `if commit:` before you await it; or pass `force=True`.
     """

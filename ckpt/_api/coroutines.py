@@ -1,4 +1,4 @@
-"""Help for who forgets `await`, or uses `with` where `async with` is needed."""
+"""Help for a forgotten `await`, and for `with` where `async with` is needed."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from ckpt._tree.shardings import ShardingTree, spread
 from ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    # A call without a target returns what was saved, whose type nobody knows.
+    # Without a target, type checkers cannot know what was saved.
     from typing_extensions import TypeVar
 
     State = TypeVar("State", default=Any)
@@ -50,7 +50,11 @@ def abstract(tree: Any, shardings: ShardingTree = None) -> Any:
         ```
     """
     found = _traced(tree) if is_function(tree) else tree
-    leaves, structure = jax.tree.flatten(found)
+    try:
+        leaves, structure = jax.tree.flatten(found)
+    except Exception as error:
+        # Of keys that cannot be sorted, or of the code of a class.
+        raise InvalidArgumentError(f"jax cannot flatten the tree: {error!s:.300}") from error
     places = spread(shardings, found) if shardings is not None else [None] * len(leaves)
     return jax.tree.unflatten(structure, map(_abstract_leaf, leaves, places))
 

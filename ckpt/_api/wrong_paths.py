@@ -8,12 +8,11 @@ from pathlib import PurePath
 
 from ckpt._arguments import shown
 from ckpt._redaction import redact
-from ckpt._steps.unreadable import shortened
+from ckpt._steps.unreadable import ORBAX_METADATA, shortened
 from ckpt.errors import CheckpointError, NotACheckpointError, StorageError
 from ckpt.step_names import Standard
 from ckpt.storage._resolve import PathLike, open_root
 
-_ORBAX_METADATA = "_CHECKPOINT_METADATA"
 _MOST_BYTES = 16 << 20
 # What reads files of other formats.
 _READERS = {
@@ -58,6 +57,6 @@ async def _found_at(path: PathLike) -> str | None:
             f"{where} is a root with the steps {shortened(steps)}, not one checkpoint: give one of "
             f"them, such as {last}, or use a manager"
         )
-    if await root.read("", _ORBAX_METADATA, _MOST_BYTES) is not None:
+    if await root.read("", ORBAX_METADATA, _MOST_BYTES) is not None:
         return f"{where} is a checkpoint of Orbax, which this library does not read: use Orbax"
     return None

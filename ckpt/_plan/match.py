@@ -38,6 +38,7 @@ from ckpt._tree.leaf_specs import (
     scalar_kind,
 )
 from ckpt._tree.suggestions import near_miss
+from ckpt.errors import InvalidArgumentError
 
 # Looking for a similar name takes milliseconds.
 _MOST_HINTS = 20
@@ -221,6 +222,11 @@ class _ToTarget:
         self._shared: dict[tuple[int, int], int] = {}
 
     def add(self, name: str, leaf: Any) -> None:
+        if isinstance(leaf, jax.core.Tracer):
+            raise InvalidArgumentError(
+                "like= has a traced value here: call restore() outside jit, grad and vmap",
+                leaf=name,
+            )
         source = self._stored.sources.get(name)
         if source is not None and source.entry.kind in ARRAY_KINDS and leaf is not ...:
             self._array(name, leaf, source)

@@ -131,7 +131,10 @@ class StepReader:
         if await self.latest_step() is not None:
             return False
         if self._index.unreadable:
-            raise self._index.no_step()
+            error = self._index.no_step()
+            raise StepNotFoundError(
+                f"{error.message}. To begin a new run, choose another root, or remove what is there"
+            )
         return True
 
     async def resume(
@@ -197,26 +200,32 @@ class StepReader:
         """Load the newest step that is whole; each damaged one is named in a warning."""
         first: CorruptCheckpointError | None = None
         tried: set[int] = set()
+        # Listing every step takes long in a large root, and is seldom needed.
+        chosen: int | None = None
         while True:
-            # All processes have to try the same one, and hear of the damage that one has found.
-            found = await self._processes.steps.refresh()
-            steps = [each for each in found if each not in tried]
-            if first is not None and not steps:
-                raise first
-            chosen = steps[-1] if steps else None
+            damage: CorruptCheckpointError | None = None
+            step = chosen
             try:
                 return await load(chosen)
             except StepDeletedError:
                 if chosen is None:
                     raise
-                tried.add(chosen)
             except CorruptCheckpointError as error:
-                if chosen is None:
+                step = error.step if chosen is None else chosen
+                if step is None:
                     raise
-                tried.add(chosen)
+                damage = error
                 first = first or error
-                self._index.passed_over[chosen] = PassedOver(found[chosen].attempt, error.message)
-                logger.warning("step %d is passed over for the one before it: %s", chosen, error)
+                logger.warning("step %d is passed over for the one before it: %s", step, error)
+            assert step is not None
+            tried.add(step)
+            # All processes have to try the same one, and hear of the damage that one has found.
+            found = await self._processes.steps.refresh()
+            if damage is not None and step in found:
+                self._index.passed_over[step] = PassedOver(found[step].attempt, damage.message)
+            chosen = max((each for each in found if each not in tried), default=None)
+            if chosen is None and first is not None:
+                raise first
 
     async def _restore(
         self,

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import jax
-
 from ckpt._arguments import invalid, shown, whole_number
 from ckpt._engine.restore.pipeline import ItemTarget
 from ckpt._format.manifest import Manifest
@@ -85,12 +83,6 @@ def _check_like(like: Any, manifest: Manifest, item: str) -> None:
         raise InvalidArgumentError(
             f"like= is the function {shown(like, 60)}: pass what it returns, or "
             "jax.eval_shape(function), which allocates nothing",
-            step=manifest.step,
-            item=item,
-        )
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(like)):
-        raise InvalidArgumentError(
-            "like= has traced values in it: call restore() outside jit, grad and vmap",
             step=manifest.step,
             item=item,
         )

@@ -20,7 +20,7 @@ from ckpt.storage._manifests import read_manifest
 Kind = Literal["damaged", "later", "forbidden", "orbax", "other"]
 
 # Orbax puts the one into every step, and the whole path of the step into the other.
-_ORBAX_METADATA = "_CHECKPOINT_METADATA"
+ORBAX_METADATA = "_CHECKPOINT_METADATA"
 _SUCCESS = "commit_success.txt"
 _MOST_BYTES = 16 << 20
 _SHOWN = 12
@@ -51,7 +51,7 @@ async def look_closely(storage: Storage, step_dir: str, step: int) -> Unreadable
         success = await storage.read(step_dir, _SUCCESS, _MOST_BYTES)
         if success is not None and success.endswith(f" {step_dir}".encode()):
             return UnreadableStep(step, "damaged", f"{where} has lost {FILE_NAME}")
-        if await storage.read(step_dir, _ORBAX_METADATA, _MOST_BYTES) is not None:
+        if await storage.read(step_dir, ORBAX_METADATA, _MOST_BYTES) is not None:
             return UnreadableStep(step, "orbax", f"{where} was written by Orbax")
         # In a store, the objects of a save under way have names like this, too.
         if storage.keeps_others or not await storage.exists(step_dir):

@@ -19,9 +19,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from ckpt._format.digests import digest
-from ckpt.errors import InvalidArgumentError
+from ckpt.errors import WHOLE_ITEM, InvalidArgumentError
 
-ROOT = "%root"
+ROOT = WHOLE_ITEM
 _EMPTY = "%e"
 _MARK = "%k"
 _HASH = "%h"

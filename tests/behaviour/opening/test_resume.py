@@ -16,6 +16,7 @@ import ckpt
 import ckpt.sync
 from ckpt import errors
 from ckpt._steps.index import PassedOver
+from ckpt.storage._local import posix
 from tests.behaviour.opening.damaged_roots import flip_array, make_root, state, warnings_of
 from tests.support.stateful_objects import Counter
 
@@ -152,6 +153,23 @@ def test_in_a_store_a_damaged_step_is_replaced_when_that_is_asked_for() -> None:
             mgr.save(1, state(2))
         mgr.save(1, state(2), overwrite=True, durable=True)
         assert mgr.restore(1)["w"][0] == 2
+
+
+def test_a_whole_root_is_resumed_without_reading_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = make_root(tmp_path / "run", tuple(range(1, 21)))
+    read: Any = posix.read_regular
+    seen: list[str] = []
+
+    def counted(top: Path, path: str, limit: int) -> Any:
+        seen.append(path)
+        return read(top, path, limit)
+
+    monkeypatch.setattr(posix, "read_regular", counted)
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        assert mgr.resume(state(0))[0] == 21
+    assert {path.split("/")[0] for path in seen if path.endswith("ckpt.json")} == {"20"}
 
 
 def test_a_step_that_was_replaced_since_is_not_moved_aside(tmp_path: Path) -> None:

@@ -144,7 +144,9 @@ def test_steps_and_reports_are_shown_in_one_line(tmp_path: Path) -> None:
         text = repr(info)
         assert text.startswith("StepInfo(step 1, 3.91 KiB, loss=0.5, 20")
         assert text.endswith(f" UTC, {info.path!r})")
-        assert repr(mgr.verify(1)) == str(mgr.verify(1)) or "is whole" in repr(mgr.verify(1))
+        report = mgr.verify(1)
+        assert repr(report) == str(report)
+        assert "is whole" in repr(report)
         assert "loss=0.5" in str(mgr.metadata(1))
 
 

@@ -217,6 +217,14 @@ def test_targets_that_are_none(call: Callable[[Path], Any], message: str, path: 
         call(path)
 
 
+def test_trees_that_jax_cannot_flatten(path: Path) -> None:
+    tree = {1: jnp.ones(3), "w": jnp.ones(3)}
+    with pytest.raises(errors.UnsupportedLeafError, match="cannot be sorted"):
+        ckpt.sync.load(path, like=tree)
+    with pytest.raises(errors.InvalidArgumentError, match="cannot flatten the tree"):
+        ckpt.abstract(tree)
+
+
 @pytest.mark.parametrize("adapt", [Adapt(missing="keep"), Adapt(select="params", missing="keep")])
 def test_a_donated_array_cannot_be_kept(adapt: Adapt, path: Path) -> None:
     gone = jnp.ones(3)

@@ -16,6 +16,7 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt import errors
+from ckpt._api.background import background_saves
 from ckpt.handlers import Deferred
 from tests.support.gated_item import PATIENCE_S, Gate, GateHandler
 
@@ -57,13 +58,26 @@ def test_what_is_donated_or_changed_afterwards_is_saved_as_it_was(
     anyio.run(main, backend=backend)
 
 
-def test_all_saves_share_one_thread_and_warm_memory(tmp_path: Path) -> None:
+def test_all_saves_share_one_thread_and_its_memory(tmp_path: Path) -> None:
+    threads: list[threading.Thread] = []
     for number in range(3):
-        ckpt.sync.save_async(tmp_path / str(number), state()).result(PATIENCE_S)
-    before = [each for each in threading.enumerate() if each.name == "ckpt-engine"]
-    ckpt.sync.save_async(tmp_path / "more", state()).result(PATIENCE_S)
-    after = [each for each in threading.enumerate() if each.name == "ckpt-engine"]
-    assert set(after) <= set(before)
+        commit = ckpt.sync.save_async(tmp_path / str(number), state())
+        ended = threading.Event()
+
+        def note(_: ckpt.Commit, ended: threading.Event = ended) -> None:
+            # On the library's thread, unless the commit is done already.
+            threads.append(threading.current_thread())
+            ended.set()
+
+        commit.add_done_callback(note)
+        assert ended.wait(PATIENCE_S)
+    engines = [each for each in threads if each is not threading.current_thread()]
+    assert len(set(engines)) <= 1
+    saves = background_saves()
+    assert saves is background_saves()
+    assert saves._engine.arena.used == 0
+    assert all(each is saves.loop._thread for each in engines)
+    assert saves.loop._thread is not None
 
 
 def test_errors_are_raised_where_they_belong(tmp_path: Path) -> None:
