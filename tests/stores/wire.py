@@ -143,10 +143,7 @@ class Loopback:
         self._ready.set()
         await self._stop.wait()
         if self._server is not None:
-            self._server.close()
-        # What was accepted just now is connected in the next rounds of the loop.
-        for _ in range(3):
-            await asyncio.sleep(0)
+            await self._stop_listening(self._server)
         for task in list(self._open):
             task.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)
@@ -166,24 +163,35 @@ class Loopback:
         listening = self._server if seconds else None
         if listening is not None:
             self.is_up.clear()
-            listening.close()
             self._server = None
         for writer in self._writers:
-            # Ended, not reset: then curl sends again what it had sent.
-            with contextlib.suppress(OSError):
-                writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
-            writer.transport.abort()
+            _drop(writer)
         if listening is None:
             return
-        task = asyncio.get_running_loop().create_task(self._come_back(seconds))
+        task = asyncio.get_running_loop().create_task(self._come_back(listening, seconds))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
 
-    async def _come_back(self, seconds: float) -> None:
+    async def _come_back(self, listening: asyncio.Server, seconds: float) -> None:
+        await self._stop_listening(listening)
         await asyncio.sleep(seconds)
         await self._listen()
 
+    async def _stop_listening(self, server: asyncio.Server) -> None:
+        # asyncio connects what was accepted in the next rounds of the loop, and leaves its socket
+        # open if the server is closed by then.
+        for each in server.sockets:
+            asyncio.get_running_loop().remove_reader(each.fileno())
+        try:
+            for _ in range(3):
+                await asyncio.sleep(0)
+        finally:
+            server.close()
+
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self.is_up.is_set():
+            _drop(writer)
+            return
         # At once, and not in a task: one that is cancelled before it begins would close nothing.
         self._writers.add(writer)
         task = asyncio.get_running_loop().create_task(self._talk(reader, writer))
@@ -202,3 +210,10 @@ class Loopback:
             writer.close()
             with contextlib.suppress(ConnectionError, asyncio.CancelledError):
                 await writer.wait_closed()
+
+
+def _drop(writer: asyncio.StreamWriter) -> None:
+    # Ended, not reset: then curl sends again what it had sent.
+    with contextlib.suppress(OSError):
+        writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+    writer.transport.abort()
