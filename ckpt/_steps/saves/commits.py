@@ -9,8 +9,9 @@ from ckpt._commit import Commit, CommitHooks
 from ckpt._redaction import redact
 from ckpt._runtime.exit import fail_exit
 
-# At exit, for input and output under way to end, and for removing what was written.
-_GIVING_UP_SECONDS = 0.5
+# At exit, for input and output under way to end, and for removing what was written: one removal
+# waits for what other programs write to a slow disk.
+_GIVING_UP_SECONDS = 5.0
 
 
 class OpenCommits:
