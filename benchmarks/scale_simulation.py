@@ -166,9 +166,11 @@ def _reports(plan: SavePlan, tree: Any, hosts: int) -> Iterator[ProcessReport]:
 
 
 def _manifest(item: ItemEntry, case: Case) -> Manifest:
-    files = {f"state/{path}": FileEntry(size=64 << 20, digest=path[2:]) for path in item.data_files}
+    files = {
+        f"default/{path}": FileEntry(size=64 << 20, digest=path[2:]) for path in item.data_files
+    }
     return Manifest(
-        format="ckpt", version=1, step=1, attempt="0" * 32, unnamed=True, items={"state": item},
+        format="ckpt", version=1, step=1, attempt="0" * 32, unnamed=True, items={"default": item},
         created_ns=0, committed_ns=0, writer={}, process_count=case.hosts, files=files,
     )  # fmt: skip
 

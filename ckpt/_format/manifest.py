@@ -194,7 +194,8 @@ class Manifest(_Model):
         attempt: Random id of the attempt that wrote the step.
         folder: Folder of the step directory that holds all files but the manifest: its name is the
             id of the attempt that wrote them. Empty where they are in the step directory itself.
-        unnamed: Whether the step is one object saved without a name; it is the item `state`.
+        unnamed: Whether the step is one object saved without a name; it is the item
+            `default`.
         items: The items by name.
         metrics: Metrics given to `save`; NaN and infinities as text, since JSON has none.
         metadata: User metadata given to `save`.

@@ -227,7 +227,7 @@ def test_all_of_a_step_is_durable_when_it_is_published(trace: tuple[Path, Path])
     assert len(published) == 2
     for _, files in published:
         relative = {Path(*Path(file).relative_to(root).parts[1:]) for file in files}
-        assert {Path("ckpt.json"), Path("state/manifest.ocdbt")} <= relative
+        assert {Path("ckpt.json"), Path("default/manifest.ocdbt")} <= relative
         assert len(relative) > 12, "the trace missed files, so this proves nothing"
 
 

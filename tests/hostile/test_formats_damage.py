@@ -19,7 +19,7 @@ from ckpt._format.manifest import decode, encode
 from tests.support.trees import assert_same
 
 
-def leaves_of(path: Path, item: str = "state") -> dict[str, dict[str, Any]]:
+def leaves_of(path: Path, item: str = "default") -> dict[str, dict[str, Any]]:
     document = json.loads((path / "ckpt.json").read_bytes())
     return {leaf["name"]: leaf for leaf in document["items"][item]["leaves"]}
 
@@ -43,10 +43,10 @@ def copy(whole: Path, tmp_path: Path) -> Path:
 
 
 def place_of(path: Path, name: str, number: int) -> tuple[Path, int, int]:
-    item = decode((path / "ckpt.json").read_bytes(), where="x").items["state"]
+    item = decode((path / "ckpt.json").read_bytes(), where="x").items["default"]
     leaf = next(leaf for leaf in item.leaves if leaf.name == name)
     file = item.data_files[leaf.files[number] if leaf.files else 0]
-    return path / "state" / file, leaf.offsets[number], leaf.lengths[number]
+    return path / "default" / file, leaf.offsets[number], leaf.lengths[number]
 
 
 def test_no_flipped_bit_of_an_encoded_chunk_changes_a_value_silently(copy: Path) -> None:
@@ -94,11 +94,11 @@ def test_lost_encoded_bytes_are_noticed(copy: Path, how: str) -> None:
 def with_leaf(path: Path, name: str, **changes: Any) -> None:
     """Rewrite the manifest: a leaf says something else, and all checksums fit."""
     manifest = decode((path / "ckpt.json").read_bytes(), where="x")
-    item = manifest.items["state"]
+    item = manifest.items["default"]
     leaves = [
         leaf.model_copy(update=changes) if leaf.name == name else leaf for leaf in item.leaves
     ]
-    items = {"state": item.model_copy(update={"leaves": leaves})}
+    items = {"default": item.model_copy(update={"leaves": leaves})}
     (path / "ckpt.json").write_bytes(encode(manifest.model_copy(update={"items": items})))
 
 

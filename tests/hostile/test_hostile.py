@@ -37,7 +37,7 @@ def leaf(number: int, **changes: Any) -> Callable[[dict[str, Any]], None]:
     """Change members of one leaf; None takes a member away."""
 
     def change(document: dict[str, Any]) -> None:
-        entry = document["items"]["state"]["leaves"][number]
+        entry = document["items"]["default"]["leaves"][number]
         for name, value in changes.items():
             entry.pop(name, None)
             if value is not None:
@@ -48,13 +48,13 @@ def leaf(number: int, **changes: Any) -> Callable[[dict[str, Any]], None]:
 
 def files(*paths: str) -> Callable[[dict[str, Any]], None]:
     def change(document: dict[str, Any]) -> None:
-        document["items"]["state"]["data_files"] = list(paths)
+        document["items"]["default"]["data_files"] = list(paths)
 
     return change
 
 
 def item(**changes: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda document: document["items"]["state"].update(changes)
+    return lambda document: document["items"]["default"].update(changes)
 
 
 def sized(size: int) -> Callable[[dict[str, Any]], None]:
@@ -126,6 +126,6 @@ def test_a_manifest_without_the_places_of_chunks_is_refused_by_leaf(tmp_path: Pa
     rewrite(tmp_path / "x", leaf(1, offsets=None))
     with pytest.raises(errors.CorruptCheckpointError, match="does not say where") as caught:
         ckpt.sync.load(tmp_path / "x")
-    assert (caught.value.item, caught.value.leaf) == ("state", "b")
+    assert (caught.value.item, caught.value.leaf) == ("default", "b")
     [problem] = ckpt.sync.verify(tmp_path / "x").problems
-    assert (problem.file, problem.item, problem.leaf) == ("ckpt.json", "state", "b")
+    assert (problem.file, problem.item, problem.leaf) == ("ckpt.json", "default", "b")

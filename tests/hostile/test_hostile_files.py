@@ -320,7 +320,7 @@ LEFTOVERS = (
 def test_the_cleaner_follows_no_link(tmp_path: Path, precious: Path) -> None:
     root = tmp_path / "root"
     for name in LEFTOVERS:
-        (root / name / "state" / "d").mkdir(parents=True)
+        (root / name / "default" / "d").mkdir(parents=True)
         sprinkle(root / name, precious)
     with ckpt.sync.CheckpointManager(root) as mgr:
         assert mgr.all_steps() == []

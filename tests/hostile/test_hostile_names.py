@@ -95,7 +95,7 @@ def test_every_two_keys_that_differ_are_two_leaves(sandbox: Path) -> None:
     named = OrderedDict((key, np.float32(n)) for n, key in enumerate([*KEYS, *ODD_KEYS]))
     ckpt.sync.save(sandbox / "x", {"numbers": tree, "keys": named})
     document = json.loads((sandbox / "x" / "ckpt.json").read_bytes())
-    names = [leaf["name"] for leaf in document["items"]["state"]["leaves"]]
+    names = [leaf["name"] for leaf in document["items"]["default"]["leaves"]]
     assert len(set(names)) == len(names) == len(tree) + len(named)
     found = ckpt.sync.load(sandbox / "x")
     assert differences({"numbers": tree, "keys": named}, found) == []

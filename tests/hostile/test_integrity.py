@@ -100,8 +100,8 @@ def test_a_lost_data_file_is_noticed(copy: Path, how: str) -> None:
 def test_data_of_another_step_in_its_place_is_noticed(whole: Path, tmp_path: Path) -> None:
     other = {**TREE, "small": np.arange(1000.0)[::-1].copy()}
     ckpt.sync.save(tmp_path / "y", other)
-    shutil.rmtree(tmp_path / "y" / "state")
-    shutil.copytree(whole / "state", tmp_path / "y" / "state")
+    shutil.rmtree(tmp_path / "y" / "default")
+    shutil.copytree(whole / "default", tmp_path / "y" / "default")
     with pytest.raises(ckpt.errors.CorruptCheckpointError) as caught:
         ckpt.sync.load(tmp_path / "y")
     errors: list[Any] = [caught.value, *caught.value.others]
@@ -130,6 +130,6 @@ def test_every_damaged_leaf_is_told_at_once(tmp_path: Path) -> None:
         ckpt.sync.load(tmp_path / "x")
     errors: list[Any] = [caught.value, *caught.value.others]
     assert {error.leaf for error in errors} == {"leaf1", "leaf2", "leaf4"}
-    assert all(error.item == "state" for error in errors)
+    assert all(error.item == "default" for error in errors)
     told = [str(caught.value), *caught.value.__notes__]
     assert all(any(name in line for line in told) for name in ("leaf1", "leaf2", "leaf4"))

@@ -87,7 +87,7 @@ def test_an_object_saved_without_a_name_is_one_item(
     victim: tuple[Path, dict[str, Any]], count: int
 ) -> None:
     root, whole = victim
-    items = {f"item-{number}": whole["items"]["state"] for number in range(count)}
+    items = {f"item-{number}": whole["items"]["default"] for number in range(count)}
     (root / "0" / "ckpt.json").write_bytes(seal({**whole, "items": items}))
     with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
         for call in (mgr.restore, lambda step: mgr.metadata(step).tree):
@@ -117,9 +117,9 @@ def leaf(**changes: Any) -> Callable[[Path], None]:
 
     def make(path: Path) -> None:
         document = saved(path)
-        entry = document["items"]["state"]["leaves"][0] | changes
+        entry = document["items"]["default"]["leaves"][0] | changes
         entry = {name: value for name, value in entry.items() if value is not None}
-        document["items"]["state"]["leaves"][0] = entry
+        document["items"]["default"]["leaves"][0] = entry
         rewritten(path, document)
 
     return make
@@ -128,10 +128,10 @@ def leaf(**changes: Any) -> Callable[[Path], None]:
 def data_file(path: Path, document: dict[str, Any], size: int) -> str:
     """Put a sparse data file of `size` bytes of zeros into the manifest; return its path."""
     name = "d/" + "0" * 32
-    with (path / "state" / name).open("wb") as file:
+    with (path / "default" / name).open("wb") as file:
         file.truncate(size)
     document["files"][f"state/{name}"] = {"size": size, "digest": "0" * 32}
-    document["items"]["state"]["data_files"] = [name]
+    document["items"]["default"]["data_files"] = [name]
     return name
 
 
@@ -144,10 +144,10 @@ def many_chunks(path: Path) -> None:
     total = 1 << 40
     data_file(path, document, total)
     zeros = digest(bytes(CHUNK))
-    document["items"]["state"]["leaves"] = document["items"]["state"]["leaves"][:1]
-    document["items"]["state"]["nodes"] = []
+    document["items"]["default"]["leaves"] = document["items"]["default"]["leaves"][:1]
+    document["items"]["default"]["nodes"] = []
     count = total // CHUNK
-    document["items"]["state"]["leaves"][0] |= {
+    document["items"]["default"]["leaves"][0] |= {
         "name": "%root", "dtype": "uint8", "shape": [total], "chunks": [CHUNK],
         "digests": [zeros] * count, "offsets": list(range(0, total, CHUNK)), "files": [],
     }  # fmt: skip
@@ -162,7 +162,7 @@ def many_leaves(kind: str) -> Callable[[Path], None]:
         data_file(path, document, CHUNK)
         count = (1 << 40) // CHUNK
         zeros = digest(bytes(CHUNK))
-        item = document["items"]["state"]
+        item = document["items"]["default"]
         item["leaves"] = [
             {
                 "name": str(number), "kind": kind, "dtype": "uint8", "shape": [CHUNK],
@@ -183,14 +183,14 @@ def encoded(codec: Any, name: str) -> Callable[[Path], None]:
     def make(path: Path) -> None:
         document = saved(path)
         content = encode_chunk(np.zeros(256 * MIB, np.uint8), codec, 1)
-        file = path / "state" / data_file(path, document, 0)
+        file = path / "default" / data_file(path, document, 0)
         file.write_bytes(content)
         document["files"][f"state/{file.parent.name}/{file.name}"]["size"] = len(content)
         document["requires"] = ["compression"]
         places = {"codec": name, "lengths": [len(content)], "offsets": [0], "files": []}
-        document["items"]["state"]["leaves"] = document["items"]["state"]["leaves"][:1]
-        document["items"]["state"]["leaves"][0] |= places
-        document["items"]["state"]["nodes"] = [{"kind": "list", "children": [0]}]
+        document["items"]["default"]["leaves"] = document["items"]["default"]["leaves"][:1]
+        document["items"]["default"]["leaves"][0] |= places
+        document["items"]["default"]["nodes"] = [{"kind": "list", "children": [0]}]
         rewritten(path, document)
 
     return make
@@ -229,15 +229,15 @@ def long_chain(path: Path) -> None:
     document = saved(path)
     nodes = [{"kind": "list", "children": [-(number + 1)]} for number in range(20_000)]
     nodes.append({"kind": "list", "children": [0, 1]})
-    document["items"]["state"]["nodes"] = nodes
+    document["items"]["default"]["nodes"] = nodes
     rewritten(path, document)
 
 
 def scalar(value: str, kind: str) -> Callable[[Path], None]:
     def make(path: Path) -> None:
         document = saved(path)
-        name = document["items"]["state"]["leaves"][1]["name"]
-        document["items"]["state"]["leaves"][1] = {"name": name, "kind": kind, "value": value}
+        name = document["items"]["default"]["leaves"][1]["name"]
+        document["items"]["default"]["leaves"][1] = {"name": name, "kind": kind, "value": value}
         rewritten(path, document)
 
     return make

@@ -174,12 +174,12 @@ def manifest(path: Path) -> dict[str, Any]:
 
 def test_the_state_exercises_what_a_writer_can_do(checkpoint: Path, state: dict[str, Any]) -> None:
     """Several data files, packed leaves, chunks that cross shards and chunks that are ragged."""
-    item = manifest(checkpoint)["items"]["state"]
+    item = manifest(checkpoint)["items"]["default"]
     leaves = {leaf["name"]: leaf for leaf in item["leaves"] if "dtype" in leaf}
     assert leaves["params.kernel"]["packed"]
     assert not leaves["params.table"].get("packed", False)
     assert len(set(leaves["params.table"]["files"])) > 2
-    data_files = {path.name for path in (checkpoint / "state" / "d").iterdir()}
+    data_files = {path.name for path in (checkpoint / "default" / "d").iterdir()}
     # And one file for the index over them.
     assert len({Path(path).name for path in item["data_files"]} ^ data_files) == 1
     crossing, ragged = set(), set()
@@ -287,8 +287,12 @@ def test_v1_checkpointer_lists_and_loads_the_steps(run: Path, state: dict[str, A
     with ocp.training.Checkpointer(run) as checkpointer:
         assert [found.step for found in checkpointer.checkpoints] == STEPS
         assert checkpointer.latest.step == STEPS[-1]
-        assert_same(checkpointer.load(STEPS[0]), expected_by_orbax(state))
-        assert_same(checkpointer.load(None, abstract(state)), state)
+        # As with the steps of Orbax's own v0 manager, whose one item has this name as well.
+        name = "default"
+        assert_same(checkpointer.load(STEPS[0], checkpointable_name=name), expected_by_orbax(state))
+        assert_same(checkpointer.load(None, abstract(state), checkpointable_name=name), state)
+        for step in STEPS:
+            assert_same(ocp.load(run / str(step)), expected_by_orbax(state))
         metadata = checkpointer.metadata(STEPS[0])
         assert metadata.custom_metadata == {"git": "abc", "step": STEPS[0]}
 
@@ -311,28 +315,27 @@ def test_v0_manager_lists_the_same_steps(run: Path) -> None:
 
 def test_v0_manager_restores_onto_a_target(run: Path, state: dict[str, Any]) -> None:
     target = abstract(moved(state))
-    args = ocp0.args.Composite(state=ocp0.args.StandardRestore(target))
     with ocp0.CheckpointManager(run) as manager:
-        found = manager.restore(STEPS[0], args=args).state
+        found = manager.restore(STEPS[0], args=ocp0.args.StandardRestore(target))
     assert_same(found, moved(state))
 
 
 def test_v0_manager_restores_without_a_target(run: Path, state: dict[str, Any]) -> None:
-    args = ocp0.args.Composite(state=ocp0.args.StandardRestore())
     with ocp0.CheckpointManager(run) as manager:
-        assert_same(manager.restore(STEPS[0], args=args).state, expected_by_orbax(state))
+        found = manager.restore(STEPS[0], args=ocp0.args.StandardRestore())
+    assert_same(found, expected_by_orbax(state))
 
 
 def test_v0_manager_restores_without_arguments(run: Path, state: dict[str, Any]) -> None:
     with ocp0.CheckpointManager(run) as manager:
-        assert_same(manager.restore(STEPS[0])["state"], expected_by_orbax(state))
+        assert_same(manager.restore(STEPS[0]), expected_by_orbax(state))
 
 
 def test_v0_manager_shows_metadata(run: Path) -> None:
-    handlers = {"state": ocp0.StandardCheckpointHandler()}
-    with ocp0.CheckpointManager(run, item_handlers=handlers) as manager:
+    handler = ocp0.StandardCheckpointHandler()
+    with ocp0.CheckpointManager(run, item_handlers=handler) as manager:
         found = manager.metadata(STEPS[1])
-        item = manager.item_metadata(STEPS[1])["state"]
+        item = manager.item_metadata(STEPS[1])
     assert found.custom_metadata == {"git": "abc", "step": STEPS[1]}
     own = manifest(run / str(STEPS[1]))
     assert found.init_timestamp_nsecs == own["created_ns"]
@@ -529,7 +532,7 @@ def test_tensorstore_reads_every_array(checkpoint: Path, state: dict[str, Any]) 
             "driver": "zarr3",
             "kvstore": {
                 "driver": "ocdbt",
-                "base": f"{(checkpoint / 'state').as_uri()}/",
+                "base": f"{(checkpoint / 'default').as_uri()}/",
                 "path": f"{name}/",
             },
         }
@@ -549,7 +552,7 @@ def test_orbax_reads_typed_keys_and_shared_leaves(tmp_path: Path) -> None:
         "tied": {"embed": shared, "head": shared},
     }
     ckpt.sync.save(tmp_path / "x", state)
-    for found in (ocp.load(tmp_path / "x"), ocp0_restored(tmp_path / "x" / "state")):
+    for found in (ocp.load(tmp_path / "x"), ocp0_restored(tmp_path / "x" / "default")):
         for name in ("key", "keys"):
             assert found[name].dtype == state[name].dtype
             assert found[name].shape == state[name].shape

@@ -50,7 +50,7 @@ def nbytes(*names: str) -> int:
 
 
 def largest_file(step: Path) -> Path:
-    return max(step.glob("state/d/*"), key=lambda path: path.stat().st_size)
+    return max(step.glob("default/d/*"), key=lambda path: path.stat().st_size)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_jax_takes_what_came_for_arrays_of_all_processes(four: list[Result]) -> 
 
 def test_each_group_reads_what_it_needs_once(four: list[Result], root: Path) -> None:
     """All but those of which one process alone has a part, and of what is every process's own."""
-    leaves = decode((root / "1" / "ckpt.json").read_bytes(), where="").items["state"].leaves
+    leaves = decode((root / "1" / "ckpt.json").read_bytes(), where="").items["default"].leaves
     stored = {leaf.name: sum(leaf.lengths) for leaf in leaves if leaf.codec is not None}
     assert set(stored) == {"packed", "packed everywhere"}
     names = ("columns", "tiles", "partly", "everywhere", "small", "scalar", "keys", "cast")
@@ -162,7 +162,7 @@ def test_damage_is_told_on_every_process_with_the_leaf(four: list[Result]) -> No
         told = result.value["damaged"]
         for step in ("3", "4"):
             assert told[step]["error"] == "CorruptCheckpointError"
-            assert f"step {step}, item 'state', leaf '" in told[step]["text"]
+            assert f"step {step}, item 'default', leaf '" in told[step]["text"]
         assert told["1"] == {"problems": []}
 
 

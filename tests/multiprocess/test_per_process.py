@@ -63,7 +63,7 @@ class Writer:
 class Reader(Writer):
     """What a handler reads with."""
 
-    item = "state"
+    item = "default"
 
     async def read_file(self, path: str) -> bytes:
         return self.files[path]

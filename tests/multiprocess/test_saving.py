@@ -67,7 +67,7 @@ def test_processes_with_disks_of_their_own_restore_what_all_of_them_have(tmp_pat
     for disk in root.iterdir():
         manifest = json.loads((disk / "3" / "ckpt.json").read_text())
         size = sum(file["size"] for file in manifest["files"].values())
-        assert 0.5 < size / manifest["items"]["state"]["nbytes"] < 0.8
+        assert 0.5 < size / manifest["items"]["default"]["nbytes"] < 0.8
     # A process that was killed between two publications, or whose disk lost a step.
     shutil.rmtree(root / "disk 1" / "3")
     for told in run(2, "apart", root, "look", 2):

@@ -178,7 +178,7 @@ def test_one_checkpoint_without_a_manager(place: Place) -> None:
     assert_same(ckpt.sync.load(path, abstract(state(1))), state(1))
     ckpt.sync.save(path, state(2), overwrite=True)
     assert_same(ckpt.sync.load(path, abstract(state(2))), state(2))
-    assert ckpt.sync.metadata(path).items.keys() == {"state"}
+    assert ckpt.sync.metadata(path).items.keys() == {"default"}
     assert ckpt.sync.verify(path).ok
     with plain(place, "run") as mgr:
         mgr.save(5, state(5)).result()

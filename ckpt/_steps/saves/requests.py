@@ -17,8 +17,9 @@ logger = logging.getLogger("ckpt")
 
 # As much is read of every step when the steps are listed.
 _LARGE_METADATA_BYTES = 1 << 20
-# The name that Orbax's v1 API gives to, and looks for as, the one item of an unnamed save.
-UNNAMED_ITEM = "state"
+# So Orbax's v0 manager calls the one item of an unnamed save, and looks for it; see
+# docs/design/010-the-unnamed-state.md.
+UNNAMED_ITEM = "default"
 
 
 def make_request(

@@ -248,7 +248,7 @@ def test_selected_renamed_stacked_cast_and_resized_in_one_go(saved: Path) -> Non
     assert list(report.used) == chosen
     assert set(report.unused) == stored.keys() - set(chosen)
     assert report.kept == ("net.head",)
-    assert report.item == "state"
+    assert report.item == "default"
 
 
 def test_a_report_tells_used_unused_and_kept_apart(saved: Path) -> None:

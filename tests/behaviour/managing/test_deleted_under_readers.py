@@ -53,7 +53,7 @@ def test_the_latest_step_deleted_while_it_is_read_is_another_one_then(tmp_path: 
         mgr.save(1, state(1))
         mgr.save(2, state(2)).result()
         with reader(tmp_path, lambda: mgr.delete(2)) as other:
-            assert_same(other.restore(items=iter(["state"]))["state"], state(1))
+            assert_same(other.restore(items=iter(["default"]))["default"], state(1))
 
 
 def test_a_step_replaced_while_it_is_read(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_step_damaged_while_it_is_read_was_not_deleted(tmp_path: Path) -> None
     for step in (1, None):
         damage = shutil.rmtree if step else lambda path: None
         with (
-            reader(tmp_path, partial(damage, tmp_path / "1" / "state")) as other,
+            reader(tmp_path, partial(damage, tmp_path / "1" / "default")) as other,
             pytest.raises(ckpt.errors.CorruptCheckpointError, match="No such file"),
         ):
             other.restore(step)

@@ -32,7 +32,7 @@ def flip(file: Path, at: float = 0.5) -> None:
 
 def flip_array(step_dir: Path) -> None:
     """Change a byte of an array, and nothing that says what is stored."""
-    flip(max((step_dir / "state" / "d").iterdir(), key=lambda file: file.stat().st_size))
+    flip(max((step_dir / "default" / "d").iterdir(), key=lambda file: file.stat().st_size))
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

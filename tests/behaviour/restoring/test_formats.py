@@ -66,13 +66,13 @@ def _plain(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if is_key else leaf
 
 
-def leaves_of(path: Path, item: str = "state") -> dict[str, dict[str, Any]]:
+def leaves_of(path: Path, item: str = "default") -> dict[str, dict[str, Any]]:
     document = json.loads((path / "ckpt.json").read_bytes())
     return {leaf["name"]: leaf for leaf in document["items"][item]["leaves"]}
 
 
 def read_by_tensorstore(path: Path, name: str) -> np.ndarray[Any, Any]:
-    base = f"{(path / 'state').as_uri()}/"
+    base = f"{(path / 'default').as_uri()}/"
     kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
     return ts.open({"driver": "zarr3", "kvstore": kvstore}, read=True).result().read().result()
 
@@ -157,7 +157,7 @@ def test_orbax_reads_every_format(run: Path, state: dict[str, Any], step: int) -
     assert_same(ckpt.sync.load(run / str(step)), expected)
     found = [ocp.load(run / str(step)), ocp.load(run / str(step), abstract(expected))]
     with ocp0.StandardCheckpointer() as checkpointer:
-        found.append(checkpointer.restore(run / str(step) / "state"))
+        found.append(checkpointer.restore(run / str(step) / "default"))
     for tree in found:
         for name, array in expected["params"].items():
             assert tree["params"][name].dtype == array.dtype, name
@@ -202,7 +202,7 @@ def test_compressible_arrays_take_less_room(tmp_path: Path) -> None:
 def test_data_files_are_as_long_as_the_manifest_says_and_hold_nothing_else(run: Path) -> None:
     """No byte of an older state is in the gaps between encoded chunks."""
     step = run / "2"
-    item = json.loads((step / "ckpt.json").read_bytes())["items"]["state"]
+    item = json.loads((step / "ckpt.json").read_bytes())["items"]["default"]
     covered: dict[str, list[tuple[int, int]]] = {}
     encoded = set()
     for leaf in item["leaves"]:
@@ -217,7 +217,7 @@ def test_data_files_are_as_long_as_the_manifest_says_and_hold_nothing_else(run: 
     assert len(encoded) > 2
     for file in encoded:
         places = covered[file]
-        data = bytearray((step / "state" / file).read_bytes())
+        data = bytearray((step / "default" / file).read_bytes())
         end = 0
         for offset, length in sorted(places):
             assert offset >= end

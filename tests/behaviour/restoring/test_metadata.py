@@ -105,7 +105,7 @@ def test_the_text_is_a_table_with_a_line_for_every_leaf(saved: Path) -> None:
     info = ckpt.sync.metadata(saved)
     title, *lines = str(info).splitlines()
     assert "11 leaves" in title
-    assert [line.split()[0] for line in lines] == list(info.leaves["state"])
+    assert [line.split()[0] for line in lines] == list(info.leaves["default"])
     (line,) = (line for line in lines if "params.w" in line)
     assert line.split()[1:] == [
         "float32[8,",

@@ -79,7 +79,7 @@ def test_an_unsupported_leaf_is_named_by_path(mgr: ckpt.sync.CheckpointManager, 
     with pytest.raises(errors.UnsupportedLeafError) as caught:
         mgr.save(4, state)
     assert caught.value.leaf == "layers.1.w"
-    assert (caught.value.step, caught.value.item) == (4, "state")
+    assert (caught.value.step, caught.value.item) == (4, "default")
     assert "layers.1.w" in str(caught.value)
 
 
@@ -281,7 +281,7 @@ def test_all_differences_are_in_one_message(tmp_path: Path) -> None:
         with pytest.raises(errors.TargetMismatchError) as caught:
             mgr.restore(5, like=like)
     assert str(caught.value) == (
-        "step 5, item 'state': the target differs from what is stored in 7 leaves; no array was "
+        "step 5, item 'default': the target differs from what is stored in 7 leaves; no array was "
         "read. Change the target; put ... in place of a leaf to skip it; or say what may differ "
         "with adapt=ckpt.Adapt(...).\n"
         "  layers.0.bias: not stored, wanted float32[8] (is it 'layers.0.b'?)\n"
@@ -294,7 +294,7 @@ def test_all_differences_are_in_one_message(tmp_path: Path) -> None:
         "  layers.0.b: stored float32[8], not in the target"
     )
     assert len(caught.value.problems) == 7
-    assert (caught.value.step, caught.value.item) == (5, "state")
+    assert (caught.value.step, caught.value.item) == (5, "default")
 
 
 def test_64_bit_arrays_are_never_cut_silently(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ SCRIPTS = {
     "fails_unseen": Script(code=120, fires=1),
     "fails_unseen_in_a_function": Script(code=120, fires=1),
     "fails_unseen_in_the_block": Script(
-        code=1, raises="ckpt.errors.CheckpointError: step 1, item 'state':"
+        code=1, raises="ckpt.errors.CheckpointError: step 1, item 'default':"
     ),
     "fails_and_is_looked_at": Script(),
 }
@@ -134,7 +134,7 @@ def test_a_script_ends_promptly_and_loses_no_save(
     else:
         # Loud where something failed, and otherwise silent.
         assert len(errors.splitlines()) == expected.fires, errors
-        assert errors.count("step 1, item 'state': the disk is on fire") == expected.fires, errors
+        assert errors.count("step 1, item 'default': the disk is on fire") == expected.fires, errors
 
 
 def test_a_full_disk_fails_that_save_and_nothing_else(tmp_path: Path) -> None:

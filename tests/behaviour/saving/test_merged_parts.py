@@ -186,9 +186,9 @@ def test_a_key_is_marked_beside_one_of_the_same_text_that_comes_later(tmp_path: 
         wanted = {"a": OrderedDict({1: np.arange(3), "1": np.arange(4)})}
         assert_same(mgr.restore(1), wanted)
         assert mgr.verify(1)
-    names = [leaf["name"] for leaf in manifest(tmp_path / "1")["items"]["state"]["leaves"]]
+    names = [leaf["name"] for leaf in manifest(tmp_path / "1")["items"]["default"]["leaves"]]
     assert names == ["a.%k1", "a.1"]
-    spec = {"driver": "zarr3", "kvstore": f"file://{tmp_path}/1/state/|ocdbt:a.%25k1/"}
+    spec = {"driver": "zarr3", "kvstore": f"file://{tmp_path}/1/default/|ocdbt:a.%25k1/"}
     assert ts.open(spec, open=True).result().shape == (3,)
 
 

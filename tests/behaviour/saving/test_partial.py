@@ -90,7 +90,7 @@ def test_it_is_the_step_that_saving_at_once_gives(run: Path) -> None:
     assert one.info.nbytes == two.info.nbytes + jnp.arange(4.0).nbytes
     assert found["z"]["again"] is found["z"]["more"]
     entries = [
-        decode((run / str(step) / FILE_NAME).read_bytes(), where="").items["state"]
+        decode((run / str(step) / FILE_NAME).read_bytes(), where="").items["default"]
         for step in (1, 2)
     ]
     assert entries[0].nodes == entries[1].nodes
@@ -117,7 +117,7 @@ def test_orbax_reads_it(run: Path) -> None:
 def test_tensorstore_reads_it(run: Path) -> None:
     arrays = {"z.kernel": np.arange(64.0).reshape(8, 8), "a.layers.1.0": np.arange(200_000)}
     for name, array in arrays.items():
-        spec = {"driver": "zarr3", "kvstore": f"file://{run}/1/state/|ocdbt:{name}/"}
+        spec = {"driver": "zarr3", "kvstore": f"file://{run}/1/default/|ocdbt:{name}/"}
         found = ts.open(spec, open=True).result().read().result()
         assert (np.asarray(found) == array).all()
 
@@ -140,7 +140,7 @@ def test_leaves_that_are_one_array_may_change_their_order(tmp_path: Path) -> Non
         assert found["z"]["r"] is found["y"]["c"] is found["w"]
         assert mgr.verify(1)
         shown = mgr.metadata(1)
-        assert [shown.leaves["state"][name].same_as for name in ("z.q", "x")] == [None, "z.q"]
+        assert [shown.leaves["default"][name].same_as for name in ("z.q", "x")] == [None, "z.q"]
         assert shown.info.nbytes == same.nbytes + other.nbytes + 8
     found = ocp.load(tmp_path / "1")
     assert_same(found["z"]["r"], other)

@@ -96,7 +96,7 @@ def test_what_is_there_already_is_named_and_all_discarded(tmp_path: Path, confli
         with pytest.raises(errors.InvalidArgumentError) as caught:
             in_parts(mgr, 1, first, second)
         assert message in str(caught.value)
-        assert caught.value.item == "state"
+        assert caught.value.item == "default"
         assert names(tmp_path) == set()
 
 

@@ -31,7 +31,7 @@ def test_the_awaiter_of_a_failed_commit_gets_its_error_and_the_exit_does_not(
     async def main() -> None:
         async with manager(tmp_path) as mgr:
             commit = await mgr.save(3, Odd(SMALL, error=fire()))
-            with pytest.raises(ckpt.CheckpointError, match=r"^step 3, item 'state': fire 0$"):
+            with pytest.raises(ckpt.CheckpointError, match=r"^step 3, item 'default': fire 0$"):
                 await commit
             assert commit.done()
             assert commit.stage == "failed"
@@ -72,7 +72,7 @@ def test_looking_whether_a_commit_is_done_is_not_seeing_its_error(tmp_path: Path
 def test_an_error_that_nobody_saw_is_raised_at_exit_and_not_again(tmp_path: Path) -> None:
     async def main() -> None:
         mgr = manager(tmp_path)
-        with pytest.raises(ckpt.CheckpointError, match=r"^step 0, item 'state': fire 0$"):
+        with pytest.raises(ckpt.CheckpointError, match=r"^step 0, item 'default': fire 0$"):
             async with mgr:
                 await mgr.save(0, Odd(SMALL, error=fire()))
         await mgr.close()
@@ -92,7 +92,7 @@ def test_several_errors_that_nobody_saw_are_raised_as_a_group(tmp_path: Path, wa
     with pytest.raises(ExceptionGroup) as caught:
         mgr.__exit__(None, None, None) if way == "with" else getattr(mgr, way)()
     assert sorted(map(str, caught.value.exceptions)) == [
-        f"step {n}, item 'state': fire {n}" for n in range(3)
+        f"step {n}, item 'default': fire {n}" for n in range(3)
     ]
     mgr.close()
     assert names(tmp_path) == {"metadata", "3"}

@@ -75,20 +75,20 @@ def unlisting(part: str) -> Callable[[dict[str, Any]], None]:
 
 def everywhere(**members: Any) -> Callable[[dict[str, Any]], None]:
     def change(document: dict[str, Any]) -> None:
-        for leaf in document["items"]["state"]["leaves"]:
+        for leaf in document["items"]["default"]["leaves"]:
             leaf.update(members)
 
     return change
 
 
 def nodes(*records: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
-    return lambda document: document["items"]["state"].update(nodes=list(records))
+    return lambda document: document["items"]["default"].update(nodes=list(records))
 
 
 def a_bomb(document: dict[str, Any]) -> None:
     """A few bytes that would be decoded to more than there is memory."""
     document["requires"] = ["compression"]
-    leaf = document["items"]["state"]["leaves"][1]
+    leaf = document["items"]["default"]["leaves"][1]
     leaf.pop("packed", None)
     leaf.update(shape=[2**40], chunks=[2**40], codec="zstd", lengths=[64])
     for path, file in document["files"].items():
@@ -99,7 +99,7 @@ def a_bomb(document: dict[str, Any]) -> None:
 MORE_LIES: dict[str, Callable[[dict[str, Any]], None]] = {
     "a listed file outside the step": listing("../../x"),
     "a listed absolute path": listing("/etc/passwd"),
-    "a listed path that is empty in the middle": listing("state//x"),
+    "a listed path that is empty in the middle": listing("default//x"),
     "a listed manifest": listing("ckpt.json"),
     "a listed file with a null": listing("a\0b"),
     "a listed file that cannot be": listing("x" * 5000),
@@ -112,7 +112,7 @@ MORE_LIES: dict[str, Callable[[dict[str, Any]], None]] = {
     "a leaf that no node has": nodes({"kind": "list", "children": [0, 1]}),
     "a node of no kind": nodes({"kind": "set", "children": [0, 1, 2]}),
     "an item that leads out": lambda document: document["items"].update(
-        {"../x": document["items"]["state"]}
+        {"../x": document["items"]["default"]}
     ),
     "a compressed bomb": a_bomb,
 }

@@ -161,7 +161,7 @@ async def restored(target: Any) -> tuple[Any, list[Any]]:
     wanted = wanted_items(manifest, target, None, ckpt.Adapt(extra="ignore"))
     restore = RestoreContext(storage, step_dir, manifest, engine, engine.observers, index, count)
     found = await restore_items(restore, wanted)
-    return found["state"], events
+    return found["default"], events
 
 
 def shares() -> dict[str, Any]:
@@ -200,12 +200,12 @@ def untold() -> dict[str, Any]:
     mine = root / f"copy-{count}-{index}"
     shutil.copytree(root / "y", mine)
     manifest = decode((mine / "ckpt.json").read_bytes(), where="")
-    entry = manifest.items["state"]
+    entry = manifest.items["default"]
     shardings = [
         each.model_copy(update={"device_ids": [devices[number].id for number in each.device_ids]})
         for each in entry.shardings
     ]
-    items = {"state": entry.model_copy(update={"shardings": shardings})}
+    items = {"default": entry.model_copy(update={"shardings": shardings})}
     (mine / "ckpt.json").write_bytes(encode(manifest.model_copy(update={"items": items})))
     found = ckpt.sync.load(mine)
     return {

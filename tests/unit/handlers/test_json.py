@@ -129,7 +129,7 @@ def test_a_dataclass_that_jax_knows_stays_a_tree(tmp_path: Path) -> None:
     ckpt.sync.save(tmp_path / "x", State(jnp.ones(3)))
     assert isinstance(ckpt.sync.load(tmp_path / "x", State(jnp.zeros(3))), State)
     manifest = json.loads((tmp_path / "x" / "ckpt.json").read_bytes())
-    assert manifest["items"]["state"]["handler"] == "pytree"
+    assert manifest["items"]["default"]["handler"] == "pytree"
 
 
 def test_a_dataclass_with_methods_for_its_state_is_saved_by_them(tmp_path: Path) -> None:

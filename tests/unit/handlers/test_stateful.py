@@ -168,10 +168,10 @@ def test_objects_without_the_protocol_are_refused(item: Any, tmp_path: Path) -> 
 
 def rewritten(path: Path, **data: Any) -> None:
     manifest = decode((path / "ckpt.json").read_bytes(), where="")
-    entry = manifest.items["state"]
+    entry = manifest.items["default"]
     assert isinstance(entry.data, dict)
     entry = entry.model_copy(update={"data": {**entry.data, **data}})
-    manifest = manifest.model_copy(update={"items": {"state": entry}})
+    manifest = manifest.model_copy(update={"items": {"default": entry}})
     (path / "ckpt.json").write_bytes(encode(manifest))
 
 
@@ -231,7 +231,7 @@ class Linking(Recording):
 def test_files_that_cannot_be_kept_are_refused(name: str, link: bool, tmp_path: Path) -> None:
     with pytest.raises(errors.HandlerError, match="its object wrote") as caught:
         ckpt.sync.save(tmp_path / "x", Linking(name, link=link))
-    assert caught.value.item == "state"
+    assert caught.value.item == "default"
     assert list(tmp_path.iterdir()) == []
 
 

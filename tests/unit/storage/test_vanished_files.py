@@ -34,7 +34,7 @@ def attempt_of(root: Path) -> Path:
 
 
 def data_file(top: Path, nbytes: int = 800_000) -> Path:
-    [found] = [each for each in (top / "state").rglob("*") if each.stat().st_size == nbytes]
+    [found] = [each for each in (top / "default").rglob("*") if each.stat().st_size == nbytes]
     return found
 
 
@@ -61,7 +61,7 @@ REMOVALS: dict[str, Callable[[Path], object]] = {
         (data := data_file(top)).rename(data.with_name("x")) and data.symlink_to("x")
     ),
     "manifest": lambda top: (top / FILE_NAME).unlink(),
-    "item": lambda top: shutil.rmtree(top / "state"),
+    "item": lambda top: shutil.rmtree(top / "default"),
     "all": empty,
 }
 
@@ -75,7 +75,7 @@ def test_a_save_whose_files_are_removed_fails_and_says_which(how: str, tmp_path:
         assert mgr.all_steps() == []
     message = str(caught.value)
     assert "files were removed or changed while it was saved: '" in message
-    assert (FILE_NAME if how == "manifest" else "state/") in message
+    assert (FILE_NAME if how == "manifest" else "default/") in message
     assert "Orbax" in message
     assert names(tmp_path) == {"metadata"}
     with ckpt.sync.CheckpointManager(tmp_path) as mgr:
@@ -182,7 +182,7 @@ def test_files_removed_at_any_moment_never_leave_half_a_step(tmp_path: Path) -> 
 
 def test_an_attempt_that_is_removed_while_it_is_written_is_told(tmp_path: Path) -> None:
     def begun(operation: FileOperation) -> bool:
-        return operation.name == "open" and "/state/d/" in operation.path
+        return operation.name == "open" and "/default/d/" in operation.path
 
     def remove() -> bool:
         shutil.rmtree(attempt_of(tmp_path))
@@ -228,7 +228,7 @@ def test_files_of_every_process_of_a_job_are_missed(nbytes: int, tmp_path: Path)
 
 def test_an_item_is_not_deleted_when_files_of_the_new_step_are_removed(tmp_path: Path) -> None:
     with ckpt.sync.CheckpointManager(tmp_path) as mgr:
-        mgr.save(0, items={"state": STATE, "other": STATE}).result(PATIENCE_S)
+        mgr.save(0, items={"default": STATE, "other": STATE}).result(PATIENCE_S)
         plan = acting(is_publishing, lambda: remove_data(tmp_path))
         with FaultyFiles(tmp_path, plan), pytest.raises(StorageError, match="removed or changed"):
             mgr.delete(0, item="other")
