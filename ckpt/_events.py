@@ -1,8 +1,8 @@
 """Events: what the engine did and when, and how observers hear of it.
 
 An observer is any callable that takes an `Event`. It is called on the library's own thread and must
-return quickly. An exception that it raises is logged and otherwise ignored, so that observing a
-save can never make it fail.
+return quickly: the end of an operation is reported before its caller hears of it. An exception that
+it raises is logged and otherwise ignored, so that observing a save can never make it fail.
 """
 
 from __future__ import annotations
@@ -128,6 +128,13 @@ class EventRecorder:
                 reason=reason,
             )
             emit(self.observers, event)
+
+    def end_badly(self, began_ns: int, error: BaseException) -> None:
+        """Report the whole operation, which began at `began_ns` and which `error` ends now."""
+        if isinstance(error, Exception):
+            self.end(began_ns, "failed", reason=str(error))
+        else:
+            self.end(began_ns, "cancelled")
 
     def preempted(self, seconds: float) -> None:
         """Report the final save of a preempted run, `seconds` after the save before it."""

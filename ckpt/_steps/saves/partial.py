@@ -239,11 +239,12 @@ class OpenSave:
             )
             await remove_others(root.storage, others)
         except BaseException as error:
+            if isinstance(error, CheckpointError):
+                error.locate(step=step)
+            recorder.end_badly(began_ns, error)
             self._end_badly(error, hooks)
             if not isinstance(error, Exception):
-                recorder.end(began_ns, "cancelled")
                 raise
-            recorder.end(began_ns, "failed", reason=str(error))
             return
         finally:
             saves.closed(self.give_up)
@@ -253,9 +254,7 @@ class OpenSave:
 
     def _end_badly(self, error: BaseException, hooks: CommitHooks) -> None:
         seen = not self.opened.done()
-        if isinstance(error, CheckpointError):
-            error.locate(step=self.request.step)
-        elif not isinstance(error, Exception):
+        if not isinstance(error, Exception):
             what = "nothing of the partial save is left"
             kind = CommitCancelledError if self._reason is None else ClosedError
             seen = seen or self._reason is None

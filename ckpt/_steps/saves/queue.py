@@ -219,11 +219,12 @@ class SaveQueue:
                     self.cleaning_up.append(cleaned_up)
                     committed = True
         except BaseException as error:
+            if isinstance(error, CheckpointError):
+                error.locate(step=step)
+            recorder.end_badly(began_ns, error)
             self._end_badly(error, request, hooks, staged)
             if not isinstance(error, Exception):
-                recorder.end(began_ns, "cancelled")
                 raise
-            recorder.end(began_ns, "failed", reason=str(error))
             return
         finally:
             if slot is not None:
@@ -234,8 +235,8 @@ class SaveQueue:
             if slot is not None:
                 refusal = f"superseded by step {slot.superseded_by} (backlog='supersede')"
             assert refusal is not None
-            self._skip(refusal, request, hooks, staged)
             recorder.end(began_ns, "skipped", reason=refusal)
+            self._skip(refusal, request, hooks, staged)
             return
         kept, cleans_up = slot.kept_seconds, processes.publishes
         await self.finish(
@@ -342,8 +343,9 @@ class SaveQueue:
             # Before the commit is done: a deletion that its caller starts then must know of it.
             self.root.retention.newest = manifest.step
             self.history.committed(manifest)
-            hooks.finish(info)
+            # Whoever awaits the commit finds that observers know: a line is written, a bar is gone.
             recorder.end(began_ns, "ok", nbytes=info.nbytes)
+            hooks.finish(info)
             seconds = hooks.watch.elapsed
             kept = ""
             if kept_seconds is not None:

@@ -8,6 +8,7 @@ import gc
 import logging
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -278,6 +279,32 @@ def test_a_final_save_that_failed_was_none(tmp_path: Path) -> None:
             mgr.save(1, {"n": object()})
         assert mgr.save(2, {"n": 2})
         assert not mgr.save(3, {"n": 3})
+
+
+def test_who_knows_how_a_save_ended_finds_that_observers_know(tmp_path: Path) -> None:
+    told: list[str | None] = []
+
+    def slow(event: ckpt.Event) -> None:
+        if event.phase == "end":
+            time.sleep(0.2)
+            told.append(event.outcome)
+
+    gate = Gate()
+    with plain(tmp_path, save_policy=policies.FixedInterval(2), observers=[slow]) as mgr:
+        mgr.save(0, {"n": 1.0}).result(PATIENCE_S)
+        assert told == ["ok"]
+        mgr.save(1, {"n": 1.0})
+        assert told[1:] == ["skipped"]
+        with pytest.raises(errors.UnsupportedLeafError):
+            mgr.save(2, {"n": object()})
+        assert told[2:] == ["failed"]
+        cancelled = mgr.save(4, items={"state": {"n": 4}, "gate": gate})
+        cancelled.cancel()
+        assert cancelled.exception(PATIENCE_S) is not None
+        assert told[3:] == ["cancelled"]
+        with mgr.partial(6) as part:
+            part.save({"n": 1.0})
+        assert told[4:] == ["ok"]
 
 
 def test_every_operation_ends_with_one_event_and_one_line(
