@@ -12,7 +12,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar, TypeVarTuple
+
+Ts = TypeVarTuple("Ts")
+T = TypeVar("T")
 
 logger = logging.getLogger("ckpt")
 
@@ -101,6 +104,17 @@ class GuardedObserver:
         if event.phase == "end" and self._failures > self._said:
             more, self._said = self._failures - self._said, self._failures
             logger.warning("the observer %r failed on %d more events", self._observer, more)
+
+
+def timed(function: Callable[[*Ts], T], *args: *Ts) -> tuple[T, int, int]:
+    """Call `function`; return its value, and when it began and ended.
+
+    Called in a worker thread, it leaves out what is waited for the thread to begin, and for the
+    loop to go on.
+    """
+    began = time.perf_counter_ns()
+    value = function(*args)
+    return value, began, time.perf_counter_ns()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +206,18 @@ class EventRecorder:
             return
         began = time.perf_counter_ns()
         yield
-        ended = time.perf_counter_ns()
-        event = Event(self.operation, name, self.step, began, ended, nbytes, lane, batch)
-        emit(self.observers, event)
+        self.report(name, began, time.perf_counter_ns(), nbytes, lane, batch)
+
+    def report(
+        self,
+        name: str,
+        began_ns: int,
+        ended_ns: int,
+        nbytes: int = 0,
+        lane: int | None = None,
+        batch: int | None = None,
+    ) -> None:
+        """Report a phase that has been timed already, such as one in a worker thread."""
+        if self.observers:
+            event = Event(self.operation, name, self.step, began_ns, ended_ns, nbytes, lane, batch)
+            emit(self.observers, event)

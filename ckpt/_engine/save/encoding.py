@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,9 @@ from ckpt._format.dtypes import DTYPES
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.write_batches import FileSpan, WriteBatch, aligned, alignment_of, file_size
 from ckpt.errors import located
+
+# A batch may take seconds. Its parts are told apart, so that people see it going on.
+_PART_NS = 100_000_000
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -33,7 +37,12 @@ class Encoded:
     nbytes: int
 
 
-def encode_batch(batch: WriteBatch, plans: Sequence[LeafPlan], memory: Bytes) -> Encoded:
+def encode_batch(
+    batch: WriteBatch,
+    plans: Sequence[LeafPlan],
+    memory: Bytes,
+    told: Callable[[int, int, int], object] | None = None,
+) -> Encoded:
     """Encode the chunks of a batch in its block, whose beginning is the file afterwards.
 
     Args:
@@ -41,7 +50,10 @@ def encode_batch(batch: WriteBatch, plans: Sequence[LeafPlan], memory: Bytes) ->
         plans: The plans of all leaves of the item.
         memory: The block. Chunk after chunk moves to the front, where there is always room for it:
             what comes before the staged chunks is as long as all of them can grow.
+        told: Called with the beginning, the end and the staged bytes of every part of the work, in
+            order; all parts together are the batch.
     """
+    began, begun_at = time.perf_counter_ns(), 0
     staged = memory[batch.staged_at : batch.staged_at + batch.nbytes]
     digests = batch_digests(batch, plans, staged)
     spans = []
@@ -58,6 +70,12 @@ def encode_batch(batch: WriteBatch, plans: Sequence[LeafPlan], memory: Bytes) ->
         end = offset + len(encoded)
         memory[offset:end] = np.frombuffer(encoded, np.uint8)
         spans.append(FileSpan(offset, len(encoded)))
+        now, done = time.perf_counter_ns(), chunk.offset + chunk.stored_nbytes
+        if told is not None and now - began >= _PART_NS and chunk is not batch.chunks[-1]:
+            told(began, now, done - begun_at)
+            began, begun_at = now, done
     size = file_size(end)
     memory[end:size] = 0
+    if told is not None:
+        told(began, time.perf_counter_ns(), batch.nbytes - begun_at)
     return Encoded(digests, spans, size)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import anyio
+import anyio.from_thread
 import numpy as np
 
 from ckpt._engine.memory.arena import Block
@@ -30,6 +32,7 @@ from ckpt._engine.save.encoding import encode_batch
 from ckpt._engine.save.merged_items import database_files
 from ckpt._engine.save.request import SaveCall
 from ckpt._engine.save.session import ENCODERS, LANES, STAGERS, SaveSession
+from ckpt._events import timed
 from ckpt._format.digests import digest
 from ckpt._format.manifest import FileEntry
 from ckpt._plan.chunking import LeafPlan
@@ -145,10 +148,10 @@ class ItemWrite:
             nbytes = batch.block_bytes + copies * batch.nbytes
             async with slots:
                 block = await session.allocate(nbytes, self._call)
-                with session.recorder.phase("stage", batch.nbytes, batch=number):
-                    await run_in_thread(
-                        _stage_batch, batch, plan.leaves, sources.pop(number), block
-                    )
+                _, began_ns, ended_ns = await run_in_thread(
+                    timed, _stage_batch, batch, plan.leaves, sources.pop(number), block
+                )
+            session.recorder.report("stage", began_ns, ended_ns, batch.nbytes, batch=number)
             session.hooks.advance(staged=batch.nbytes)
             # Staging never waits for a lane, only for room in the arena.
             self._staged.append((number, block))
@@ -183,9 +186,17 @@ class ItemWrite:
         batch = plan.batches[number]
         # The cores are for the copies while the caller waits for them.
         await _first_of(self._call.returned, self._call.pressed)
+        recorder = session.recorder
+
+        def tell(began_ns: int, ended_ns: int, nbytes: int) -> None:
+            # On the loop, as observers are always called.
+            anyio.from_thread.run_sync(
+                partial(recorder.report, "encode", began_ns, ended_ns, nbytes, batch=number)
+            )
+
+        told = tell if recorder.observers else None
         async with session.encoders:
-            with session.recorder.phase("encode", batch.nbytes, batch=number):
-                found = await run_in_thread(encode_batch, batch, plan.leaves, memory)
+            found = await run_in_thread(encode_batch, batch, plan.leaves, memory, told)
         self._spans[number], self._digests[number] = found.spans, found.digests
         self._unencoded -= 1
         if not self._unencoded:
@@ -198,10 +209,10 @@ class ItemWrite:
         session, plan = self._session, self._plan.save
         # Not while the caller waits: hashing needs a core, and writing does not.
         await _first_of(self._call.returned, written)
-        with session.recorder.phase("digest", memory.nbytes, lane, number):
-            found, entry = await run_in_thread(
-                _file_digests, plan.batches[number], plan.leaves, memory
-            )
+        (found, entry), began_ns, ended_ns = await run_in_thread(
+            timed, _file_digests, plan.batches[number], plan.leaves, memory
+        )
+        session.recorder.report("digest", began_ns, ended_ns, memory.nbytes, lane, number)
         session.files[path] = entry
         self._digests[number] = found or self._digests[number]
         self._undigested -= 1

@@ -22,13 +22,18 @@ LEFT, RIGHT = 150.0, 930.0
 _TOP, _TOP_PLAIN = 96.0, 72.0
 _ROW, _BAR = 24.0, 16.0
 _GAP = 12.0
-_AXIS = 40.0
+_AXIS, _NOTE = 40.0, 18.0
 # A bar must be visible, and large enough to hover over, however short the phase was.
 _MIN_BAR = 2.0
 # The space before the first and after the last event, as a share of the time between them.
 _MARGINS = 0.015, 0.03
 _LETTER = 6.4
 _MOST_TICKS = 9
+# Without it, a write of 64 bytes that waits for the disk seems to be slow at writing 64 bytes.
+_WRITES = (
+    "A write lasts until its file is durable. So a few bytes may last as long as the large files "
+    "that the disk is busy with."
+)
 _UNITS = ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1.0, "ns"))
 
 
@@ -111,6 +116,7 @@ class Chart:
         rows: From top to bottom.
         bands: Behind the rows, from left to right. Those of one role do not overlap.
         ticks: From left to right.
+        note: What a reader has to know of the bars, below the axis; or "".
     """
 
     width: float
@@ -123,6 +129,7 @@ class Chart:
     rows: tuple[ChartRow, ...]
     bands: tuple[Band, ...]
     ticks: tuple[Tick, ...]
+    note: str
 
 
 def chart(timeline: Timeline) -> Chart:
@@ -155,9 +162,10 @@ def chart(timeline: Timeline) -> Chart:
     bands = _bands(timeline, saves, x_of)
     top = _TOP if bands else _TOP_PLAIN
     rows, bottom = _rows(_shown(tracks(timeline)), top, place, x_of)
+    note = _WRITES if any(bar.role == "write" for row in rows for bar in row.bars) else ""
     return Chart(
         width=WIDTH,
-        height=bottom + _AXIS,
+        height=bottom + _AXIS + (_NOTE if note else 0.0),
         top=top,
         bottom=bottom,
         title=_title(timeline, saves),
@@ -166,6 +174,7 @@ def chart(timeline: Timeline) -> Chart:
         rows=rows,
         bands=bands,
         ticks=tuple(Tick(x_of(began + at), text) for at, text in ticks(duration)),
+        note=note,
     )
 
 
@@ -285,6 +294,8 @@ def _bar_text(entries: Sequence[TrackEntry], width: float) -> str:
         texts = [f"{entry.name} {entry.args['step']}", f"{entry.args['step']}"]
     elif entry.nbytes:
         texts = [f"{entry.name} {size_text(entry.nbytes)}", size_text(entry.nbytes)]
+        if entry.role == "write":
+            texts.insert(0, f"{texts[0]}, until durable")
     return next((text for text in texts if len(text) * _LETTER + 6 <= width), "")
 
 

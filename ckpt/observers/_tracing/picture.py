@@ -192,6 +192,7 @@ def _shapes(drawn: Chart) -> Iterator[_Rect | _Text]:
     for tick in drawn.ticks:
         yield _Rect("grid", tick.x - 0.5, drawn.top, 1, drawn.bottom + 5 - drawn.top, _GRID, "")
         yield _Text("tick", tick.x, drawn.bottom + 20, tick.text, "middle")
+    yield _Text("tick", LEFT, drawn.bottom + 40, drawn.note)
     for band in drawn.bands:
         height = drawn.bottom - drawn.top
         yield from _band(band.role, band.x, drawn.top, band.width, height, band.tip)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,39 @@ def test_a_state_larger_than_the_budget_is_encoded_to_make_room(tmp_path: Path) 
     encoded = [event for event in seen if event.phase == "encode"]
     assert sum(event.nbytes for event in encoded) >= tree["w"].nbytes
     assert min(event.began_ns for event in encoded) < blocked.ended_ns
+
+
+@pytest.mark.parametrize("pause_ns", [0, 3600 * 10**9], ids=["every-chunk", "never"])
+def test_the_parts_of_a_batch_are_told_and_add_up_to_it(
+    pause_ns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt._engine.save.encoding._PART_NS", pause_ns)
+    leaf = np.arange(5000, dtype=np.int32)
+    chosen = ArrayFormat(compression="zstd", chunk_bytes=4096)
+    plan = plan_save(["w"], [LeafSpec("numpy", "int32", leaf.shape, format=chosen)], MIB)
+    (batch,) = plan.batches
+    memory = np.zeros(batch.block_bytes, np.uint8)
+    staged = memory[batch.staged_at : batch.staged_at + batch.nbytes]
+    copy_batch(batch, plan.leaves, sources_of(batch, [leaf]), staged)
+    told: list[tuple[int, int, int]] = []
+    encode_batch(batch, plan.leaves, memory, lambda *part: told.append(part))
+    assert len(told) == (1 if pause_ns else len(batch.chunks))
+    assert sum(nbytes for _, _, nbytes in told) == batch.nbytes
+    assert all(began <= ended and nbytes > 0 for began, ended, nbytes in told)
+    for (_, ended, _), (began, _, _) in pairwise(told):
+        assert ended == began
+
+
+def test_encoding_that_takes_long_is_told_while_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt._engine.save.encoding._PART_NS", 0)
+    tree = {"w": np.random.default_rng(0).standard_normal((16, MIB // 8))}
+    seen = phases(tmp_path, 256 * MIB, tree)
+    staged = sum(event.nbytes for event in seen if event.phase == "stage")
+    encoded = [event for event in seen if event.phase == "encode"]
+    assert len(encoded) > len({event.batch for event in encoded})
+    assert sum(event.nbytes for event in encoded) == staged
 
 
 class Impatient(ckpt.PyTreeHandler):

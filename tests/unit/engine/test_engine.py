@@ -21,6 +21,8 @@ import ckpt
 import ckpt.sync
 from ckpt._engine.memory.arena import Arena
 from ckpt._engine.plan_cache import PlanCache
+from ckpt._engine.save import item_write
+from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.flatten import describe
 from tests.support.trees import assert_same, sharded
 
@@ -32,6 +34,26 @@ def phases(events: list[ckpt.Event]) -> dict[str, list[ckpt.Event]]:
     for event in events:
         found[event.phase].append(event)
     return found
+
+
+def test_copies_and_digests_are_timed_without_what_they_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def crowded(*args: Any, **options: Any) -> Any:
+        # No thread is free at first, and the loop is busy afterwards.
+        await anyio.sleep(0.2)
+        value = await run_in_thread(*args, **options)
+        await anyio.sleep(0.2)
+        return value
+
+    monkeypatch.setattr(item_write, "run_in_thread", crowded)
+    events: list[ckpt.Event] = []
+    with ckpt.sync.CheckpointManager(tmp_path, observers=[events.append]) as mgr:
+        mgr.save(0, {"w": jnp.ones(16)}).result()
+    found = phases(events)
+    for phase in ("stage", "digest"):
+        (event,) = found[phase]
+        assert event.ended_ns - event.began_ns < 0.2e9
 
 
 def test_copies_from_the_device_overlap_writes_to_the_store(tmp_path: Path) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from ckpt._events import Event
 from ckpt.errors import CheckpointError, InvalidArgumentError, StorageError
@@ -109,6 +111,22 @@ def test_the_title_says_the_overlap_and_the_rows_what_there_is() -> None:
     assert drawn.rows[4].bars[0].tip.splitlines()[:4] == [
         *("write", "0.140 ms", "4.000 MiB", "29.96 GB/s"),
     ]
+
+
+def test_a_write_says_that_it_lasts_until_it_is_durable() -> None:
+    # A few bytes that wait for the disk behind many.
+    writes = (
+        event("write", 0, 1000, nbytes=48 << 20, lane=0),
+        event("write", 5, 1000, nbytes=64, lane=1),
+        event("write", 1000, 1300, nbytes=64, lane=1),
+    )
+    drawn = chart(Timeline(writes))
+    texts = [bar.text for row in drawn.rows for bar in row.bars]
+    assert texts == [
+        *("write 48 MiB, until durable", "write 64 B, until durable", "write 64 B, until durable")
+    ]
+    assert "until its file is durable" in drawn.note
+    assert chart(RESTORE).note == ""
 
 
 def test_a_restore_has_no_overlap_to_tell() -> None:
@@ -259,6 +277,25 @@ def test_the_png_is_a_png_of_the_charts_shape(timeline: Timeline, tmp_path: Path
     width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
     drawn = chart(timeline)
     assert (width, height) == (2 * drawn.width, 2 * drawn.height)
+
+
+@pytest.mark.parametrize("timeline", [SAVE, RESTORE], ids=["save", "restore"])
+def test_no_text_of_the_png_is_cut_off_or_on_another(
+    timeline: Timeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    draw_png(timeline, tmp_path / "picture.png")
+    (figure,) = figures
+    canvas = FigureCanvasAgg(figure)
+    texts = [each for each in figure.axes[0].texts if each.get_text()]
+    assert chart(timeline).note in {each.get_text() for each in texts} | {""}
+    boxes = [each.get_window_extent(canvas.get_renderer()) for each in texts]
+    for text, box in zip(texts, boxes, strict=True):
+        assert figure.bbox.x0 <= box.x0 <= box.x1 <= figure.bbox.x1, text
+        assert figure.bbox.y0 <= box.y0 <= box.y1 <= figure.bbox.y1, text
+    for (one, first), (two, second) in combinations(zip(texts, boxes, strict=True), 2):
+        assert not first.overlaps(second), (one, two)
 
 
 @settings(max_examples=3)
