@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import io
+import logging
 import sys
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,33 +21,41 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
+logger = logging.getLogger("ckpt")
 
 # Shorter operations are not shown, since they would only flicker.
 _DELAY_NS = 300_000_000
 # The least time between two drawings.
 _PAUSE_NS = 100_000_000
+# How often it is drawn while no event comes: one chunk may be compressed for seconds.
+_TICK_SECONDS = 0.25
 # Phases after which there is something to show.
-_SHOWN = {"save": {"wait", "plan", "stage", "write"}, "restore": {"plan", "read"}}
+_SHOWN = {"save": {"wait", "plan", "stage", "encode", "write"}, "restore": {"plan", "read"}}
 _SHOWN["verify"] = _SHOWN["restore"]
 # An operation that never ends is forgotten when that many others have begun.
 _MOST_BARS = 8
 _WIDTH = 100
+# How much of the work on a byte is done when it is in host memory, and when it is compressed, too.
+# Only a byte on disk is done. Copies are fast, and so is writing what took long to compress.
+_STAGED, _ENCODED = 0.1, 0.9
+# What is shown at most: an operation that has ended has no bar.
+_MOST = 0.99
 
 
 @dataclass(slots=True, eq=False)
 class _Bar:
-    """The progress of one operation, in bytes.
+    """The progress of one operation.
 
     Attributes:
         began_ns: When it began.
         total: The bytes to be moved; None until its plan is known.
-        done: The bytes that it has moved.
+        done: The bytes that it has moved; of those it is not done with, the part that is done.
         task: Its bar, if it is shown.
     """
 
     began_ns: int
     total: int | None = None
-    done: int = 0
+    done: float = 0.0
     task: TaskID | None = None
     _staged: dict[int | None, list[int]] = field(default_factory=dict)
 
@@ -56,12 +67,50 @@ class _Bar:
             self.done += event.nbytes
         elif event.phase == "stage":
             self._staged.setdefault(event.batch, []).append(event.nbytes)
+            self.done += _STAGED * event.nbytes
+        elif event.phase == "encode":
+            self.done += (_ENCODED - _STAGED) * event.nbytes
         elif event.phase == "write" and event.batch is not None:
-            # The planned size counts, not the compressed one. Small files are not in the plan.
-            sizes = self._staged.get(event.batch)
-            self.done += sizes.pop(0) if sizes else event.nbytes
-        if self.total is not None:
-            self.done = min(self.done, self.total)
+            self._write(event.nbytes, self._staged.get(event.batch, []))
+
+    def _write(self, nbytes: int, sizes: list[int]) -> None:
+        """Add a batch. Small files are not in the plan, and not given here."""
+        if nbytes in sizes:
+            sizes.remove(nbytes)
+            self.done += (1 - _STAGED) * nbytes
+        elif sizes:
+            # It was compressed. The planned size counts.
+            self.done += (1 - _ENCODED) * sizes.pop(0)
+        else:
+            self.done += nbytes
+
+    def columns(self, now_ns: int) -> dict[str, Any]:
+        """Return what its columns show."""
+        seconds = max(now_ns - self.began_ns, 0) / 1e9
+        spent = _clock(seconds)
+        if self.total is None:
+            return {"completed": 0, "total": None, "text": _size(self.done), "spent": spent}
+        share = min(self.done / max(self.total, 1), _MOST)
+        # Before, it is only known how fast copies are.
+        if share > _STAGED:
+            spent += f", {_clock(seconds / share - seconds)} left"
+        text = f"{100 * share:3.0f}% of {_size(self.total)}"
+        return {"completed": share, "total": 1, "text": text, "spent": spent}
+
+
+def _size(nbytes: float) -> str:
+    """Return bytes in decimal units, with one decimal."""
+    size, unit = nbytes, "bytes"
+    for larger in ("kB", "MB", "GB", "TB", "PB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 class _Screen(Protocol):
@@ -81,8 +130,9 @@ class ProgressBar:
 
     In a terminal the bar is drawn on standard error, in a notebook below the cell. Elsewhere, as in
     a batch job, nothing is shown. It needs the package rich, and shows nothing without it:
-    `pip install 'ckpt-jax[progress]'`. A bar disappears when its operation has ended or failed. The
-    cursor is never hidden, and no thread is started.
+    `pip install 'ckpt-jax[progress]'`. A bar disappears when its operation has ended or failed,
+    before the caller hears of it, and never shows 100%. The cursor is never hidden, and no thread
+    is started.
 
         with ckpt.sync.CheckpointManager(root, observers=[ckpt.observers.ProgressBar()]) as mgr:
             mgr.save(step, state)
@@ -108,6 +158,8 @@ class ProgressBar:
         self._screen: _Screen | None = None
         self._notebook: _Notebook | None = None
         self._drawn_ns = 0
+        # The loop that will draw the bars soon.
+        self._clock: asyncio.AbstractEventLoop | None = None
         self._is_off = not _has_rich()
 
     def __call__(self, event: Event) -> None:
@@ -135,6 +187,7 @@ class ProgressBar:
                     self._drop(next(iter(self._bars)))
             self._bars[key].take(event)
             self._show(event.ended_ns)
+            self._tick_later()
 
     def _show(self, now_ns: int) -> None:
         """Draw the operations that take long, unless they were drawn just now."""
@@ -153,10 +206,35 @@ class ProgressBar:
             if bar.task is None:
                 operation, step = key
                 name = operation if step is None else f"{operation} step {step}"
-                bar.task = self._screen.progress.add_task(name, total=bar.total, completed=bar.done)
+                bar.task = self._screen.progress.add_task(name, **bar.columns(now_ns))
             else:
-                self._screen.progress.update(bar.task, completed=bar.done, total=bar.total)
+                self._screen.progress.update(bar.task, **bar.columns(now_ns))
         self._screen.draw()
+
+    def _tick_later(self) -> None:
+        """Draw the bars again in a while, also if no event comes."""
+        if self._clock is not None and not self._clock.is_closed():
+            return
+        self._clock = None
+        # The library calls observers on its loop.
+        with contextlib.suppress(RuntimeError):
+            self._clock = asyncio.get_running_loop()
+            self._clock.call_later(_TICK_SECONDS, self._tick)
+
+    def _tick(self) -> None:
+        with self._lock:
+            self._clock = None
+            if self._is_off or not self._bars:
+                return
+            try:
+                self._show(time.perf_counter_ns())
+                self._tick_later()
+            except Exception:
+                # Here nobody else logs it.
+                self._is_off = True
+                with contextlib.suppress(Exception):
+                    self._clear()
+                logger.exception("the progress bar failed, and is off; the operation goes on")
 
     def _open(self) -> _Screen | None:
         """Return where to draw, or None if there is no terminal or notebook."""
@@ -254,24 +332,15 @@ def _shell() -> Any:
 
 
 def _progress_on(console: Console) -> Progress:
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import BarColumn, Progress, TextColumn
 
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        # Decimal units, as the speed has them.
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[text]}", style="progress.download"),
+        TextColumn("{task.fields[spent]}", style="progress.elapsed"),
         console=console,
-        # Drawn when there is something new, by the thread that reports it.
+        # Drawn when there is something new, on the thread that reports it.
         auto_refresh=False,
         transient=True,
         # Replacing the program's streams from another thread would break others that do so, too.

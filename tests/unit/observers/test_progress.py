@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -11,6 +12,8 @@ import re
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +112,8 @@ def test_a_long_save_has_a_bar_until_it_ends() -> None:
     board = Board()
     screen = board.tell(*a_long_save())
     assert screen.text.startswith("save step 7 ━")
-    assert any("50.0/100.0 MB" in line for line in screen.seen)
+    # The next batch has been copied.
+    assert any("51% of 100.0 MB 0:00:05, 0:00:05 left" in line for line in screen.seen)
     assert screen.cursor
     assert board.tell(end(0, 10 * SECOND, step=7)).is_clean()
     # The next one begins anew.
@@ -118,18 +122,32 @@ def test_a_long_save_has_a_bar_until_it_ends() -> None:
     assert board.tell(end(0, 30 * SECOND, step=8)).is_clean()
 
 
-def test_the_first_drawing_says_how_far_it_is_in_one_kind_of_unit() -> None:
+def shares(screen: Screen) -> list[int]:
+    """The percentages that were shown, in order."""
+    lines = [line for line in (*screen.seen, screen.text) if line]
+    return [int(found[1]) for line in lines if (found := re.search(r"(\d+)% of", line))]
+
+
+def test_the_first_drawing_says_how_far_it_is() -> None:
     board = Board()
     screen = board.tell(
         event("plan", 0, 1, nbytes=100 * MB),
         batch("write", 0, 0, SECOND // 10, 10 * MB, 1),
         batch("write", 1, 0, SECOND, 10 * MB, 1),
     )
-    drawn = [line for line in (*screen.seen, screen.text) if line]
-    assert drawn
-    assert all("20.0/100.0 MB" in line for line in drawn), drawn
-    later = board.tell(*(batch("write", n, 0, n * SECOND, 10 * MB, 1) for n in range(2, 10)))
-    assert re.search(r"100\.0/100\.0 MB \d+\.\d [kMGTP]B/s", later.text)
+    assert shares(screen) == [20, 20]
+    assert "20% of 100.0 MB 0:00:01, 0:00:04 left" in screen.text
+
+
+def test_it_is_never_done_before_it_has_ended() -> None:
+    board = Board()
+    told = a_long_save()
+    late = [event(phase, 0, 12 * SECOND, step=7) for phase in ("record", "publish", "wait")]
+    screen = board.tell(*told, *late)
+    assert shares(screen)[-1] == 99
+    assert max(shares(screen)) == 99
+    more = event("plan", 0, 13 * SECOND, nbytes=100 * MB, step=7)  # a save in parts
+    assert shares(board.tell(more))[-1] == 50
 
 
 @pytest.mark.parametrize("outcome", ["failed", "cancelled", "skipped"])
@@ -165,15 +183,19 @@ def test_it_is_drawn_ten_times_a_second_and_no_more() -> None:
     assert 40 <= len(screen.seen) <= 55
 
 
-def test_compressed_batches_count_as_what_was_planned() -> None:
-    size, told = 10 * MB, [event("plan", 0, 1, nbytes=100 * MB)]
-    for n in range(10):
-        told.append(batch("stage", n, 0, 1, size, 1))
-        told.append(batch("write", n, 0, (n + 1) * SECOND, size // 7, 1))
-    assert "100.0/100.0 MB" in Board().tell(*told).text
+def test_it_moves_while_copies_compression_and_writes_go_on() -> None:
+    size = 50 * MB
+    told = [event("plan", 0, 1, nbytes=2 * size)]
+    told += [batch("stage", n, 0, SECOND, size, 1) for n in range(2)]
+    told += [batch("encode", n, 0, (2 + n) * SECOND, size // 2, 1) for n in (0, 1, 0, 1)]
+    # Few bytes are left of a batch, and the disk takes long.
+    told += [batch("write", n, 0, (9 + n) * SECOND, size // 7, 1) for n in range(2)]
+    board = Board()
+    seen = [shares(board.tell(each))[-1:] for each in sorted(told, key=lambda e: e.ended_ns)]
+    assert [share for shown in seen for share in shown] == [5, 5, 30, 30, 70, 70, 95, 99]
     # Views and the manifest are not part of the plan.
     view = event("write", 0, 12 * SECOND, nbytes=5 * MB)
-    assert "50.0/100.0 MB" in Board().tell(*told[:11], view).text
+    assert shares(Board().tell(*told[:7], view))[-1] == 90
 
 
 def test_several_items_are_one_save() -> None:
@@ -187,7 +209,7 @@ def test_several_items_are_one_save() -> None:
         batch("write", 0, 0, 2 * SECOND, 30 * MB, 1),
     )
     assert screen.text.startswith("save step 1 ━")
-    assert "40.0/40.0 MB" in screen.text
+    assert "99% of 40.0 MB" in screen.text
 
 
 @pytest.mark.parametrize("operation", ["restore", "verify"])
@@ -199,7 +221,8 @@ def test_without_a_total_it_says_how_much_was_done(operation: str) -> None:
     ]
     screen = board.tell(*reads)
     assert screen.text.startswith(f"{operation} step 1 ━")
-    assert "3.0/? MB" in screen.text
+    assert "3.0 MB 0:00:03" in screen.text
+    assert "%" not in screen.text
     assert board.tell(end(0, 4 * SECOND, operation=operation)).is_clean()
 
 
@@ -302,13 +325,19 @@ print([each.name for each in threading.enumerate()])
 """
 
 
-def in_terminal(script: str, **env: str) -> tuple[Screen, str, int]:
-    """Run a script with a terminal as its standard error; return that, its output and status."""
+def in_terminal(script: str, *, prints: bool = False, **env: str) -> tuple[Screen, str, int]:
+    """Run a script with a terminal as its standard error; return that, its output and status.
+
+    Args:
+        script: The program.
+        prints: Whether its standard output is the terminal, too.
+        **env: Variables of its environment.
+    """
     ours, theirs = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-c", script],
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=theirs if prints else subprocess.PIPE,
         stderr=theirs,
         cwd=ROOT,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "100", **env},
@@ -325,7 +354,7 @@ def in_terminal(script: str, **env: str) -> tuple[Screen, str, int]:
             output += data
         os.close(ours)
         printed, _ = run.communicate(timeout=60)
-    return Screen(output.decode()), printed.decode(), run.returncode
+    return Screen(output.decode()), (printed or b"").decode(), run.returncode
 
 
 @pytest.mark.parametrize(
@@ -344,6 +373,99 @@ def test_a_terminal_is_left_as_it_was(ending: str, last: str, status: int) -> No
     assert any(line.startswith("save step 7 ━") for line in screen.seen)
     assert screen.is_clean()
     assert printed.strip() == "['MainThread']"
+
+
+COMPRESSED = """
+import numpy as np
+import ckpt, ckpt.sync
+from ckpt.observers import ProgressBar
+formats = {{"w": ckpt.ArrayFormat(compression=ckpt.Zstd(19), chunk_bytes={chunk_bytes})}}
+state = {{"w": np.random.default_rng(0).standard_normal(({rows}, 1 << 14))}}
+bars = [ProgressBar()]
+with ckpt.sync.CheckpointManager({root!r}, formats=formats, observers=bars) as mgr:
+    commit = mgr.save(1, state)
+    commit.result()
+    print("committed", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "chunk_bytes"), [(128, 1 << 18), (32, 1 << 22)], ids=["chunks", "one-chunk"]
+)
+def test_a_compressed_save_is_seen_to_go_on_and_leaves_the_line_to_others(
+    rows: int, chunk_bytes: int, tmp_path: Path
+) -> None:
+    script = COMPRESSED.format(rows=rows, chunk_bytes=chunk_bytes, root=str(tmp_path))
+    screen, _, code = in_terminal(script, prints=True)
+    assert code == 0
+    # What is printed once the result is known stands on a line of its own, and nothing else stays.
+    assert screen.text == "committed"
+    assert screen.lines[0] == "committed"
+    shown = [line for line in screen.seen if line.startswith("save step 1 ━")]
+    assert len(shown) >= 3, screen.seen
+    found = shares(screen)
+    assert found == sorted(found)
+    assert max(found) < 100
+    if rows == 128:
+        assert len({share for share in found if 10 < share < 90}) >= 3, found
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    """Wait until something has happened."""
+    for _ in range(round(PATIENCE_S / 0.01)):
+        if happened():
+            return
+        await asyncio.sleep(0.01)
+    raise TimeoutError
+
+
+def test_while_a_chunk_is_compressed_the_time_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No event comes meanwhile, and no thread is started."""
+    board = Board()
+
+    async def wait() -> None:
+        began = time.perf_counter_ns() // 1000
+        board.observer(event("plan", began, began, nbytes=MB))
+        threads = threading.active_count()
+        await until(lambda: len(Screen(board.written()).seen) >= 3)
+        assert threading.active_count() == threads
+        board.observer(end(began, began))
+        written = board.written()
+        await asyncio.sleep(0.1)
+        assert board.written() == written
+
+    monkeypatch.setattr("ckpt.observers._progress._TICK_SECONDS", 0.02)
+    asyncio.run(wait())
+    assert board.tell().is_clean()
+
+
+def test_a_terminal_that_goes_between_events_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ckpt.observers._progress._TICK_SECONDS", 0.02)
+    board = Board()
+
+    async def wait() -> None:
+        began = time.perf_counter_ns() // 1000
+        board.observer(event("plan", began, began, nbytes=MB))
+        board.console.file.close()
+        await until(lambda: bool(caplog.records))
+        await asyncio.sleep(0.1)
+
+    with caplog.at_level(logging.ERROR, "ckpt"):
+        asyncio.run(wait())
+    assert len(caplog.records) == 1
+
+
+def test_what_is_printed_through_its_console_stands_above_the_bar() -> None:
+    board = Board()
+    told = a_long_save()
+    board.tell(*told[:8])
+    board.console.print("loss 0.5")
+    screen = board.tell(*told[8:10])
+    assert screen.lines[0] == "loss 0.5"
+    assert screen.lines[1].startswith("save step 7 ━")
+    assert board.tell(end(0, 10 * SECOND, step=7)).text == "loss 0.5"
 
 
 def test_a_terminal_that_can_do_nothing_is_left_alone() -> None:
