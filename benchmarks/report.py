@@ -1,7 +1,8 @@
 """Turns recorded runs into Markdown, and keeps the tables of docs/performance.md current.
 
-`python -m benchmarks.report` rewrites what stands between the two markers of the page, from the
-recorded run alone, and draws its charts; the text around the markers is kept.
+`python -m benchmarks.report` rewrites what stands between the markers of the page, a summary at its
+beginning and the tables further down, from the recorded run alone, and draws its charts; the text
+around the markers is kept.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import charts, results, tables, targets
+from benchmarks import captions, charts, results, summary, tables, targets
 from benchmarks.figures import table
 from benchmarks.peers import PEERS
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from benchmarks.results import Results, Scenario
 
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
+SUMMARY_START, SUMMARY_END = "<!-- bench:summary:start -->", "<!-- bench:summary:end -->"
+# At the beginning of the page, and further down.
+_FIRST, _LATER = ("overlap", "training"), ("ratios", "heartbeat", "growth")
 PAGE = Path("docs/performance.md")
 RESULTS = Path("docs/performance/results.json")
 
@@ -30,27 +34,27 @@ def markdown(run: Results, pictures: str = "") -> str:
 
     Args:
         run: The run.
-        pictures: Markdown that is shown after the targets.
+        pictures: Markdown that is shown before the tables.
     """
-    blocks = [_heading(run), "### Targets", targets.markdown(run)]
+    blocks = [_heading(run)]
     blocks += [pictures] if pictures else []
     for scenario in run.scenarios:
         blocks += [f"### {_title(scenario)}", tables.of(scenario)]
-    blocks.append(_promises(run))
+    blocks += [_promises(run), "### Targets", targets.markdown(run)]
     return "\n\n".join(blocks) + "\n"
 
 
-def update_page(page: str, tables: str) -> str:
+def update_page(page: str, tables: str, start_mark: str = START, end_mark: str = END) -> str:
     """Returns the page with these tables between its markers.
 
     Raises:
         ValueError: The page does not have exactly one pair of markers, in order.
     """
-    before, start, rest = page.partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end or START in rest or END in after:
-        raise ValueError(f"the page needs one {START} and after it one {END}")
-    return f"{before}{START}\n\n{tables}\n{END}{after}"
+    before, start, rest = page.partition(start_mark)
+    _, end, after = rest.partition(end_mark)
+    if not start or not end or start_mark in rest or end_mark in after:
+        raise ValueError(f"the page needs one {start_mark} and after it one {end_mark}")
+    return f"{before}{start_mark}\n\n{tables}\n{end_mark}{after}"
 
 
 def publish(run: Results, page: Path) -> None:
@@ -58,22 +62,38 @@ def publish(run: Results, page: Path) -> None:
     folder = page.with_suffix("")
     charts.draw(run, folder)
     run.write(folder / RESULTS.name)
-    text = update_page(page.read_text(encoding="utf-8"), markdown(run, _pictures(folder)))
-    page.write_text(text, encoding="utf-8")
+    page.write_text(updated(run, page), encoding="utf-8")
     sys.stderr.write(f"wrote {page}\n")
 
 
-def _pictures(folder: Path) -> str:
-    """Returns the pictures that a folder beside the page has, and links to what else it has."""
-    blocks = [
-        f"![{caption}]({folder.name}/{name}.png)"
-        for name, caption in charts.CAPTIONS.items()
+def updated(run: Results, page: Path) -> str:
+    """Returns the text of the page with the summary and the tables of a run."""
+    folder = page.with_suffix("")
+    text = page.read_text(encoding="utf-8")
+    if SUMMARY_START in text:
+        first = f"{_pictures(run, folder, _FIRST)}\n\n{summary.markdown(run)}\n"
+        text = update_page(text, first, SUMMARY_START, SUMMARY_END)
+    later = _pictures(run, folder, _LATER)
+    return update_page(text, markdown(run, f"{later}\n\n{_files(folder)}".strip()))
+
+
+def _pictures(run: Results, folder: Path, names: Sequence[str]) -> str:
+    """Returns those of these pictures that a folder beside the page has, with captions."""
+    return "\n\n".join(
+        captions.picture(run, name, folder.name)
+        for name in names
         if (folder / f"{name}.png").exists()
-    ]
+    )
+
+
+def _files(folder: Path) -> str:
+    """Returns links to what else the folder has."""
     samples = f"Every sample: [{RESULTS.name}]({folder.name}/{RESULTS.name})."
     if (folder / "overlap.html").exists():
-        samples += f" The save above, to look into: [overlap.html]({folder.name}/overlap.html)."
-    return "\n\n".join([*blocks, samples])
+        samples += (
+            f" The picture of one save, to look into: [overlap.html]({folder.name}/overlap.html)."
+        )
+    return samples
 
 
 def _heading(run: Results) -> str:

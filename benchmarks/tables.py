@@ -19,6 +19,7 @@ from benchmarks import (
 from benchmarks.figures import digits, size, spread, table, times, value
 from benchmarks.floors import MEMCPY
 from benchmarks.floors import NAMES as FLOORS
+from benchmarks.labels import label
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from benchmarks.results import Sample, Scenario
 
 BASELINE = "orbax"
-_WHILE = MappingProxyType(
-    {heartbeat.IDLE: "nothing goes on", heartbeat.NEIGHBOUR: "another process writes and reads"}
-)
 
 
 def of(scenario: Scenario) -> str:
@@ -102,12 +100,12 @@ def _blocked(scenario: Scenario) -> str:
 
 
 def _heartbeat(scenario: Scenario) -> str:
-    head = ["while"]
+    head = [""]
     for phase in ("awaiting save()", "awaiting the commit", "awaiting restore()"):
         head += [f"{phase}: p50", "p99", "max"]
     rows = [
         [
-            _WHILE.get(row, row),
+            label(row).replace("\n", " "),
             *(
                 text
                 for phase in heartbeat.PHASES
