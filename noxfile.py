@@ -109,7 +109,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check the types of the package, its tests and its benchmarks."""
+    """Check the types of the package, its tests, its benchmarks and the example programs."""
     session.install("-e", ".", *group("types"))
     session.run("mypy", *session.posargs)
 
