@@ -64,7 +64,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """Run the slow tests: kills, power cuts and damage in large numbers."""
+    """Run the slow tests: example programs; kills, power cuts and damage in large numbers."""
     run_tests(session, "slow")
 
 
