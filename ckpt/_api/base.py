@@ -141,7 +141,7 @@ class ManagerBase:
             metadata=None if metadata is None else plain_json("metadata", dict(metadata)),
             backlog=backlog,
             read_only=read_only,
-            may_be_missing=read_only and create,
+            missing="empty" if read_only and create else "error",
             timeouts=timeouts,
             preemption=Preemption(preemption_signals),
             peers=peers,

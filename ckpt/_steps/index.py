@@ -12,7 +12,7 @@ import errno
 import logging
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from ckpt._arguments import check_step
 from ckpt._format.manifest import FILE_NAME, MAX_BYTES, Manifest, Summary, peek
@@ -31,6 +31,8 @@ from ckpt.storage._manifests import read_manifest
 logger = logging.getLogger("ckpt")
 
 T = TypeVar("T")
+# What a root is that does not exist.
+MissingRoot = Literal["error", "empty", "awaited"]
 _PLAIN = Standard()
 # Of many directories that are no steps, so many tell what they are: each takes a few reads.
 _MOST_CLOSE_LOOKS = 24
@@ -82,19 +84,19 @@ class StepIndex:
     """
 
     def __init__(
-        self, storage: Storage, names: StepNames = _PLAIN, *, may_be_missing: bool = False
+        self, storage: Storage, names: StepNames = _PLAIN, *, missing: MissingRoot = "error"
     ) -> None:
         """Look into `storage` for steps that are called as `names` says.
 
         Args:
             storage: The root.
             names: How the directories of steps are named.
-            may_be_missing: Whether a root that does not exist has no steps, which is said once;
-                otherwise it is an error of a storage that does not make it.
+            missing: What a root is that does not exist: an error, a root without steps, which is
+                said once, or one that is waited for.
         """
         self._storage = storage
         self._names = names
-        self._may_be_missing = may_be_missing
+        self._missing = missing
         self._known: dict[str, tuple[Hashable, IndexedStep | None]] = {}
         # What is named like a step and cannot be read as one, by name; each was said once.
         self._unreadable: dict[str, UnreadableStep | None] = {}
@@ -303,9 +305,9 @@ class StepIndex:
         try:
             found = await self._storage.step_dirs()
         except StorageError as error:
-            if not self._may_be_missing or error.errno != errno.ENOENT:
+            if self._missing == "error" or error.errno != errno.ENOENT:
                 raise
-            if not self._is_missing:
+            if self._missing == "empty" and not self._is_missing:
                 where = redact(self._storage.location)
                 logger.warning("there is no directory %s; it is read as having no steps", where)
             self._is_missing = True

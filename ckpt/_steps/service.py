@@ -15,7 +15,7 @@ from ckpt._arguments import check_step
 from ckpt._engine.engine import Engine
 from ckpt._runtime.loop import EngineLoop
 from ckpt._settings import Timeouts
-from ckpt._steps.index import StepIndex
+from ckpt._steps.index import MissingRoot, StepIndex
 from ckpt._steps.pins import Pin, pin, pins, unpin
 from ckpt._steps.processes import OneProcess, Processes, SeparateRoots, SharedRoot
 from ckpt._steps.reader import StepReader
@@ -51,7 +51,7 @@ class RootService:
         metadata: Mapping[str, Any] | None,
         backlog: BacklogPolicy,
         read_only: bool,
-        may_be_missing: bool,
+        missing: MissingRoot,
         timeouts: Timeouts,
         preemption: Preemption,
         peers: Peers | None,
@@ -60,7 +60,7 @@ class RootService:
         self.loop = loop
         self.preemption = preemption
         self._engine = engine
-        index = StepIndex(storage, names, may_be_missing=may_be_missing)
+        index = StepIndex(storage, names, missing=missing)
         processes: Processes
         if peers is None:
             processes = OneProcess(index, engine.arena.capacity)

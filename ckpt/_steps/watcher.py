@@ -89,7 +89,7 @@ class Watcher:
     def __init__(self, storage: Storage, names: StepNames, options: WatchOptions) -> None:
         """Watch the steps of `storage` whose directories have one of `names`."""
         self._storage = storage
-        self._index = StepIndex(storage, names, may_be_missing=True)
+        self._index = StepIndex(storage, names, missing="awaited")
         self._options = options
         # The steps given so far, with the attempts that wrote them.
         self._seen: dict[int, str] = {}

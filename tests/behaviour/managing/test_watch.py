@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import logging
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,20 @@ def test_the_steps_that_are_there_come_first_and_ascending(tmp_path: Path) -> No
     assert (info.step, info.path) == (7, f"{tmp_path}/7")
     assert info.metrics == {"loss": 0.5}
     assert info.nbytes == 800
+
+
+def test_a_root_that_is_not_there_yet_is_waited_for_quietly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "run"
+    assert list(ckpt.sync.watch(root, timeout=0)) == []
+    watch = ckpt.sync.watch(root, poll_interval=QUICK)
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(next, watch)
+        save(root, 4)
+        assert first.result(PATIENCE_S).step == 4
+    watch.close()
+    assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
 
 
 def test_a_manager_watches_its_own_root_under_its_own_names(tmp_path: Path) -> None:
