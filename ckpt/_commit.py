@@ -99,10 +99,9 @@ def _since(began: float) -> float:
     return max(time.perf_counter() - began, 0.0)
 
 
-def _early_statistics(early: Mapping[str, float]) -> SaveStatistics | None:
-    """Return what a manifest holds; None for a step without statistics."""
-    known = {name: early[name] for name in _EARLY if name in early}
-    return SaveStatistics(**known) if known else None
+def _early_statistics(early: Mapping[str, float]) -> SaveStatistics:
+    """Return what a manifest holds."""
+    return SaveStatistics(**{name: early[name] for name in _EARLY if name in early})
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -114,26 +113,26 @@ class StepInfo:
         path: Where it is.
         nbytes: Logical bytes of its arrays.
         items: Names of its items.
-        metrics: Metrics given to `save`, or None.
+        metrics: Metrics given to `save`.
         metadata: User metadata given to `save`, or None.
         created: When the save began (UTC).
         committed: When the step was committed (UTC).
-        statistics: Where the time of the save went, or None for a step without statistics.
+        statistics: Where the time of the save went.
     """
 
     step: int | None
     path: str
     nbytes: int
     items: tuple[str, ...]
-    metrics: dict[str, float] | None
+    metrics: dict[str, float]
     metadata: Any
     created: datetime
     committed: datetime
-    statistics: SaveStatistics | None = field(default=None, compare=False)
+    statistics: SaveStatistics = field(default_factory=SaveStatistics, compare=False)
 
     def __repr__(self) -> str:
         name = "" if self.step is None else f"step {self.step}, "
-        metrics = "".join(f"{key}={value:.6g}, " for key, value in (self.metrics or {}).items())
+        metrics = "".join(f"{key}={value:.6g}, " for key, value in self.metrics.items())
         when = f"{self.committed:%Y-%m-%d %H:%M:%S} UTC"
         return f"StepInfo({name}{size_text(self.nbytes)}, {metrics}{when}, {self.path!r})"
 
@@ -385,13 +384,12 @@ def step_info(manifest: Manifest, path: str, statistics: SaveStatistics | None =
         path: Where it is.
         statistics: Where the time of the save went; None for those in the manifest.
     """
-    metrics = manifest.metrics
     return StepInfo(
         step=manifest.step,
         path=path,
         nbytes=sum(item.nbytes for item in manifest.items.values()),
         items=tuple(manifest.items),
-        metrics=None if metrics is None else {k: float(v) for k, v in metrics.items()},
+        metrics={name: float(value) for name, value in (manifest.metrics or {}).items()},
         metadata=manifest.metadata,
         created=StepInfo.time_of(manifest.created_ns),
         committed=StepInfo.time_of(manifest.committed_ns),

@@ -279,8 +279,8 @@ class CheckpointManager(ManagerBase):
         """Return the structure, shapes, dtypes and shardings of a step, or of the latest one."""
         return self._loop.call(self._service.reader.metadata, step)
 
-    def metrics(self, step: SupportsIndex | None = None) -> dict[str, float] | None:
-        """Return the metrics a step was saved with, or None."""
+    def metrics(self, step: SupportsIndex | None = None) -> dict[str, float]:
+        """Return the metrics a step was saved with."""
         return self.metadata(step).info.metrics
 
     def verify(self, step: SupportsIndex | None = None, *, deep: bool = True) -> VerifyReport:

@@ -37,8 +37,18 @@ class _PartialSaveBase:
         return self._save.request.step
 
     @property
-    def info(self) -> StepInfo | None:
-        """The `StepInfo` of the step once it is published; None until then."""
+    def info(self) -> StepInfo:
+        """The `StepInfo` of the step.
+
+        Raises:
+            CheckpointError: The step is not published yet: the block has not ended.
+        """
+        if self._info is None:
+            raise CheckpointError(
+                "the partial save is not published yet: read info after the block, or after "
+                "finalize()",
+                step=self.step,
+            )
         return self._info
 
     def __repr__(self) -> str:

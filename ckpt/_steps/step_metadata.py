@@ -170,7 +170,7 @@ class StepMetadata:
             f"{name}: {count} {'leaf' if count == 1 else 'leaves'}, {size_text(info.nbytes)}, "
             f"committed {info.committed:%Y-%m-%d %H:%M:%S} UTC"
         )
-        for key, value in (info.metrics or {}).items():
+        for key, value in info.metrics.items():
             title += f", {key:.60}={value:.6g}"
         return title if info.metadata is None else f"{title}, metadata {info.metadata!r:.200}"
 

@@ -50,7 +50,8 @@ def test_an_error_in_the_block_discards_all(tmp_path: Path) -> None:
         assert not hasattr(caught.value, "__notes__")
         assert names(tmp_path) == set()
         (part,) = kept
-        assert part.info is None
+        with pytest.raises(errors.CheckpointError, match="not published"):
+            _ = part.info
         with pytest.raises(errors.ClosedError, match="step 1: this partial save was discarded"):
             part.save({"b": 1})
 

@@ -20,7 +20,6 @@ LATE = {"merged", "published"}
 
 def of(info: ckpt.StepInfo | None) -> SaveStatistics:
     assert info is not None
-    assert info.statistics is not None
     return info.statistics
 
 
