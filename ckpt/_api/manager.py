@@ -287,8 +287,8 @@ class CheckpointManager(ManagerBase):
 
         Args:
             init: The fresh state; or a function without arguments that returns it. The function is
-                called for a new run only: to resume one, it is traced by `jax.eval_shape`, which
-                allocates nothing.
+                called for a new run only: to resume one, it is traced by `jax.eval_shape`, so that
+                its arrays take no memory. If that fails, a warning says so, and it is called.
             items: Instead of `init`, for a step of several items: a dict of their names to fresh
                 objects, or to functions that return them. Objects with a state of their own, such
                 as data iterators, get it back.
@@ -302,7 +302,7 @@ class CheckpointManager(ManagerBase):
             The first step to train, and the state; with `items`, a dict by item name.
 
         Raises:
-            InvalidArgumentError: An argument is invalid, or `init` cannot be traced.
+            InvalidArgumentError: An argument is invalid.
             StepNotFoundError: There are steps, and none of them can be read.
             CheckpointError: As by `restore`.
 
@@ -392,8 +392,8 @@ class CheckpointManager(ManagerBase):
         """
         return await self._loop.run(self._service.reader.metadata, step)
 
-    async def metrics(self, step: SupportsIndex | None = None) -> dict[str, float] | None:
-        """Return the metrics a step was saved with, or None; `step` as in `metadata`."""
+    async def metrics(self, step: SupportsIndex | None = None) -> dict[str, float]:
+        """Return the metrics a step was saved with; `step` as in `metadata`."""
         return (await self.metadata(step)).info.metrics
 
     async def verify(self, step: SupportsIndex | None = None, *, deep: bool = True) -> VerifyReport:

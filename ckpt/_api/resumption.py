@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,6 +12,8 @@ import numpy as np
 from ckpt._tree.leaf_specs import is_function
 from ckpt._tree.shardings import ShardingTree, spread
 from ckpt.errors import InvalidArgumentError
+
+logger = logging.getLogger("ckpt")
 
 if TYPE_CHECKING:
     # Without a target, type checkers cannot know what was saved.
@@ -32,7 +35,7 @@ def abstract(tree: Any, shardings: ShardingTree = None) -> Any:
 
     Args:
         tree: A tree of arrays; or a function without arguments that returns one, which is traced by
-            `jax.eval_shape` and allocates nothing.
+            `jax.eval_shape`, so that its jax arrays take no memory.
         shardings: Where the arrays are to be restored: a sharding for all, or a tree of shardings
             with the structure of `tree`, or of its upper part. None leaves the sharding that the
             arrays have.
@@ -72,15 +75,36 @@ def _abstract_leaf(leaf: Any, sharding: jax.sharding.Sharding | None) -> Any:
     return struct(shape, dtype, sharding=sharding, weak_type=weak)
 
 
-def _traced(function: Any) -> Any:
+def _traced(function: Callable[[], Any]) -> Any:
+    """Return what the function returns, with a shape for every jax array that it makes.
+
+    All other leaves are returned as they are, as `equinox.filter_eval_shape` does: jax refuses some
+    of them, such as the activation functions in a module, and makes jax arrays of numbers and of
+    numpy arrays, which would then be restored as such.
+    """
+    kept: list[Any] = []
+    structure: Any = None
+
+    def arrays() -> list[Any]:
+        nonlocal kept, structure
+        leaves, structure = jax.tree.flatten(function())
+        kept = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+        return [leaf if isinstance(leaf, jax.Array) else None for leaf in leaves]
+
     try:
-        return jax.eval_shape(function)
+        shapes = jax.eval_shape(arrays)
     except Exception as error:
         raise InvalidArgumentError(
-            f"the function {getattr(function, '__qualname__', function)!s:.60} cannot be traced by "
-            f"jax.eval_shape: {type(error).__name__}: {' '.join(str(error).split()):.200}. Pass "
-            "the state that it returns instead"
+            f"the function {_name(function)} cannot be traced by jax.eval_shape: "
+            f"{type(error).__name__}: {' '.join(str(error).split()):.200}. Pass the state that it "
+            "returns instead"
         ) from error
+    both = zip(shapes, kept, strict=True)
+    return jax.tree.unflatten(structure, [leaf if shape is None else shape for shape, leaf in both])
+
+
+def _name(function: Callable[[], Any]) -> str:
+    return f"{getattr(function, '__name__', function)!s:.60}"
 
 
 def fresh_state(init: Any, items: Mapping[str, Any] | None) -> Any:
@@ -105,7 +129,18 @@ def resume_target(init: Any, items: Mapping[str, Any] | None, like: Any) -> Any:
 
 
 def _target(fresh: Any) -> Any:
-    return abstract(fresh) if is_function(fresh) else fresh
+    if not is_function(fresh):
+        return fresh
+    try:
+        return abstract(fresh)
+    except InvalidArgumentError as error:
+        # Here and not at the beginning of the run: a run must not end at its first restart.
+        logger.warning(
+            "%s is called for a target, which takes the memory of a second state: %s",
+            _name(fresh),
+            error,
+        )
+        return fresh()
 
 
 def _check_given(init: Any, items: Mapping[str, Any] | None) -> None:

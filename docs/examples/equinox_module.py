@@ -37,19 +37,23 @@ def train_step(
     return eqx.apply_updates(model, updates), opt_state
 
 
+def init() -> tuple[eqx.nn.MLP, optax.OptState]:
+    """Return the state of a new run."""
+    model = eqx.nn.MLP(8, 1, width_size=64, depth=2, key=jax.random.key(0))
+    return model, OPTIMIZER.init(eqx.filter(model, eqx.is_array))
+
+
 def main(root: str, steps: int) -> None:
     """Train to the last step, from wherever the run has come to."""
-    model = eqx.nn.MLP(8, 1, width_size=64, depth=2, key=jax.random.key(0))
-    opt_state = OPTIMIZER.init(eqx.filter(model, eqx.is_array))
     last = policies.SpecificSteps([steps - 1])
     with ckpt.sync.CheckpointManager(
         root,
         save_policy=policies.AnySave(policies.FixedInterval(50), last),
         preservation=policies.LatestN(3),
     ) as mgr:
-        # The state itself, not a function that makes it: the activation functions among the leaves
-        # of a module cannot be traced. They are not stored either, but taken from this state.
-        start, (model, opt_state) = mgr.resume((model, opt_state))
+        # Called for a new run only. The activation functions in the module are not stored: a run
+        # that goes on takes them from here as well.
+        start, (model, opt_state) = mgr.resume(init)
         print(f"resumed at step {start}" if start else "a new run", flush=True)
         for step in range(start, steps):
             model, opt_state = train_step(model, opt_state, jnp.asarray(step))
