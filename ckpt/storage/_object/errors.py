@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckpt._redaction import redact
 from ckpt.errors import StorageError
@@ -140,6 +140,11 @@ class RequestFailed(StorageError):
         self.was_sent = kind.was_sent
         self.is_only = is_only
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Other processes need what a caller catches.
+        known = {name: getattr(self, name) for name in ("errno", "step", "item", "leaf")}
+        return StorageError, (self.message,), known
+
     def final(self) -> RequestFailed:
         """Return this error as one after which certainly nothing was done and no retry follows."""
         self.is_refusal = True
@@ -151,6 +156,10 @@ class RequestFailed(StorageError):
             f"{self.message}. It is unknown whether it was written",
             errno=self.errno,
         )
+
+
+# A traceback names the class that a caller can catch.
+RequestFailed.__module__, RequestFailed.__qualname__ = StorageError.__module__, "StorageError"
 
 
 def timed_out(what: str, where: str, seconds: float) -> RequestFailed:

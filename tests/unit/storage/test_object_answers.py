@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import pickle
 import threading
+import traceback
 import uuid
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,12 @@ def test_a_refusal_is_told_at_once(status: int, code: str, number: int, words: s
     assert caught.value.is_refusal
     assert caught.value.errno == number
     assert len(store.asked) == 1
+    # Told as what a caller can catch, in this process and in others.
+    (last,) = traceback.format_exception_only(caught.value)
+    assert last.startswith("ckpt.errors.StorageError: ")
+    sent = pickle.loads(pickle.dumps(caught.value))
+    assert type(sent) is StorageError
+    assert (str(sent), sent.errno) == (str(caught.value), number)
 
 
 class Page:
