@@ -7,6 +7,7 @@ installed, virtualenv elsewhere.
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -72,6 +73,25 @@ def run_tests(session: nox.Session, marks: str) -> None:
     """Runs the tests with these marks in two processes."""
     session.install("-e", ".", *group("test"))
     options = (*WORKERS, "-m", marks, *session.posargs)
+    session.run("python", "-m", "pytest", *options, env=hermetic_env(session))
+
+
+@nox.session
+def lowest(session: nox.Session) -> None:
+    """Run the tests but the slow ones with the lowest versions that pyproject.toml allows.
+
+    What users install beside it, such as the frameworks, is of the newest version that goes with
+    them. Arguments after -- go to pytest.
+    """
+    project = PYPROJECT["project"]
+    required = [*project["dependencies"]]
+    required += itertools.chain.from_iterable(project["optional-dependencies"].values())
+    required += [each for each in group("test") if each.startswith("orbax-checkpoint")]
+    pins = Path(session.create_tmp(), "lowest.txt")
+    pins.write_text("".join(each.replace(">=", "==") + "\n" for each in required))
+    session.install("-e", ".", *group("test"), "--constraint", str(pins))
+    # The plugin of an older anyio uses names that pytest warns of; no test needs it.
+    options = (*WORKERS, "-p", "no:anyio", "-m", "not slow", *session.posargs)
     session.run("python", "-m", "pytest", *options, env=hermetic_env(session))
 
 
