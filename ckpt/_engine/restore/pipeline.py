@@ -64,9 +64,15 @@ async def restore_items(
     manifest = restore.manifest
     unknown = sorted(set(wanted) - set(manifest.items))
     if unknown:
+        names = ", ".join(manifest.items)
+        has = (
+            f"the step was saved without item names, which makes it the item {names}: leave out "
+            "items="
+            if manifest.unnamed
+            else f"the step has {names}"
+        )
         raise InvalidArgumentError(
-            f"there is no item {', '.join(unknown)}; the step has {', '.join(manifest.items)}",
-            step=manifest.step,
+            f"there is no item {', '.join(unknown)}; {has}", step=manifest.step
         )
     found: dict[str, Any] = dict.fromkeys(wanted)
 

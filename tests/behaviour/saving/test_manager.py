@@ -187,5 +187,8 @@ def test_items_are_a_list_of_names(tmp_path: Path) -> None:
         mgr.save(0, items={"state": {"x": 1}}).result()
         with pytest.raises(errors.InvalidArgumentError, match="list of item names"):
             mgr.restore(0, items="state")
-        with pytest.raises(errors.InvalidArgumentError, match="no item opt"):
+        with pytest.raises(errors.InvalidArgumentError, match="no item opt; the step has"):
             mgr.restore(0, items=["opt"])
+        mgr.save(1, {"x": 1}).result()
+        with pytest.raises(errors.InvalidArgumentError, match=r"no item opt;.*leave out items="):
+            mgr.restore(1, items=["opt"])
