@@ -38,6 +38,12 @@ class SaveStatistics:
         written: From the call of `save` until all data was durable.
         merged: Writing what ties the step together: views and manifest.
         published: Giving the step its name, durably.
+
+    Example:
+        ```python
+        statistics = (await mgr.metadata(100)).info.statistics
+        print(statistics.blocked, statistics.written)
+        ```
     """
 
     blocked: float | None = None
@@ -118,6 +124,12 @@ class StepInfo:
         created: When the save began (UTC).
         committed: When the step was committed (UTC).
         statistics: Where the time of the save went.
+
+    Example:
+        ```python
+        info = await mgr.save(step, state, durable=True)
+        print(info.path, info.nbytes, info.committed)
+        ```
     """
 
     step: int | None
@@ -150,6 +162,11 @@ class Progress:
         staged: Bytes that are safe from whatever the caller does.
         written: Bytes that are durable, though not yet published.
         total: Bytes of the whole save; 0 until it is planned.
+
+    Example:
+        ```python
+        print(f"{commit.progress.fraction:.0%} of {commit.progress.total} bytes")
+        ```
     """
 
     staged: int = 0
@@ -171,6 +188,12 @@ class Commit:
     turned down is falsy and says why in `skipped`; to await it is an error.
 
     Cancelling a task that awaits a commit leaves the commit as it is; `cancel()` cancels it.
+
+    Example:
+        ```python
+        commit = await mgr.save(step, state)
+        info = await commit
+        ```
     """
 
     def __init__(
@@ -220,7 +243,14 @@ class Commit:
         return self._skipped
 
     def done(self) -> bool:
-        """Tell whether the save has ended: durable, failed, cancelled or skipped."""
+        """Tell whether the save has ended: durable, failed, cancelled or skipped.
+
+        Example:
+            ```python
+            if commit.done():
+                print(commit.stage)
+            ```
+        """
         return self._future.done()
 
     def cancel(self) -> bool:
@@ -229,6 +259,11 @@ class Commit:
         Input and output that has begun is waited for, then everything of the attempt is removed
         and awaiting the commit raises `CommitCancelledError`. A save that is being published when
         the request arrives may still commit.
+
+        Example:
+            ```python
+            commit.cancel()
+            ```
         """
         if self.done():
             return False
@@ -240,6 +275,13 @@ class Commit:
 
         Raises:
             CommitTimeoutError: The save had not ended in time.
+
+        Example:
+            ```python
+            error = commit.exception(timeout=60)
+            if error is not None:
+                print(error)
+            ```
         """
         self._wait(timeout)
         return self._future.exception()
@@ -254,6 +296,12 @@ class Commit:
             CommitTimeoutError: The save had not ended in time; it goes on.
             SaveSkippedError: The save was skipped, so there is no step.
             CheckpointError: What went wrong with this save.
+
+        Example:
+            ```python
+            info = commit.result(timeout=60)
+            print(info.path)
+            ```
         """
         self._wait(timeout)
         return outcome(self._future)
@@ -263,6 +311,11 @@ class Commit:
 
         It is called on the library's own thread and must return quickly; an exception it raises is
         logged.
+
+        Example:
+            ```python
+            commit.add_done_callback(lambda commit: print(commit.step, commit.stage))
+            ```
         """
 
         def call(_: Future[StepInfo]) -> None:

@@ -68,6 +68,11 @@ class Staging:
 
     Raises:
         InvalidArgumentError: The budget is below 1 MiB, or the mode is unknown.
+
+    Example:
+        ```python
+        mgr = ckpt.CheckpointManager(root, staging=ckpt.Staging(budget_bytes=8 << 30))
+        ```
     """
 
     budget_bytes: int | None = None
@@ -120,6 +125,11 @@ class Timeouts:
     Raises:
         InvalidArgumentError: A limit is not a number of seconds above 0, `lease` is longer than a
             week, or `coordination` is longer than a day.
+
+    Example:
+        ```python
+        mgr = ckpt.CheckpointManager(root, timeouts=ckpt.Timeouts(coordination=300))
+        ```
     """
 
     lease: float = 600.0

@@ -263,6 +263,12 @@ def located(
     Of a group of exceptions the first one of this library's is raised. All others are in its
     `others` and its notes, so callers catch the type they expect and no failure is lost. A step,
     item or leaf that an error names already stays.
+
+    Example:
+        ```python
+        with ckpt.errors.located(step=100, item="config"):
+            read_config(Path("config.json"))
+        ```
     """
     try:
         yield

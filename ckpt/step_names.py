@@ -52,6 +52,12 @@ class Standard:
     Raises:
         InvalidArgumentError: `prefix` cannot begin the name of a directory, or `digits` is not a
             whole number from 0 to 19.
+
+    Example:
+        ```python
+        names = ckpt.step_names.Standard("ckpt", 8)
+        mgr = ckpt.CheckpointManager(root, step_names=names)
+        ```
     """
 
     prefix: str = ""
@@ -88,6 +94,14 @@ class Composite:
     Args:
         write: The names of new steps; they are read, too.
         read: Further kinds of names to read.
+
+    Example:
+        ```python
+        names = ckpt.step_names.Composite(
+            ckpt.step_names.Standard("ckpt", 8), ckpt.step_names.Standard()
+        )
+        mgr = ckpt.CheckpointManager(root, step_names=names)
+        ```
     """
 
     def __init__(self, write: StepNames, *read: StepNames) -> None:
@@ -116,6 +130,12 @@ def checked(names: object) -> StepNames:
         InvalidArgumentError: It lacks the methods `name` and `step`. Those of the result raise it
             if `names` raises an error, returns a name that a directory cannot have or that it
             reads as another step, or returns something that is not a step.
+
+    Example:
+        ```python
+        names = ckpt.step_names.checked(ckpt.step_names.Standard("ckpt", 8))
+        assert names.name(100) == "ckpt_00000100"
+        ```
     """
     if type(names) is Standard:
         return names

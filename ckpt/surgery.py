@@ -44,6 +44,12 @@ def stack(paths: str, to: str, axis: int = 0) -> Transform:
             numbers or texts. Earlier ones tell stacks apart.
         to: Path of the stack, with one `*` less.
         axis: Where the new axis is; a negative one counts from the end of the result.
+
+    Example:
+        ```python
+        join = ckpt.surgery.stack("layers.*", to="layers")
+        tree = await ckpt.load("runs/unrolled", adapt=ckpt.Adapt(transforms=[join]))
+        ```
     """
     pattern = compile_pattern(paths)
     if "*" not in paths.replace("**", ""):
@@ -80,6 +86,12 @@ def unstack(paths: str, to: str, axis: int = 0) -> Transform:
         paths: The arrays.
         to: Path of each part, with one `*` more than `paths`; it stands for the part's number.
         axis: The axis; a negative one counts from the end.
+
+    Example:
+        ```python
+        part = ckpt.surgery.unstack("layers", to="layers.*")
+        tree = await ckpt.load("runs/scanned", adapt=ckpt.Adapt(transforms=[part]))
+        ```
     """
     pattern = compile_pattern(paths)
     _check_places("unstack", [paths], [to], axis, fewer=-1)
@@ -105,6 +117,13 @@ def concatenate(paths: Sequence[str], to: str, axis: int = 0) -> Transform:
         paths: The arrays, in this order; each with the same number of `*`.
         to: Path of the result, with as many `*`.
         axis: The axis; a negative one counts from the end.
+
+    Example:
+        ```python
+        names = ["layers.*.query", "layers.*.key"]
+        join = ckpt.surgery.concatenate(names, to="layers.*.both", axis=1)
+        tree = await ckpt.load("runs/unrolled", adapt=ckpt.Adapt(transforms=[join]))
+        ```
     """
     _check_list("concatenate", "paths", paths)
     patterns = [compile_pattern(path) for path in paths]
@@ -150,6 +169,12 @@ def split(
         to: Path of every part, each with as many `*` as `paths`.
         axis: The axis; a negative one counts from the end.
         sizes: Length of every part; None cuts into equal ones.
+
+    Example:
+        ```python
+        part = ckpt.surgery.split("layers.query", to=["layers.left", "layers.right"], axis=-1)
+        tree = await ckpt.load("runs/scanned", adapt=ckpt.Adapt(transforms=[part]))
+        ```
     """
     pattern = compile_pattern(paths)
     _check_list("split", "to", to)

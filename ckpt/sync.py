@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, TypeVar, overload
 
+from ckpt._api import manager, oneshot
+from ckpt._api import watch as watching
 from ckpt._api.background import background_saves
 from ckpt._api.base import ManagerBase
 from ckpt._api.coroutines import refused
 from ckpt._api.oneshot import Call, load_call, metadata_call, save_call, verify_call
 from ckpt._api.partial import SyncPartialSave
+from ckpt._api.plain_docs import plain_docs
 from ckpt._api.resumption import Fresh, State, fresh_state, resume_target
 from ckpt._api.watch import SyncWatch, watcher_of
 from ckpt._arguments import true_or_false
@@ -47,11 +50,22 @@ def __dir__() -> list[str]:
 T = TypeVar("T")
 
 
+@plain_docs(manager.CheckpointManager)
 class CheckpointManager(ManagerBase):
     """Saves and restores the steps of one directory while training continues.
 
-    Use it as `with`. Its methods are those of `ckpt.CheckpointManager` without `await`, and may be
-    called from any thread. An interrupt (Ctrl-C) has the effect of a cancellation there.
+    Use it as `with`: leaving the block waits for every commit, and raises the error of a failed one
+    unless you have already fetched it. Its methods may be called from any thread; an interrupt
+    (Ctrl-C) stops the one that waits. All work is done on a thread of the library's own. Saves of a
+    manager that was never closed are finished at interpreter exit, and their errors are written to
+    standard error. In a job of several processes, all of them make the same calls.
+
+    Example:
+        ```python
+        with ckpt.sync.CheckpointManager("runs/a", preservation=ckpt.policies.LatestN(3)) as mgr:
+            start, state = mgr.resume(init_state)
+            mgr.save(start, state, metrics={"loss": 0.5})
+        ```
     """
 
     if not TYPE_CHECKING:
@@ -309,6 +323,7 @@ class CheckpointManager(ManagerBase):
         self._raise_unseen()
 
 
+@plain_docs(oneshot.save)
 def save(
     path: PathLike,
     state: Any = None,
@@ -328,6 +343,7 @@ def save(
     return _run(save_call(path, request, handlers, staging, formats, timeouts, coordinator))
 
 
+@plain_docs(oneshot.save_async)
 def save_async(
     path: PathLike,
     state: Any = None,
@@ -359,6 +375,7 @@ def save_async(
     return commit
 
 
+@plain_docs(oneshot.load)
 def load(
     path: PathLike,
     like: State | None = None,
@@ -374,16 +391,19 @@ def load(
     return found
 
 
+@plain_docs(oneshot.metadata)
 def metadata(path: PathLike) -> StepMetadata:
     """Return the structure, shapes, dtypes and shardings of a checkpoint. See `ckpt.metadata`."""
     return _run(metadata_call(path))
 
 
+@plain_docs(oneshot.verify)
 def verify(path: PathLike, *, deep: bool = True) -> VerifyReport:
     """Compare a checkpoint with its manifest. See `ckpt.verify`."""
     return _run(verify_call(path, deep))
 
 
+@plain_docs(watching.watch)
 def watch(
     root: PathLike,
     *,
@@ -399,8 +419,8 @@ def watch(
 ) -> SyncWatch:
     """Iterate over the committed steps of a root, including new ones. See `ckpt.watch`.
 
-    `for info in ckpt.sync.watch(root)` gives the `StepInfo` of each step. The iterator has `close`
-    in place of `aclose`. An interrupt (Ctrl-C) while it waits leaves nothing pinned.
+    The iterator has `close` in place of `aclose`. An interrupt (Ctrl-C) while it waits leaves
+    nothing pinned.
     """
     options = WatchOptions(timeout, min_interval, until, after, only_latest, poll_interval, pin)
     return SyncWatch(watcher_of(root, options, step_names, timeouts))

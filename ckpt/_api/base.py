@@ -177,11 +177,26 @@ class ManagerBase:
 
         Raises:
             InvalidArgumentError: Signals cannot be handled: this is not the main thread.
+
+        Example:
+            ```python
+            for step in range(100):
+                state = train_step(state)
+                if mgr.reached_preemption(step):
+                    break
+            ```
         """
         return self._service.reached_preemption(step)
 
     def is_saving_in_progress(self) -> bool:
-        """Return whether a save is under way."""
+        """Return whether a save is under way.
+
+        Example:
+            ```python
+            if not mgr.is_saving_in_progress():
+                print("every save is durable, or has failed")
+            ```
+        """
         return self._service.saves.is_saving
 
     def _watcher(self, options: WatchOptions) -> Watcher:

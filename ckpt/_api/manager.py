@@ -36,6 +36,13 @@ class CheckpointManager(ManagerBase):
     loop. Saves of a manager that was never closed are finished at interpreter exit, and their
     errors are written to standard error. In a job of several processes, all of them make the same
     calls.
+
+    Example:
+        ```python
+        async with ckpt.CheckpointManager("runs/a", preservation=ckpt.policies.LatestN(3)) as mgr:
+            start, state = await mgr.resume(init_state)
+            await mgr.save(start, state, metrics={"loss": 0.5})
+        ```
     """
 
     if not TYPE_CHECKING:
@@ -74,6 +81,15 @@ class CheckpointManager(ManagerBase):
                 such errors are raised as an `ExceptionGroup`.
 
         Cancellation: the commits still finish.
+
+        Example:
+            ```python
+            mgr = ckpt.CheckpointManager("runs/a")
+            try:
+                await mgr.save(step, state)
+            finally:
+                await mgr.close()
+            ```
         """
         await self._close()
         self._raise_unseen()
@@ -185,6 +201,13 @@ class CheckpointManager(ManagerBase):
         """Save a step in several calls of `part.save`: `async with mgr.partial(step) as part`.
 
         Arguments and errors are those of `save`. The save policy is not asked.
+
+        Example:
+            ```python
+            async with mgr.partial(step) as part:
+                await part.save({"params": state["params"]})
+                await part.save({"opt_state": state["opt_state"]})
+            ```
         """
         started = self._service.start_partial(step, metrics, metadata, overwrite=overwrite)
         return PartialSave(started, self)
@@ -349,16 +372,37 @@ class CheckpointManager(ManagerBase):
         return Watch(self._watcher(options))
 
     async def should_save(self, step: SupportsIndex) -> bool:
-        """Return whether `save` would save `step`; only ask about the current step."""
+        """Return whether `save` would save `step`; only ask about the current step.
+
+        Example:
+            ```python
+            if await mgr.should_save(step):
+                await mgr.save(step, state, metrics={"loss": evaluate(state)})
+            ```
+        """
         self._service.reached_preemption(step)
         return await self._loop.run(self._service.should_save, step)
 
     async def all_steps(self) -> list[int]:
-        """Return every committed step, ascending, without those under way or failed."""
+        """Return every committed step, ascending, without those under way or failed.
+
+        Example:
+            ```python
+            for step in await mgr.all_steps():
+                print(step, await mgr.metrics(step))
+            ```
+        """
         return await self._loop.run(self._service.reader.all_steps)
 
     async def latest_step(self) -> int | None:
-        """Return the greatest committed step, or None on a fresh run."""
+        """Return the greatest committed step, or None on a fresh run.
+
+        Example:
+            ```python
+            if await mgr.latest_step() is None:
+                print("a fresh run")
+            ```
+        """
         return await self._loop.run(self._service.reader.latest_step)
 
     async def best_step(self, metric: Metric | None = None, mode: Mode | None = None) -> int | None:
@@ -371,15 +415,34 @@ class CheckpointManager(ManagerBase):
 
         Raises:
             InvalidArgumentError: An argument is invalid, or missing without a `BestN`.
+
+        Example:
+            ```python
+            best = await mgr.best_step("loss", "min")
+            params = await mgr.restore(best, at="params")
+            ```
         """
         return await self._loop.run(self._service.reader.best_step, metric, mode)
 
     async def reload(self) -> None:
-        """Read every manifest again. Seldom needed: changes are noticed without it, too."""
+        """Read every manifest again. Seldom needed: changes are noticed without it, too.
+
+        Example:
+            ```python
+            await mgr.reload()
+            ```
+        """
         await self._loop.run(self._service.reload)
 
     async def root_metadata(self) -> dict[str, Any]:
-        """Return the metadata of the root; empty if it has none."""
+        """Return the metadata of the root; empty if it has none.
+
+        Example:
+            ```python
+            settings = await mgr.root_metadata()
+            print(settings["model"])
+            ```
+        """
         return await self._loop.run(self._service.root_metadata)
 
     async def metadata(self, step: SupportsIndex | None = None) -> StepMetadata:
@@ -389,11 +452,24 @@ class CheckpointManager(ManagerBase):
 
         Raises:
             StepNotFoundError: There is no such step, or none at all.
+
+        Example:
+            ```python
+            found = await mgr.metadata(100)
+            print(found.info.nbytes, found.tree["params"]["w"].shape)
+            ```
         """
         return await self._loop.run(self._service.reader.metadata, step)
 
     async def metrics(self, step: SupportsIndex | None = None) -> dict[str, float]:
-        """Return the metrics a step was saved with; `step` as in `metadata`."""
+        """Return the metrics a step was saved with; `step` as in `metadata`.
+
+        Example:
+            ```python
+            metrics = await mgr.metrics(100)
+            print(metrics["loss"])
+            ```
+        """
         return (await self.metadata(step)).info.metrics
 
     async def verify(self, step: SupportsIndex | None = None, *, deep: bool = True) -> VerifyReport:
@@ -414,6 +490,12 @@ class CheckpointManager(ManagerBase):
             UnsupportedFormatError: The step was written in a later format.
 
         Cancellation: reading stops and memory is freed before the cancellation continues.
+
+        Example:
+            ```python
+            report = await mgr.verify(100)
+            assert report.ok, report
+            ```
         """
         return await self._loop.run(self._service.reader.verify, step, deep)
 
@@ -431,6 +513,11 @@ class CheckpointManager(ManagerBase):
             StepNotFoundError: There is no such step.
             StepPinnedError: The step is pinned.
             ReadOnlyError: The manager is read-only.
+
+        Example:
+            ```python
+            await mgr.delete(100)
+            ```
         """
         await self._loop.run(self._service.delete, step, item)
 
@@ -444,21 +531,47 @@ class CheckpointManager(ManagerBase):
         Raises:
             InvalidArgumentError: An argument is invalid.
             StepNotFoundError: There is no such step.
+
+        Example:
+            ```python
+            await mgr.pin(100, "paper")
+            ```
         """
         await self._loop.run(self._service.pin, step, name)
 
     async def unpin(self, step: SupportsIndex, name: str) -> bool:
-        """Remove the pin of that name; return whether there was one."""
+        """Remove the pin of that name; return whether there was one.
+
+        Example:
+            ```python
+            await mgr.unpin(100, "paper")
+            ```
+        """
         return await self._loop.run(self._service.unpin, step, name)
 
     async def pins(self) -> dict[int, tuple[Pin, ...]]:
-        """Return the pinned steps and their pins, including those of `ckpt.watch`."""
+        """Return the pinned steps and their pins, including those of `ckpt.watch`.
+
+        Example:
+            ```python
+            pinned = await mgr.pins()
+            for step, pins in pinned.items():
+                print(step, [pin.name for pin in pins])
+            ```
+        """
         return await self._loop.run(self._service.pins)
 
     async def wait_until_finished(self) -> None:
         """Wait for every save that was started, and raise unfetched errors as `close` does.
 
         By then, the steps that are no longer kept have been deleted, too.
+
+        Example:
+            ```python
+            await mgr.save(step, state)
+            await mgr.wait_until_finished()
+            assert await mgr.latest_step() == step
+            ```
         """
         await self._loop.run(self._service.saves.idle)
         self._raise_unseen()

@@ -72,17 +72,17 @@ async def save(
 
     Args:
         path: A directory that does not exist yet; or a URL, or a store of `ckpt.storage`.
-        state: As in `CheckpointManager.save`.
-        items: As in `CheckpointManager.save`.
+        state: One PyTree of jax arrays, numpy arrays and Python scalars; None with `items`.
+        items: Several objects by name, instead of `state`.
         metrics: Numbers to keep with the checkpoint.
         metadata: JSON values to keep with the checkpoint.
         overwrite: Replace an existing checkpoint. The old one stays until the new is published.
-        handlers: As for `CheckpointManager`.
-        staging: As for `CheckpointManager`. By default only numpy arrays are copied, since jax
-            arrays cannot be donated before the call returns.
-        formats: As for `CheckpointManager`.
-        timeouts: As for `CheckpointManager`.
-        coordinator: As for `CheckpointManager`.
+        handlers: Handlers for more kinds of items; or a mapping of item names to handlers.
+        staging: A `Staging`, or the name of its mode. By default only numpy arrays are copied,
+            since jax arrays cannot be donated before the call returns.
+        formats: How arrays are stored: `{pattern of leaf paths: ArrayFormat}`, or a function.
+        timeouts: Time limits, in seconds.
+        coordinator: The processes of the job; None uses those of `jax.distributed`.
 
     Returns:
         What was saved.
@@ -91,6 +91,11 @@ async def save(
         CheckpointError: As by `CheckpointManager.save` and its commit.
 
     Cancellation: the save is stopped and removed before the cancellation continues.
+
+    Example:
+        ```python
+        info = await ckpt.save("exports/final", state, metrics={"loss": 0.5})
+        ```
     """
     request = make_request("", None, state, items, metrics, metadata, overwrite=overwrite)
     return await _run(save_call(path, request, handlers, staging, formats, timeouts, coordinator))
@@ -117,16 +122,16 @@ async def save_async(
     written one after the other. In a job of several processes, all of them make the call.
 
     Args:
-        path: As in `save`.
-        state: As in `save`.
-        items: As in `save`.
-        metrics: As in `save`.
-        metadata: As in `save`.
-        overwrite: As in `save`.
-        handlers: As in `save`.
-        formats: As in `save`.
-        timeouts: As in `save`.
-        coordinator: As in `save`.
+        path: A directory that does not exist yet; or a URL, or a store of `ckpt.storage`.
+        state: One PyTree of jax arrays, numpy arrays and Python scalars; None with `items`.
+        items: Several objects by name, instead of `state`.
+        metrics: Numbers to keep with the checkpoint.
+        metadata: JSON values to keep with the checkpoint.
+        overwrite: Replace an existing checkpoint. The old one stays until the new is published.
+        handlers: Handlers for more kinds of items; or a mapping of item names to handlers.
+        formats: How arrays are stored: `{pattern of leaf paths: ArrayFormat}`, or a function.
+        timeouts: Time limits, in seconds.
+        coordinator: The processes of the job; None uses those of `jax.distributed`.
 
     Returns:
         The commit. Await it for durability and for errors. A program that ends waits for it; an
@@ -175,12 +180,13 @@ async def load(
 
     Args:
         path: The directory, URL or store of the checkpoint.
-        like: As in `CheckpointManager.restore`.
-        items: As in `CheckpointManager.restore`.
-        at: As in `CheckpointManager.restore`: load only the branch at this leaf path.
-        adapt: As in `CheckpointManager.restore`.
-        handlers: As for `CheckpointManager`.
-        coordinator: As for `CheckpointManager`.
+        like: The target: a tree whose leaves have the dtypes and shardings to return, such as a
+            state. None restores everything as it was saved.
+        items: Load these items only: their names, or a mapping of names to targets.
+        at: Load only the branch at this leaf path, as if it were the whole tree.
+        adapt: How the checkpoint may differ from the target. By default they must agree.
+        handlers: Handlers for more kinds of items; or a mapping of item names to handlers.
+        coordinator: The processes of the job; None uses those of `jax.distributed`.
 
     Returns:
         The tree of a checkpoint that was saved without item names, else a dict by item name.
@@ -205,6 +211,12 @@ async def metadata(path: PathLike) -> StepMetadata:
 
     Raises:
         NotACheckpointError: There is no committed checkpoint at `path`.
+
+    Example:
+        ```python
+        found = await ckpt.metadata("runs/a/100")
+        print(found.tree["params"]["w"].shape)
+        ```
     """
     return await _run(metadata_call(path))
 
@@ -226,6 +238,12 @@ async def verify(path: PathLike, *, deep: bool = True) -> VerifyReport:
         UnsupportedFormatError: It was written in a later format.
 
     Cancellation: reading stops and memory is freed before the cancellation continues.
+
+    Example:
+        ```python
+        report = await ckpt.verify("runs/a/100")
+        assert report.ok, report
+        ```
     """
     return await _run(verify_call(path, deep))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import anyio
 
 from ckpt._api.coroutines import refused
+from ckpt._api.plain_docs import plain_docs
 from ckpt._commit import StepInfo
 from ckpt._runtime.futures import settled, settled_here
 from ckpt._runtime.tracebacks import outcome
@@ -70,6 +71,14 @@ class PartialSave(_PartialSaveBase):
     It is all or nothing. No part is visible before the step is published, and when a part cannot be
     saved, or a call is cancelled, everything is discarded. Only a part that is refused with an
     `InvalidArgumentError` because of its arguments alone changes nothing.
+
+    Example:
+        ```python
+        async with mgr.partial(step) as part:
+            await part.save({"params": state["params"]})
+            await part.save({"opt_state": state["opt_state"]})
+        print(part.info)
+        ```
     """
 
     if not TYPE_CHECKING:
@@ -115,6 +124,13 @@ class PartialSave(_PartialSaveBase):
             CheckpointError: An earlier part could not be written. Everything is discarded.
 
         Cancellation: everything is discarded before the cancellation continues.
+
+        Example:
+            ```python
+            async with mgr.partial(step) as part:
+                await part.save(items={"model": state})
+                await part.save(items={"config": {"lr": 0.1}})
+            ```
         """
         part = self._save.check_part(state, items)
         await self._settled(self._save.open())
@@ -131,6 +147,13 @@ class PartialSave(_PartialSaveBase):
 
         Cancellation: everything is discarded before the cancellation continues; unless publishing
         had begun, then the step is complete.
+
+        Example:
+            ```python
+            part = mgr.partial(step)
+            await part.save(state)
+            info = await part.finalize()
+            ```
         """
         problem = self._save.finish()
         if problem is not None:
@@ -149,6 +172,13 @@ class PartialSave(_PartialSaveBase):
 
         Raises:
             ClosedError: The save was finalized.
+
+        Example:
+            ```python
+            part = mgr.partial(step)
+            await part.save(state)
+            await part.discard()
+            ```
         """
         self._save.discard()
         with anyio.CancelScope(shield=True):
@@ -168,11 +198,24 @@ class PartialSave(_PartialSaveBase):
             await settled(self._save.ended)
 
 
+@plain_docs(PartialSave)
 class SyncPartialSave(_PartialSaveBase):
     """One step that is saved in several calls; made by `ckpt.sync.CheckpointManager.partial`.
 
-    Use it as `with`. Its methods are those of `ckpt.types.PartialSave` without `await`. An
-    interrupt (Ctrl-C) during a call discards everything.
+    Use it as `with`: leaving the block publishes the step, which is then durable; an exception in
+    the block discards all of it. Without the block, call `finalize` or `discard`.
+
+    It is all or nothing. No part is visible before the step is published, and when a part cannot be
+    saved, or an interrupt (Ctrl-C) ends a call, everything is discarded. Only a part that is
+    refused with an `InvalidArgumentError` because of its arguments alone changes nothing.
+
+    Example:
+        ```python
+        with mgr.partial(step) as part:
+            part.save({"params": state["params"]})
+            part.save({"opt_state": state["opt_state"]})
+        print(part.info)
+        ```
     """
 
     if not TYPE_CHECKING:

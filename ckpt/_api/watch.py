@@ -84,6 +84,13 @@ class Watch(_WatchBase):
 
     The current step is released when the next one is asked for, by `aclose`, at the end of an
     `async with` block, or when this object is garbage-collected.
+
+    Example:
+        ```python
+        async with mgr.watch(until=1000) as steps:
+            async for info in steps:
+                print(info)
+        ```
     """
 
     if not TYPE_CHECKING:
@@ -128,13 +135,33 @@ class Watch(_WatchBase):
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Release the current step and end the iteration, also for a call that is waiting."""
+        """Release the current step and end the iteration, also for a call that is waiting.
+
+        Example:
+            ```python
+            steps = mgr.watch()
+            async for info in steps:
+                print(info)
+                await steps.aclose()
+            ```
+        """
         self._face.stop()
         await end_loop(self._face.loop)
 
 
 class SyncWatch(_WatchBase):
-    """New steps of a root, for `for`; made by `ckpt.sync.watch`. See `Watch`."""
+    """New steps of a root, for `for`; made by `ckpt.sync.watch`.
+
+    The current step is released when the next one is asked for, by `close`, at the end of a `with`
+    block, or when this object is garbage-collected.
+
+    Example:
+        ```python
+        with ckpt.sync.watch("runs/a", until=1000) as steps:
+            for info in steps:
+                print(info)
+        ```
+    """
 
     if not TYPE_CHECKING:
         __aiter__ = refused(
@@ -179,7 +206,16 @@ class SyncWatch(_WatchBase):
         self.close()
 
     def close(self) -> None:
-        """Release the current step and end the iteration, also for a call that is waiting."""
+        """Release the current step and end the iteration, also for a call that is waiting.
+
+        Example:
+            ```python
+            steps = ckpt.sync.watch("runs/a")
+            for info in steps:
+                print(info)
+                steps.close()
+            ```
+        """
         self._face.stop()
         self._face.loop.close()
 
@@ -202,8 +238,8 @@ def watch(
     `async for info in ckpt.watch(root)` gives the `StepInfo` of each step once, in ascending order.
     A step that is overwritten, or deleted and saved again, is a new one; a step that is deleted
     before its turn is left out. The root need not exist yet. The current step is pinned by a lease,
-    so that no manager deletes it; `Watch` says for how long. All work is done on a thread of the
-    library's own, which also renews the lease while the caller is busy.
+    so that no manager deletes it, until the next one is asked for or the iteration ends. All work
+    is done on a thread of the library's own, which also renews the lease while the caller is busy.
 
     Args:
         root: What the manager was given: a directory, a URL or a store.
@@ -218,7 +254,7 @@ def watch(
         poll_interval: Seconds between two looks at the root.
         pin: Whether to pin the current step. Without a pin, nothing is written to the root, and the
             step may be deleted while it is read.
-        step_names: As for `CheckpointManager`.
+        step_names: How the directories of steps are named (`ckpt.step_names`).
         timeouts: `lease` is how long the pin lasts if this process is killed.
 
     Returns:
@@ -235,6 +271,12 @@ def watch(
 
     Cancellation: nothing stays pinned, and the next call gives the step that the cancelled one
     would have given.
+
+    Example:
+        ```python
+        async for info in ckpt.watch("runs/a", until=1000):
+            params = await ckpt.load(info.path, at="params")
+        ```
     """
     options = WatchOptions(timeout, min_interval, until, after, only_latest, poll_interval, pin)
     return Watch(watcher_of(root, options, step_names, timeouts))

@@ -26,6 +26,12 @@ class Zstd:
 
     Attributes:
         level: 1 (fast) to 22 (small).
+
+    Example:
+        ```python
+        packed = ckpt.ArrayFormat(compression=ckpt.Zstd(level=3))
+        await ckpt.save("exports/packed", state, formats={"params": packed})
+        ```
     """
 
     level: int = 1
@@ -53,6 +59,12 @@ class Blosc:
         cname: The compressor.
         clevel: 0 (none) to 9 (small).
         shuffle: What is shuffled: bytes (`shuffle`), bits (`bitshuffle`) or nothing.
+
+    Example:
+        ```python
+        packed = ckpt.ArrayFormat(compression=ckpt.Blosc(shuffle="bitshuffle"))
+        await ckpt.save("exports/packed", state, formats={"params": packed})
+        ```
     """
 
     cname: BloscName = "lz4"
@@ -107,6 +119,12 @@ class ArrayFormat:
 
     Raises:
         InvalidArgumentError: An argument is invalid.
+
+    Example:
+        ```python
+        half = ckpt.ArrayFormat(dtype="bfloat16", compression="zstd")
+        await ckpt.save("exports/half", state, formats={"params": half})
+        ```
     """
 
     dtype: Any = None

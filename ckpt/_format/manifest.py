@@ -263,6 +263,12 @@ def encode(manifest: Manifest) -> bytes:
 
     Raises:
         InvalidArgumentError: The user's metadata, or a text in it, cannot be written as JSON.
+
+    Example:
+        ```python
+        data = ckpt.manifest.encode(manifest)
+        assert ckpt.manifest.is_whole(data)
+        ```
     """
     if _deeper_than(manifest.metadata, MAX_METADATA_DEPTH):
         raise InvalidArgumentError(
@@ -284,7 +290,14 @@ def sizes(manifest: Manifest, encoded: bytes) -> dict[str, int]:
 
 
 def is_whole(data: bytes) -> bool:
-    """Tell whether `data` is a complete, unchanged `ckpt.json`, without parsing it."""
+    """Tell whether `data` is a complete, unchanged `ckpt.json`, without parsing it.
+
+    Example:
+        ```python
+        data = Path("runs/a/100/ckpt.json").read_bytes()
+        assert ckpt.manifest.is_whole(data)
+        ```
+    """
     split = len(data) - len(_TRAILER_KEY) - _HEX_DIGITS - len(_TRAILER_END)
     if split < 0 or not data.startswith(_TRAILER_KEY, split):
         return False
@@ -297,6 +310,12 @@ def peek(data: bytes) -> Summary | None:
     """Return the summary of a `ckpt.json`; None if it is not whole or not a manifest.
 
     A manifest of a later format has one, too, though this library cannot read the rest.
+
+    Example:
+        ```python
+        summary = ckpt.manifest.peek(Path("runs/a/100/ckpt.json").read_bytes())
+        assert summary is not None and summary.step == 100
+        ```
     """
     if not is_whole(data):
         return None
@@ -312,7 +331,13 @@ def peek(data: bytes) -> Summary | None:
 
 
 def peek_files(data: bytes) -> frozenset[str] | None:
-    """Return the files that a `ckpt.json` names, itself among them; None if it is not whole."""
+    """Return the files that a `ckpt.json` names, itself among them; None if it is not whole.
+
+    Example:
+        ```python
+        names = ckpt.manifest.peek_files(Path("runs/a/100/ckpt.json").read_bytes())
+        ```
+    """
     try:
         return None if not is_whole(data) else _Files.model_validate_json(data).names
     except pydantic.ValidationError:
@@ -329,6 +354,12 @@ def decode(data: bytes, *, where: str) -> Manifest:
     Raises:
         CorruptCheckpointError: The bytes are cut, changed, or not a manifest.
         UnsupportedFormatError: The manifest is of a later format.
+
+    Example:
+        ```python
+        path = Path("runs/a/100/ckpt.json")
+        manifest = ckpt.manifest.decode(path.read_bytes(), where=str(path))
+        ```
     """
     if not is_whole(data):
         raise CorruptCheckpointError(

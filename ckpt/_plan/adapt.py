@@ -37,6 +37,12 @@ class RestoreReport:
         used: Stored leaf paths that were loaded.
         unused: Stored leaf paths that were not.
         kept: Leaf paths of the target that kept the target's own value, functions aside.
+
+    Example:
+        ```python
+        adapt = ckpt.Adapt(extra="ignore", report=lambda report: print(report.unused))
+        found = await mgr.restore(like={"params": params}, adapt=adapt)
+        ```
     """
 
     item: str
@@ -76,6 +82,12 @@ class Adapt:
 
     Raises:
         InvalidArgumentError: An attribute is invalid.
+
+    Example:
+        ```python
+        adapt = ckpt.Adapt(rename={"params": "model"}, extra="ignore")
+        found = await mgr.restore(like={"model": params}, adapt=adapt)
+        ```
     """
 
     select: PathRule | None = None

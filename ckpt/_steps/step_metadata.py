@@ -69,7 +69,15 @@ class LeafInfo:
         return size * self.dtype.itemsize
 
     def with_sharding(self, sharding: Sharding | None) -> LeafInfo:
-        """Return the leaf as a target that is restored onto `sharding`."""
+        """Return the leaf as a target that is restored onto `sharding`.
+
+        Example:
+            ```python
+            target = mgr.metadata(100).tree
+            target["params"]["w"] = target["params"]["w"].with_sharding(sharding)
+            state = mgr.restore(100, like=target)
+            ```
+        """
         return replace(self, sharding=sharding)
 
     def __repr__(self) -> str:
@@ -105,6 +113,14 @@ class StepMetadata:
         unnamed: Whether the step holds one object saved without a name.
         writer: Versions of the libraries that wrote it.
         unknown_classes: Classes whose nodes are a `UnknownNode` in the trees, each with the reason.
+
+    Example:
+        ```python
+        found = await mgr.metadata(100)
+        print(found)
+        w = found.tree["params"]["w"]
+        print(w.shape, w.dtype)
+        ```
     """
 
     info: StepInfo

@@ -54,6 +54,12 @@ class JaxDistributed:
 
     Raises:
         CoordinationError: It was not called, or this version of jax lacks what is needed.
+
+    Example:
+        ```python
+        jax.distributed.initialize()
+        mgr = ckpt.CheckpointManager(root, coordinator=ckpt.coordination.JaxDistributed())
+        ```
     """
 
     def __init__(self) -> None:

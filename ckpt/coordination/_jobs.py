@@ -8,7 +8,13 @@ from ckpt.coordination._memory import MemoryKeyValues
 
 
 class SingleProcess:
-    """This process is alone; nothing is shared."""
+    """This process is alone; nothing is shared.
+
+    Example:
+        ```python
+        mgr = ckpt.CheckpointManager(root, coordinator=ckpt.coordination.SingleProcess())
+        ```
+    """
 
     @property
     def process_index(self) -> int:
@@ -35,6 +41,12 @@ class OwnDisks:
     scalars, items with files) as well. A step counts if all processes have it; it can be restored
     where every process finds what its devices need on its own disk, as it does with the same number
     of processes and the same shardings.
+
+    Example:
+        ```python
+        job = ckpt.coordination.OwnDisks(ckpt.coordination.JaxDistributed())
+        mgr = ckpt.CheckpointManager("own/disk", coordinator=job)
+        ```
     """
 
     own_disks = True
@@ -71,6 +83,12 @@ def default_coordinator() -> Coordinator:
         CoordinationError: There are several processes that cannot talk to each other:
             `jax.distributed` was not initialized, or is one of a version that this library does not
             know.
+
+    Example:
+        ```python
+        job = ckpt.coordination.default_coordinator()
+        print(job.process_index, job.process_count)
+        ```
     """
     return JaxDistributed() if job_size() > 1 else SingleProcess()
 

@@ -7,7 +7,15 @@ import anyio.lowlevel
 
 
 class MemoryKeyValues:
-    """`KeyValues` in memory: for one process, and for tests of several without starting any."""
+    """`KeyValues` in memory: for one process, and for tests of several without starting any.
+
+    Example:
+        ```python
+        values = ckpt.coordination.MemoryKeyValues()
+        await values.put("ready", b"yes")
+        assert await values.wait("ready", seconds=1.0) == b"yes"
+        ```
+    """
 
     def __init__(self) -> None:
         """Make one that holds nothing."""

@@ -28,6 +28,12 @@ class JsonHandler:
     Models and dataclasses need no choice of handler, unless jax knows the class as a tree. A dict
     could also be a tree of arrays, so this handler has to be chosen for it:
     `handlers={"config": JsonHandler()}`.
+
+    Example:
+        ```python
+        with ckpt.sync.CheckpointManager(root, handlers={"config": ckpt.JsonHandler()}) as mgr:
+            mgr.save(step, items={"model": state, "config": {"lr": 0.1}})
+        ```
     """
 
     name = "json"

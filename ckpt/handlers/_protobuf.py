@@ -15,7 +15,14 @@ _FILE = "message.binpb"
 
 
 class ProtobufHandler:
-    """Saves a `google.protobuf` message. protobuf itself is never imported here."""
+    """Saves a `google.protobuf` message. protobuf itself is never imported here.
+
+    Example:
+        ```python
+        await mgr.save(step, items={"model": state, "settings": message}, durable=True)
+        found = await mgr.restore(step, items=["settings"])
+        ```
+    """
 
     name = "protobuf"
 

@@ -23,7 +23,14 @@ logger = logging.getLogger("ckpt")
 
 
 class PyTreeHandler:
-    """Saves every leaf of a tree, and the tree itself."""
+    """Saves every leaf of a tree, and the tree itself.
+
+    Example:
+        ```python
+        handlers = [ckpt.PyTreeHandler(classes=[TrainState])]
+        tree = await ckpt.load("runs/a/100", handlers=handlers)
+        ```
+    """
 
     name = "pytree"
 

@@ -40,7 +40,14 @@ _DTYPES = ("uint32", "uint64")
 
 
 class RandomStateHandler:
-    """Saves `np.random.Generator`, `BitGenerator` and `RandomState` with numpy's bit generators."""
+    """Saves `np.random.Generator`, `BitGenerator` and `RandomState` with numpy's bit generators.
+
+    Example:
+        ```python
+        rng = np.random.default_rng(0)
+        await mgr.save(step, items={"model": state, "rng": rng})
+        ```
+    """
 
     name = "random_state"
     # Every process draws other numbers.

@@ -46,7 +46,14 @@ _PROTOCOLS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 class StatefulHandler:
-    """Saves the state of an object, and sets it on an object like it."""
+    """Saves the state of an object, and sets it on an object like it.
+
+    Example:
+        ```python
+        await mgr.save(step, items={"model": state, "data": iterator}, durable=True)
+        await mgr.restore(step, items={"model": state, "data": iterator})
+        ```
+    """
 
     name = "stateful"
     per_process = True

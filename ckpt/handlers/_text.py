@@ -15,7 +15,13 @@ _BINARY = {"bytes": bytes, "bytearray": bytearray, "memoryview": memoryview}
 
 
 class BytesHandler:
-    """Saves a `str` as a file of UTF-8, and `bytes`, `bytearray` and `memoryview` as they are."""
+    """Saves a `str` as a file of UTF-8, and `bytes`, `bytearray` and `memoryview` as they are.
+
+    Example:
+        ```python
+        await mgr.save(step, items={"model": state, "notes": "a warm start"})
+        ```
+    """
 
     name = "bytes"
 

@@ -15,8 +15,6 @@ class JaxMonitoring:
     long it and its phases took. docs/observing.md lists the names. Each follows the prefix and a
     slash: `/ckpt/save/ok`.
 
-        mgr = ckpt.CheckpointManager(root, observers=[ckpt.observers.JaxMonitoring()])
-
     Any number of managers may share one.
 
     Args:
@@ -24,6 +22,11 @@ class JaxMonitoring:
 
     Raises:
         InvalidArgumentError: `prefix` is not a string, or is empty.
+
+    Example:
+        ```python
+        mgr = ckpt.CheckpointManager(root, observers=[ckpt.observers.JaxMonitoring()])
+        ```
     """
 
     def __init__(self, prefix: str = "/ckpt") -> None:

@@ -34,9 +34,6 @@ class JsonLines:
     `step`, `seconds` and `nbytes`, and if known `outcome`, `reason`, `lane` and `batch`. Every line
     is flushed.
 
-        with ckpt.observers.JsonLines("saves.jsonl") as lines:
-            mgr = ckpt.CheckpointManager(root, observers=[lines])
-
     Any number of managers may share one, from any thread. If a line cannot be written, that is
     logged and the line is lost. Events after `close` are ignored. No operation fails because of it.
 
@@ -48,6 +45,13 @@ class JsonLines:
     Raises:
         InvalidArgumentError: `file` is neither a path nor a file that is open for writing text.
         StorageError: The file cannot be opened.
+
+    Example:
+        ```python
+        with ckpt.observers.JsonLines("saves.jsonl") as lines:
+            with ckpt.sync.CheckpointManager(root, observers=[lines]) as mgr:
+                mgr.save(step, state)
+        ```
     """
 
     def __init__(self, file: PathLike | TextFile, *, phases: bool = False) -> None:
@@ -101,6 +105,12 @@ class JsonLines:
 
         Raises:
             StorageError: Earlier lines could not be stored.
+
+        Example:
+            ```python
+            lines = ckpt.observers.JsonLines("saves.jsonl")
+            lines.close()
+            ```
         """
         with self._lock:
             owned, self._owned, self._file = self._owned, None, None

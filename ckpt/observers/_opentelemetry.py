@@ -24,8 +24,6 @@ class OpenTelemetry:
     it ran, and each operation is a trace of its own. A failed operation has the status ERROR with
     the reason. Needs the package opentelemetry-api: `pip install 'ckpt-jax[opentelemetry]'`.
 
-        mgr = ckpt.CheckpointManager(root, observers=[ckpt.observers.OpenTelemetry()])
-
     Any number of managers may share one. It is called on the library's own thread, so use a span
     processor that exports in the background, such as `BatchSpanProcessor`.
 
@@ -36,6 +34,11 @@ class OpenTelemetry:
     Raises:
         CheckpointError: OpenTelemetry is not installed.
         InvalidArgumentError: A provider is not valid.
+
+    Example:
+        ```python
+        mgr = ckpt.CheckpointManager(root, observers=[ckpt.observers.OpenTelemetry()])
+        ```
     """
 
     def __init__(

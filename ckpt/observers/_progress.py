@@ -134,9 +134,6 @@ class ProgressBar:
     before the caller hears of it, and never shows 100%. The cursor is never hidden, and no thread
     is started.
 
-        with ckpt.sync.CheckpointManager(root, observers=[ckpt.observers.ProgressBar()]) as mgr:
-            mgr.save(step, state)
-
     Any number of managers may share one.
 
     Args:
@@ -145,6 +142,12 @@ class ProgressBar:
 
     Raises:
         InvalidArgumentError: `console` is not a console.
+
+    Example:
+        ```python
+        with ckpt.sync.CheckpointManager(root, observers=[ckpt.observers.ProgressBar()]) as mgr:
+            mgr.save(step, state)
+        ```
     """
 
     def __init__(self, console: Console | None = None) -> None:

@@ -27,8 +27,6 @@ class Prometheus:
     them yourself, for example with `prometheus_client.start_http_server`. It needs the package
     prometheus-client: `pip install 'ckpt-jax[prometheus]'`.
 
-        mgr = ckpt.CheckpointManager(root, observers=[ckpt.observers.Prometheus()])
-
     A registry holds one for each prefix. Any number of managers may share it.
 
     Args:
@@ -39,6 +37,11 @@ class Prometheus:
         CheckpointError: prometheus-client is not installed.
         InvalidArgumentError: The registry has metrics of these names already, or the prefix cannot
             begin the name of a metric.
+
+    Example:
+        ```python
+        mgr = ckpt.CheckpointManager(root, observers=[ckpt.observers.Prometheus()])
+        ```
     """
 
     def __init__(self, registry: CollectorRegistry | None = None, prefix: str = "ckpt") -> None:

@@ -33,6 +33,12 @@ class Deletion:
     Raises:
         InvalidArgumentError: `concurrency` is out of its range, or `trash` could be the name of a
             step, contains `..`, or is a relative path of several folders.
+
+    Example:
+        ```python
+        deletion = ckpt.policies.Deletion(trash="trash")
+        mgr = ckpt.CheckpointManager(root, preservation=ckpt.policies.LatestN(3), deletion=deletion)
+        ```
     """
 
     concurrency: int = 2

@@ -27,6 +27,11 @@ class EveryNSteps:
     Raises:
         InvalidArgumentError: `n` or `max_to_keep` is not a whole number, 1 or greater, or `exact`
             is not a bool.
+
+    Example:
+        ```python
+        mgr = ckpt.CheckpointManager(root, preservation=ckpt.policies.EveryNSteps(1000))
+        ```
     """
 
     n: int
@@ -63,6 +68,11 @@ class EveryNStepsClosest:
 
     Raises:
         InvalidArgumentError: `n` or `max_to_keep` is not a whole number, 1 or greater.
+
+    Example:
+        ```python
+        mgr = ckpt.CheckpointManager(root, preservation=ckpt.policies.EveryNStepsClosest(1000))
+        ```
     """
 
     n: int
@@ -94,6 +104,11 @@ class EveryNSeconds:
 
     Raises:
         InvalidArgumentError: `seconds` is not a finite number above 0.
+
+    Example:
+        ```python
+        mgr = ckpt.CheckpointManager(root, preservation=ckpt.policies.EveryNSeconds(3600))
+        ```
     """
 
     seconds: float
@@ -121,6 +136,11 @@ class LatestDuration:
 
     Raises:
         InvalidArgumentError: `seconds` is not a finite number above 0.
+
+    Example:
+        ```python
+        mgr = ckpt.CheckpointManager(root, preservation=ckpt.policies.LatestDuration(86400))
+        ```
     """
 
     seconds: float

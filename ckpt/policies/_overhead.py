@@ -35,6 +35,11 @@ class BoundedOverhead:
     Raises:
         InvalidArgumentError: One of them is out of its range, or `at_least_seconds` is greater
             than `at_most_seconds`.
+
+    Example:
+        ```python
+        mgr = ckpt.CheckpointManager(root, save_policy=ckpt.policies.BoundedOverhead(0.02))
+        ```
     """
 
     fraction: float = 0.03

@@ -36,6 +36,11 @@ def check_preservation(policy: object) -> None:
     Raises:
         InvalidArgumentError: It is neither an object with the method `keep` nor a function; or it
             is a class, is async, or is a save policy.
+
+    Example:
+        ```python
+        ckpt.policies.check_preservation(ckpt.policies.LatestN(3))
+        ```
     """
     hint = why_not_a_policy(
         policy,
@@ -65,6 +70,12 @@ def steps_kept(
         InvalidArgumentError: The policy raised an error, or returned something else than some of
             the steps. Nothing may be deleted then: a policy that returns positions or a list of
             bools means other steps than those that happen to match.
+
+    Example:
+        ```python
+        steps = [ckpt.policies.SavedStep(step, time=60.0 * step) for step in range(5)]
+        assert ckpt.policies.steps_kept(ckpt.policies.LatestN(2), steps, now=300.0) == {3, 4}
+        ```
     """
     # A policy may change a list that it is given.
     steps = tuple(steps)
@@ -105,7 +116,13 @@ def _wrong_answer(policy: object, answer: object) -> InvalidArgumentError:
 
 @dataclass(frozen=True, slots=True)
 class PreserveAll:
-    """Keeps every step."""
+    """Keeps every step.
+
+    Example:
+        ```python
+        mgr = ckpt.CheckpointManager(root, preservation=ckpt.policies.PreserveAll())
+        ```
+    """
 
     def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
         """Return all of `steps`."""
@@ -118,6 +135,11 @@ class LatestN:
 
     Raises:
         InvalidArgumentError: `n` is not a whole number, 1 or greater.
+
+    Example:
+        ```python
+        mgr = ckpt.CheckpointManager(root, preservation=ckpt.policies.LatestN(3))
+        ```
     """
 
     n: int
@@ -136,6 +158,11 @@ class CustomSteps:
 
     Raises:
         InvalidArgumentError: One of them is not a whole number, 0 or greater.
+
+    Example:
+        ```python
+        mgr = ckpt.CheckpointManager(root, preservation=ckpt.policies.CustomSteps([0, 1000]))
+        ```
     """
 
     steps: frozenset[int]
@@ -154,6 +181,14 @@ class AnyPreservation:
 
     Raises:
         InvalidArgumentError: No policy was given, or one is neither a policy nor a function.
+
+    Example:
+        ```python
+        policy = ckpt.policies.AnyPreservation(
+            ckpt.policies.LatestN(3), ckpt.policies.EveryNSteps(1000)
+        )
+        mgr = ckpt.CheckpointManager(root, preservation=policy)
+        ```
     """
 
     policies: tuple[PreservationPolicyLike, ...]

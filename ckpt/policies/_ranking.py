@@ -35,6 +35,12 @@ class BestN:
 
     Raises:
         InvalidArgumentError: An argument is invalid.
+
+    Example:
+        ```python
+        mgr = ckpt.CheckpointManager(root, preservation=ckpt.policies.BestN(3, "loss", "min"))
+        best = await mgr.best_step()
+        ```
     """
 
     n: int
@@ -78,6 +84,12 @@ def best_of(steps: Sequence[SavedStep], metric: Metric, mode: Mode) -> int | Non
     Raises:
         InvalidArgumentError: `metric` or `mode` is invalid, or the function raised an error or did
             not return a number.
+
+    Example:
+        ```python
+        steps = [ckpt.policies.SavedStep(step, 0.0, {"loss": 1 / (1 + step)}) for step in range(5)]
+        assert ckpt.policies.best_of(steps, "loss", "min") == 4
+        ```
     """
     # Users know it as the method of the manager.
     check_metric("best_step", metric, mode)
@@ -91,6 +103,14 @@ def ranking_of(policy: object) -> BestN | None:
 
     Returns:
         The first of them; None if there is none, or if they rank by different metrics or modes.
+
+    Example:
+        ```python
+        policy = ckpt.policies.AnyPreservation(
+            ckpt.policies.LatestN(3), ckpt.policies.BestN(1, "loss", "min")
+        )
+        assert ckpt.policies.ranking_of(policy).metric == "loss"
+        ```
     """
     found = _rankings(policy)
     first = found[0] if found else None

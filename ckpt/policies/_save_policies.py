@@ -37,6 +37,11 @@ def check_save_policy(policy: object) -> None:
     Raises:
         InvalidArgumentError: It is neither an object with the method `refusal` nor a function; or
             it is a class, is async, or is a preservation policy.
+
+    Example:
+        ```python
+        ckpt.policies.check_save_policy(lambda step, previous, context: step % 100 == 0)
+        ```
     """
     hint = why_not_a_policy(
         policy,
@@ -65,6 +70,12 @@ def refusal_of(
 
     Raises:
         InvalidArgumentError: The policy raised an error, or returned something of another type.
+
+    Example:
+        ```python
+        context = ckpt.policies.SaveContext(now=time.time())
+        assert ckpt.policies.refusal_of(ckpt.policies.FixedInterval(100), 200, [], context) is None
+        ```
     """
     refusal = getattr(policy, "refusal", None)
     answer: object = ask(policy, refusal or policy, step, previous, context)  # type: ignore[arg-type]
@@ -104,6 +115,11 @@ class FixedInterval:
 
     Raises:
         InvalidArgumentError: `n` is not a whole number, 1 or greater.
+
+    Example:
+        ```python
+        mgr = ckpt.CheckpointManager(root, save_policy=ckpt.policies.FixedInterval(100))
+        ```
     """
 
     n: int
@@ -124,6 +140,11 @@ class SpecificSteps:
 
     Raises:
         InvalidArgumentError: One of them is not a whole number, 0 or greater.
+
+    Example:
+        ```python
+        mgr = ckpt.CheckpointManager(root, save_policy=ckpt.policies.SpecificSteps([10, 1000]))
+        ```
     """
 
     steps: frozenset[int]
@@ -147,6 +168,11 @@ class Continuous:
 
     Raises:
         InvalidArgumentError: `minimum_interval_seconds` is not a finite number, 0 or more.
+
+    Example:
+        ```python
+        mgr = ckpt.CheckpointManager(root, save_policy=ckpt.policies.Continuous())
+        ```
     """
 
     minimum_interval_seconds: float = 0
@@ -170,6 +196,11 @@ class EverySeconds:
 
     Raises:
         InvalidArgumentError: `seconds` is not a finite number above 0.
+
+    Example:
+        ```python
+        mgr = ckpt.CheckpointManager(root, save_policy=ckpt.policies.EverySeconds(600))
+        ```
     """
 
     seconds: float
@@ -193,7 +224,14 @@ def _too_soon(
 
 @dataclass(frozen=True, slots=True)
 class Initial:
-    """Saves the first step of a fresh run: when no step is committed or being saved."""
+    """Saves the first step of a fresh run: when no step is committed or being saved.
+
+    Example:
+        ```python
+        policy = ckpt.policies.AnySave(ckpt.policies.EverySeconds(600), ckpt.policies.Initial())
+        mgr = ckpt.CheckpointManager(root, save_policy=policy)
+        ```
+    """
 
     def refusal(self, step: int, previous: Sequence[SavedStep], context: SaveContext) -> str | None:
         """Return None for the first step, else the reason not to save."""
@@ -204,7 +242,15 @@ class Initial:
 
 @dataclass(frozen=True, slots=True)
 class OnPreemption:
-    """Saves the step at which a preempted run ends; see the manager's `reached_preemption`."""
+    """Saves the step at which a preempted run ends; see the manager's `reached_preemption`.
+
+    Example:
+        ```python
+        mgr = ckpt.CheckpointManager(
+            root, save_policy=ckpt.policies.OnPreemption(), preemption_signals=(signal.SIGTERM,)
+        )
+        ```
+    """
 
     def refusal(self, step: int, previous: Sequence[SavedStep], context: SaveContext) -> str | None:
         """Return None if the run is preempted, else the reason not to save."""
@@ -219,6 +265,14 @@ class AnySave:
 
     Raises:
         InvalidArgumentError: No policy was given, or one is neither a policy nor a function.
+
+    Example:
+        ```python
+        policy = ckpt.policies.AnySave(
+            ckpt.policies.FixedInterval(1000), ckpt.policies.OnPreemption()
+        )
+        mgr = ckpt.CheckpointManager(root, save_policy=policy)
+        ```
     """
 
     policies: tuple[SavePolicyLike, ...]

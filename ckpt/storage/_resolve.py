@@ -50,6 +50,12 @@ def open_root(
     Raises:
         InvalidArgumentError: It is not a path, or there is no storage for it; or the mode does not
             let its owner do everything, or the store has no permissions.
+
+    Example:
+        ```python
+        storage = ckpt.storage.open_root("runs/a")
+        print(storage.location)
+        ```
     """
     if permission_mode is not None and (
         type(permission_mode) is not int

@@ -49,6 +49,13 @@ class VerifyReport:
         nbytes: How many bytes were read and compared with digests.
         seconds: How long it took.
         unlisted: Files of the step that the manifest does not list; not a problem in itself.
+
+    Example:
+        ```python
+        report = await mgr.verify(100)
+        for problem in report.problems:
+            print(problem.file, problem.leaf, problem.message)
+        ```
     """
 
     path: str

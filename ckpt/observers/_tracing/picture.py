@@ -137,6 +137,11 @@ def draw_html(timeline: Timeline, path: PathLike) -> None:
     Raises:
         InvalidArgumentError: The timeline has no events.
         StorageError: The file cannot be written.
+
+    Example:
+        ```python
+        ckpt.observers.draw_html(trace.timeline(100), "save.html")
+        ```
     """
     drawn = chart(timeline)
     page = _PAGE.substitute(
@@ -160,6 +165,11 @@ def draw_png(timeline: Timeline, path: PathLike) -> None:
         CheckpointError: matplotlib is not installed.
         InvalidArgumentError: The timeline has no events.
         StorageError: The file cannot be written.
+
+    Example:
+        ```python
+        ckpt.observers.draw_png(trace.timeline(100), "save.png")
+        ```
     """
     drawn = chart(timeline)
     try:

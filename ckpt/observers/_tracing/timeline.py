@@ -54,6 +54,13 @@ class SaveTimes:
         began_ns: When `save()` was called.
         returned_ns: When the caller went on.
         published_ns: When it was durable; None if there is no `publish` phase.
+
+    Example:
+        ```python
+        for save in trace.timeline().saves():
+            began, returned = save.blocked
+            print(save.step, (returned - began) / 1e9)
+        ```
     """
 
     step: int | None
@@ -80,6 +87,12 @@ class Timeline:
     Attributes:
         events: Phases of saves and restores, in any order.
         spans: The caller's own work, in any order.
+
+    Example:
+        ```python
+        timeline = trace.timeline(100)
+        print(timeline.overlap_ratio, timeline.staging_overlap_ratio)
+        ```
     """
 
     events: tuple[Event, ...] = ()
@@ -99,6 +112,12 @@ class Timeline:
 
         Returns:
             Those events, and the spans that were running between the first and the last of them.
+
+        Example:
+            ```python
+            timeline = trace.timeline()
+            print(timeline.only(100, "save").events)
+            ```
         """
         if step is None and operation is None:
             return self
@@ -121,6 +140,12 @@ class Timeline:
 
         Events name only their step. A step that is planned again after it was published, or after
         its save has ended, is another save. A skipped save is not one.
+
+        Example:
+            ```python
+            for save in trace.timeline().saves():
+                print(save.step, save.published_ns)
+            ```
         """
         runs: dict[int | None, list[list[Event]]] = {}
         for event in sorted(self.events, key=_place):
@@ -142,6 +167,12 @@ class Timeline:
         """Return when a save was in the background and a span of the caller was running, merged.
 
         All spans count except those named `"blocked"`, so use spans for useful work only.
+
+        Example:
+            ```python
+            both = trace.timeline().overlapped()
+            print(sum(ended - began for began, ended in both) / 1e9)
+            ```
         """
         working = [(s.began_ns, s.ended_ns) for s in self.spans if s.name != BLOCKED]
         return intersect((save.background for save in self.saves()), working)

@@ -26,15 +26,7 @@ _NAMED_STEPS = 10
 class Trace:
     """Collects the timed phases of saves and restores, and spans of your own.
 
-    Pass it as an observer, and wrap your train step in `span`:
-
-        trace = ckpt.observers.Trace()
-        with ckpt.sync.CheckpointManager(root, observers=[trace]) as mgr:
-            with trace.span("train step", step=1):
-                state = train_step(state)
-            with trace.span("blocked"):
-                mgr.save(1, state)
-        trace.save_chrome("trace.json")
+    Pass it as an observer, and wrap your train step in `span`.
 
     All methods may be called from any thread. Give every manager a trace of its own, since events
     name a step, but not a manager.
@@ -45,6 +37,17 @@ class Trace:
 
     Raises:
         InvalidArgumentError: `limit` is not a whole number above 0.
+
+    Example:
+        ```python
+        trace = ckpt.observers.Trace()
+        with ckpt.sync.CheckpointManager(root, observers=[trace]) as mgr:
+            with trace.span("train step", step=step):
+                state = train_step(state)
+            with trace.span("blocked"):
+                mgr.save(step, state)
+        trace.save_chrome("trace.json")
+        ```
     """
 
     def __init__(self, limit: int = 100_000) -> None:
@@ -74,6 +77,12 @@ class Trace:
             name: What it is, such as `"train step"`.
             args: Values to show with it. Numbers and strings are kept, all others as their `str()`.
                 So the trace keeps no array alive, but waits until an array is computed.
+
+        Example:
+            ```python
+            with trace.span("train step", step=step):
+                state = train_step(state)
+            ```
         """
         shown = {key: plain(value) for key, value in args.items()}
         thread = threading.current_thread().name
@@ -92,6 +101,12 @@ class Trace:
 
         Raises:
             InvalidArgumentError: There are no events of that step or operation.
+
+        Example:
+            ```python
+            timeline = trace.timeline(100, "save")
+            print(timeline.overlap_ratio)
+            ```
         """
         everything = self._everything()
         found = everything.only(step, operation)
@@ -103,7 +118,14 @@ class Trace:
         return found
 
     def clear(self) -> None:
-        """Forget every event and span."""
+        """Forget every event and span.
+
+        Example:
+            ```python
+            trace.save_chrome("first.json")
+            trace.clear()
+            ```
+        """
         with self._lock:
             self._events.clear()
             self._spans.clear()
@@ -121,6 +143,11 @@ class Trace:
 
         Raises:
             StorageError: The file cannot be written.
+
+        Example:
+            ```python
+            trace.save_chrome("trace.json")
+            ```
         """
         timeline = self._everything()
         trace = {

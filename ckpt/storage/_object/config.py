@@ -46,6 +46,12 @@ class S3:
 
     Raises:
         InvalidArgumentError: An argument is invalid.
+
+    Example:
+        ```python
+        place = ckpt.storage.S3("s3://bucket/run", endpoint="http://127.0.0.1:9000")
+        mgr = ckpt.CheckpointManager(place)
+        ```
     """
 
     url: str
@@ -91,6 +97,12 @@ class GCS:
 
     Raises:
         InvalidArgumentError: An argument is invalid.
+
+    Example:
+        ```python
+        place = ckpt.storage.GCS("gs://bucket/run", user_project="research")
+        mgr = ckpt.CheckpointManager(place)
+        ```
     """
 
     url: str
@@ -120,6 +132,12 @@ class Memory:
 
     Raises:
         InvalidArgumentError: An argument is invalid.
+
+    Example:
+        ```python
+        async with ckpt.CheckpointManager(ckpt.storage.Memory("memory://tests/run")) as mgr:
+            await mgr.save(step, state)
+        ```
     """
 
     url: str
