@@ -5,6 +5,7 @@ Prints what came of each call as a line.
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import sys
@@ -22,6 +23,8 @@ STATE = {"w": np.arange(100_000.0)}
 
 def limit(left: int) -> None:
     """Leave this process so many more bytes of address space."""
+    # The memory of the saves before: it would come back after the limit is set.
+    gc.collect()
     size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (size + left, resource.RLIM_INFINITY))
 
