@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpt._arguments import invalid
@@ -86,31 +87,22 @@ class _Bar:
 
     def columns(self, now_ns: int) -> dict[str, Any]:
         """Return what its columns show."""
+        from rich.filesize import decimal
+
         seconds = max(now_ns - self.began_ns, 0) / 1e9
         spent = _clock(seconds)
         if self.total is None:
-            return {"completed": 0, "total": None, "text": _size(self.done), "spent": spent}
+            return {"completed": 0, "total": None, "text": decimal(int(self.done)), "spent": spent}
         share = min(self.done / max(self.total, 1), _MOST)
         # Before, it is only known how fast copies are.
         if share > _STAGED:
             spent += f", {_clock(seconds / share - seconds)} left"
-        text = f"{100 * share:3.0f}% of {_size(self.total)}"
+        text = f"{100 * share:3.0f}% of {decimal(self.total)}"
         return {"completed": share, "total": 1, "text": text, "spent": spent}
 
 
-def _size(nbytes: float) -> str:
-    """Return bytes in decimal units, with one decimal."""
-    size, unit = nbytes, "bytes"
-    for larger in ("kB", "MB", "GB", "TB", "PB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-
-
 def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+    return str(timedelta(seconds=int(seconds)))
 
 
 class _Screen(Protocol):
@@ -162,7 +154,7 @@ class ProgressBar:
         self._notebook: _Notebook | None = None
         self._drawn_ns = 0
         # The loop that will draw the bars soon.
-        self._clock: asyncio.AbstractEventLoop | None = None
+        self._soon_drawn_by: asyncio.AbstractEventLoop | None = None
         self._is_off = not _has_rich()
 
     def __call__(self, event: Event) -> None:
@@ -216,24 +208,24 @@ class ProgressBar:
 
     def _tick_later(self) -> None:
         """Draw the bars again in a while, also if no event comes."""
-        if self._clock is not None and not self._clock.is_closed():
+        if self._soon_drawn_by is not None and not self._soon_drawn_by.is_closed():
             return
-        self._clock = None
+        self._soon_drawn_by = None
         # The library calls observers on its loop.
         with contextlib.suppress(RuntimeError):
-            self._clock = asyncio.get_running_loop()
-            self._clock.call_later(_TICK_SECONDS, self._tick)
+            self._soon_drawn_by = asyncio.get_running_loop()
+            self._soon_drawn_by.call_later(_TICK_SECONDS, self._tick)
 
     def _tick(self) -> None:
         with self._lock:
-            self._clock = None
+            self._soon_drawn_by = None
             if self._is_off or not self._bars:
                 return
             try:
                 self._show(time.perf_counter_ns())
                 self._tick_later()
             except Exception:
-                # Here nobody else logs it.
+                # A timer has no caller to log it.
                 self._is_off = True
                 with contextlib.suppress(Exception):
                     self._clear()

@@ -343,7 +343,7 @@ class SaveQueue:
             # Before the commit is done: a deletion that its caller starts then must know of it.
             self.root.retention.newest = manifest.step
             self.history.committed(manifest)
-            # Whoever awaits the commit finds that observers know: a line is written, a bar is gone.
+            # Observers first: once the commit is done, the line is written and the bar is gone.
             recorder.end(began_ns, "ok", nbytes=info.nbytes)
             hooks.finish(info)
             seconds = hooks.watch.elapsed
@@ -434,8 +434,6 @@ def end_badly(
         )
         hooks.fail(error, seen=True)
     else:
-        if isinstance(error, CheckpointError):
-            error.locate(step=request.step)
         hooks.fail(error, seen=not staged.done())
     if not staged.done():
         staged.set_exception(error)
