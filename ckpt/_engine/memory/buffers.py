@@ -13,6 +13,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,9 @@ class Buffers:
     def __init__(self, arena: Arena) -> None:
         """Keep idle memory within what `arena` has not touched of its capacity."""
         self._arena = arena
-        arena.on_growth = self.trim
+        # Not a method: in a cycle with the arena, the memory of an engine that has ended would stay
+        # until garbage is collected.
+        arena.on_growth = partial(_trim, weakref.ref(self))
         # Reentrant: garbage collection can drop an array while this thread holds the lock.
         self._guard = threading.RLock()
         self._idle: dict[int, list[mmap.mmap]] = {}
@@ -90,6 +93,12 @@ class Buffers:
         if not same:
             del self._idle[length]
         return region
+
+
+def _trim(buffers: weakref.ref[Buffers]) -> None:
+    found = buffers()
+    if found is not None:
+        found.trim()
 
 
 def _give_back(buffers: weakref.ref[Buffers], region: mmap.mmap) -> None:

@@ -216,3 +216,18 @@ def test_an_arena_is_warmed_as_far_as_a_save_wanted_at_once() -> None:
         arena.free(first)
 
     anyio.run(main)
+
+
+def test_a_one_shot_save_gives_its_memory_back_without_a_garbage_collection(tmp_path: Path) -> None:
+    def arenas() -> int:
+        return sum(isinstance(each, Arena) for each in gc.get_objects())
+
+    gc.collect()
+    before = arenas()
+    gc.disable()
+    try:
+        ckpt.sync.save(tmp_path / "x", {"w": np.ones(1 << 20)})
+        ckpt.sync.load(tmp_path / "x")
+        assert arenas() == before
+    finally:
+        gc.enable()
