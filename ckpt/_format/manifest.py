@@ -226,6 +226,11 @@ class Manifest(_Model):
     statistics: dict[str, Seconds] = Field(default_factory=dict)
     files: dict[str, FileEntry]
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size in bytes of every file but the manifest, by path in the step directory."""
+        return _sizes(self.folder, self.files)
+
 
 class _Header(_Model):
     """The part that decides whether the rest may be read at all."""
@@ -244,18 +249,18 @@ class Summary(_Header):
     metrics: Metrics | None = None
     created_ns: UnixTime = 0
     committed_ns: UnixTime = 0
-
-
-class _Files(_Model):
-    """The files of a step, without the rest."""
-
-    files: dict[str, FileEntry]
+    files: dict[str, FileEntry] = Field(default_factory=dict)
     folder: Folder = ""
 
     @property
-    def names(self) -> frozenset[str]:
-        start = f"{self.folder}/" if self.folder else ""
-        return frozenset({FILE_NAME, *(start + path for path in self.files)})
+    def sizes(self) -> dict[str, int]:
+        """The size in bytes of every file but the manifest, by path in the step directory."""
+        return _sizes(self.folder, self.files)
+
+
+def _sizes(folder: str, files: dict[str, FileEntry]) -> dict[str, int]:
+    start = f"{folder}/" if folder else ""
+    return {start + path: each.size for path, each in files.items()}
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -331,17 +336,16 @@ def peek(data: bytes) -> Summary | None:
 
 
 def peek_files(data: bytes) -> frozenset[str] | None:
-    """Return the files that a `ckpt.json` names, itself among them; None if it is not whole.
+    """Return the files that a `ckpt.json` names, itself among them; None if that is not known.
 
     Example:
         ```python
         names = ckpt.manifest.peek_files(Path("runs/a/100/ckpt.json").read_bytes())
         ```
     """
-    try:
-        return None if not is_whole(data) else _Files.model_validate_json(data).names
-    except pydantic.ValidationError:
-        return None
+    summary = peek(data)
+    # A later format may name them in another way.
+    return frozenset({FILE_NAME, *summary.sizes}) if summary and summary.files else None
 
 
 def decode(data: bytes, *, where: str) -> Manifest:

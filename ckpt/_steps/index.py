@@ -36,6 +36,8 @@ MissingRoot = Literal["error", "empty", "awaited"]
 _PLAIN = Standard()
 # Of many directories that are no steps, so many tell what they are: each takes a few reads.
 _MOST_CLOSE_LOOKS = 24
+# Of a step with many files, the largest ones: their copy takes longest.
+_MOST_FILES = 256
 # Errors that are about one step, not about the whole root.
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
 
@@ -235,7 +237,9 @@ class StepIndex:
             for name in candidates:
                 step = self._names.step(name)
                 try:
-                    return name, await read_manifest(self._storage, name, step=step)
+                    manifest = await read_manifest(self._storage, name, step=step)
+                    if name in self._known or (await self._look_at([name]))[0] is not None:
+                        return name, manifest
                 except StepNotFoundError:
                     pass
                 except CorruptCheckpointError:
@@ -336,10 +340,28 @@ class StepIndex:
             [name for name, _ in new],
             lambda some: self._storage.read_each(some, FILE_NAME, MAX_BYTES, peek),
         )
-        for (name, stamp), summary in zip(new, read, strict=True):
+        # A step is known once its files were seen, too; another call may look meanwhile.
+        sizes = {}
+        for (name, _), summary in zip(new, read, strict=True):
             found[name] = self._indexed(name, summary)
-            self._known[name] = stamp, found[name]
+            if summary is not None and found[name] is not None:
+                sizes[name] = _largest_files(summary)
+        cut = await self._storage.cut_files(sizes) if sizes else {}
+        self._known |= {name: (stamp, found[name]) for name, stamp in new if name not in cut}
+        if cut:
+            found |= await self._looked_again({name: stamp for name, stamp in new if name in cut})
         return [found[name] for name in names]
+
+    async def _looked_again(self, cut: Mapping[str, Hashable]) -> Mapping[str, IndexedStep | None]:
+        """Return what those are of which a file is missing or short: no steps, or replaced ones.
+
+        Args:
+            cut: By name, the stamp of the manifest that was read.
+        """
+        stamps = await self._storage.stamps(list(cut), FILE_NAME)
+        replaced = [name for name, now in zip(cut, stamps, strict=True) if now != cut[name]]
+        again = await self._look_at(replaced) if replaced else []
+        return dict.fromkeys(cut) | dict(zip(replaced, again, strict=True))
 
     async def _readable(
         self, names: Sequence[str], ask: Callable[[Sequence[str]], Awaitable[list[T | None]]]
@@ -389,3 +411,10 @@ class StepIndex:
                 return answer
             known = candidates
         return None
+
+
+def _largest_files(summary: Summary) -> dict[str, int]:
+    sizes = summary.sizes
+    if len(sizes) <= _MOST_FILES:
+        return sizes
+    return dict(sorted(sizes.items(), key=lambda each: -each[1])[:_MOST_FILES])

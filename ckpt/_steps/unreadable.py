@@ -46,8 +46,12 @@ async def look_closely(storage: Storage, step_dir: str, step: int) -> Unreadable
     where = f"{storage.location}/{step_dir}"
     try:
         if await storage.read(step_dir, FILE_NAME, MAX_BYTES) is not None:
-            await read_manifest(storage, step_dir, step=step)
-            return None
+            manifest = await read_manifest(storage, step_dir, step=step)
+            cut = await storage.cut_files({step_dir: manifest.sizes})
+            if step_dir not in cut or not await storage.exists(step_dir):
+                return None
+            reason = f"{where}/{cut[step_dir]}; a copy of it is not complete, or it was damaged"
+            return UnreadableStep(step, "damaged", reason)
         success = await storage.read(step_dir, _SUCCESS, _MOST_BYTES)
         if success is not None and success.endswith(f" {step_dir}".encode()):
             return UnreadableStep(step, "damaged", f"{where} has lost {FILE_NAME}")

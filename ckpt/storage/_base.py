@@ -112,6 +112,19 @@ class Storage(Protocol):
         runs in a thread and must not raise.
         """
 
+    async def cut_files(self, expected: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
+        """Return the step directories in which a file is missing or has another size.
+
+        Their manifest came first, and a copy is still under way or was interrupted; or they were
+        damaged. A store in which that look costs a request for every file answers `{}`.
+
+        Args:
+            expected: By step directory, the size in bytes of files by path relative to it.
+
+        Returns:
+            By step directory, which file it is and what it has, for messages.
+        """
+
     async def begin(self, step_dir: str) -> Attempt:
         """Begin an attempt, which no cleaner can take for abandoned while this process lives."""
 

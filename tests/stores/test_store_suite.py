@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,13 @@ class Murderous(LocalStorage):
         return swept
 
 
+class Mistrustful(LocalStorage):
+    """Takes a whole file for a cut one."""
+
+    async def cut_files(self, expected: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
+        return dict.fromkeys(expected, "a file")
+
+
 class Lingering(LocalStorage):
     """A cancelled read goes on."""
 
@@ -152,6 +159,7 @@ def case(kind: type[LocalStorage], root: Path, place: Place) -> StoreCase:
         (Unprotected, writers.of_many_who_replace_one_attempt_one_wins),
         (Forgetful, step_dirs.its_listing_is_always_true),
         (Unstamped, step_dirs.a_change_is_told_by_the_stamp),
+        (Mistrustful, step_dirs.a_file_that_is_cut_is_told),
         (Shifted, step_dirs.every_range_is_read),
         (Short, step_dirs.every_range_is_read),
         (Unlimited, step_dirs.small_files_are_read_within_limits),

@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 _AT_FDCWD = -100
@@ -248,6 +249,23 @@ def is_there(path: Path) -> bool:
             return False
         raise
     return True
+
+
+def cut_file(top: str, sizes: Mapping[str, int]) -> str | None:
+    """Return which file below a directory is missing or has another size; None if all are whole.
+
+    Args:
+        top: The directory.
+        sizes: The size in bytes of files by path relative to it.
+    """
+    for path, size in sizes.items():
+        try:
+            found = os.lstat(f"{top}/{path}").st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return f"{path} is missing"
+        if found != size:
+            return f"{path} has {found} of {size} bytes"
+    return None
 
 
 def stamp(path: str) -> tuple[int, ...] | None:

@@ -169,6 +169,20 @@ class LocalStorage:
             every += await self._in_thread(of_each, "read", str(self._root), names, path, read)
         return every
 
+    async def cut_files(self, expected: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
+        top = str(self._root)
+
+        def look(name: str) -> str | None:
+            return posix.cut_file(f"{top}/{name}", expected[name])
+
+        found: dict[str, str] = {}
+        step_dirs = list(expected)
+        for start in range(0, len(step_dirs), _BATCH):
+            names = step_dirs[start : start + _BATCH]
+            cut = await self._in_thread(of_each, "look at", top, names, "", look)
+            found |= {name: text for name, text in zip(names, cut, strict=True) if text}
+        return found
+
     async def begin(self, step_dir: str) -> Attempt:
         with translated("begin an attempt at", self._root / step_dir):
             return await self._in_thread(

@@ -177,6 +177,10 @@ class ObjectStorage:
         await each(look, step_dirs)
         return [found[step_dir] for step_dir in step_dirs]
 
+    async def cut_files(self, expected: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
+        # It would take a request for every file of every step.
+        return {}
+
     async def begin(self, step_dir: str) -> Attempt:
         token = uuid.uuid4().hex
         record = await leases.make(self._keys, step_dir, token, self._timeouts.lease, "writing")

@@ -238,6 +238,22 @@ async def small_files_are_read_within_limits(case: StoreCase) -> None:
         assert await storage.read_each([], FILE_NAME, 10, len) == []
 
 
+async def a_file_that_is_cut_is_told(case: StoreCase) -> None:
+    """Or nothing is ever told, where that takes a request for every file."""
+    async with opened(case) as [storage]:
+        attempt = await publish(storage, "1", "data", nbytes=1000)
+        path = f"{attempt.folder}/{DATA}" if attempt.folder else DATA
+        assert await storage.cut_files({"1": {path: 1000}, "none": {}}) == {}
+        assert await storage.cut_files({}) == {}
+        for found in (
+            await storage.cut_files({"1": {path: 1001}}),
+            await storage.cut_files({"1": {path: 1000, f"{path}x": 0}}),
+            await storage.cut_files({"1": {path: 999}, "none": {}}),
+        ):
+            assert not found or DATA in found.pop("1"), "the text names the file"
+            assert not found, "and only the step directory that has it"
+
+
 async def every_range_is_read(case: StoreCase) -> None:
     """Blocks are read byte for byte from any offset, and missing bytes are an error."""
     size = 9 * _MIB + 77
@@ -365,6 +381,7 @@ CHECKS: tuple[Callable[[StoreCase], Awaitable[None]], ...] = (
     its_listing_is_always_true,
     a_change_is_told_by_the_stamp,
     small_files_are_read_within_limits,
+    a_file_that_is_cut_is_told,
     every_range_is_read,
     files_of_every_size_are_kept,
     a_file_of_the_old_step_dir_is_taken_over,

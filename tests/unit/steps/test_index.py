@@ -26,7 +26,7 @@ def make_root(root: Path, count: int) -> None:
     manifest = decode((root / "0" / "ckpt.json").read_bytes(), where="0")
     for step in range(1, count):
         os.mkdir(root / str(step))
-        copy = manifest.model_copy(update={"step": step})
+        copy = manifest.model_copy(update={"step": step, "files": {}})
         (root / str(step) / "ckpt.json").write_bytes(encode(copy))
 
 
