@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Literal, NoReturn
 
+import msgspec
+
 from ckpt._format.manifest import Manifest
 from ckpt._runtime.futures import settled, settled_here
 from ckpt._runtime.tracebacks import outcome
@@ -58,8 +60,7 @@ class SaveStatistics:
 _EARLY = ("blocked", "waited", "staged", "written")
 
 
-@dataclass(slots=True)
-class Stopwatch:
+class Stopwatch(msgspec.Struct):
     """Takes the times of one save while it goes on.
 
     Attributes:
@@ -67,8 +68,8 @@ class Stopwatch:
         taken: What is known so far.
     """
 
-    began: float = field(default_factory=time.perf_counter)
-    taken: SaveStatistics = field(default_factory=SaveStatistics)
+    began: float = msgspec.field(default_factory=time.perf_counter)
+    taken: SaveStatistics = msgspec.field(default_factory=SaveStatistics)
 
     @property
     def elapsed(self) -> float:

@@ -11,10 +11,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeVar, TypeVarTuple
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 Ts = TypeVarTuple("Ts")
+
 T = TypeVar("T")
 
 logger = logging.getLogger("ckpt")
@@ -117,8 +121,7 @@ def timed(function: Callable[[*Ts], T], *args: *Ts) -> tuple[T, int, int]:
     return value, began, time.perf_counter_ns()
 
 
-@dataclass(frozen=True, slots=True)
-class EventRecorder:
+class EventRecorder(Struct, frozen=True):
     """Emits the events of one operation. Without observers it costs nothing measurable."""
 
     operation: str

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
+
+from msgspec.structs import replace
 
 from ckpt._arguments import instance_of
 from ckpt._commit import Commit, CommitHooks

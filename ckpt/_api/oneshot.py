@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import anyio
+from msgspec.structs import replace
 
 from ckpt._api.background import background_saves
 from ckpt._api.coroutines import awaited

@@ -7,7 +7,8 @@ import importlib.metadata
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ckpt._engine.memory.arena import Arena
 from ckpt._engine.memory.buffers import Buffers
@@ -33,8 +34,7 @@ def _versions() -> dict[str, str]:
     return dict(_known_versions())
 
 
-@dataclass(slots=True)
-class Engine:
+class Engine(Struct):
     """What all saves and restores of a manager share.
 
     Attributes:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckpt._format.digests import digest
 from ckpt._format.manifest import FileEntry, ItemEntry, Node
@@ -36,8 +37,7 @@ from ckpt.errors import CheckpointError
 _MOST_PROBLEMS = 20
 
 
-@dataclass(frozen=True, slots=True)
-class ItemPlan:
+class ItemPlan(Struct, frozen=True):
     """Everything about an item that does not depend on its values.
 
     Attributes:
@@ -69,8 +69,7 @@ class ItemPlan:
         return [new_data_file() for _ in self.save.batches]
 
 
-@dataclass(frozen=True, slots=True)
-class _PlanKey:
+class _PlanKey(Struct, frozen=True):
     """What a plan depends on besides the tree."""
 
     rules: FormatRules | None
@@ -80,8 +79,7 @@ class _PlanKey:
     usual: int | None
 
 
-@dataclass(slots=True)
-class _CachedPlan:
+class _CachedPlan(Struct):
     names: tuple[str, ...]
     nodes: tuple[Node, ...]
     specs: list[LeafSpec]
@@ -89,8 +87,7 @@ class _CachedPlan:
     plan: ItemPlan
 
 
-@dataclass(slots=True)
-class PlanCache:
+class PlanCache(Struct):
     """The last plan of every item. Used by one save at a time.
 
     Formats are looked up when a plan is made, so a function is asked once for a structure.
@@ -192,9 +189,9 @@ def _plan(structure: Structure, specs: Sequence[LeafSpec], key: _PlanKey) -> Ite
     stores_arrays = any(leaf.metadata is not None for leaf in save.leaves)
     index = plan.index_over({}) if group is None and stores_arrays and not save.is_encoded else None
     # The view depends on nothing that changes: the places of the chunks are left out.
-    blank: list[list[Any]] = [[] for _ in save.leaves]
+    blank = StoredChunks.blank(len(save.leaves))
     tree = PlannedTree(structure.nodes, save.leaves, structure.leaves)
-    item = fill_entry(ItemEntry(handler=""), tree, StoredChunks(blank, blank, blank, {}, []))
+    item = fill_entry(ItemEntry(handler=""), tree, blank)
     view = {
         path: (data, FileEntry(size=len(data), digest=digest(data)))
         for path, data in item_view(item).items()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.manifest import FileEntry, ItemEntry, LeafEntry
@@ -13,8 +14,7 @@ from ckpt._format.regions import Region, chunk_region
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkLocation:
+class ChunkLocation(Struct, frozen=True):
     """Where one chunk is.
 
     Attributes:
@@ -32,8 +32,7 @@ class ChunkLocation:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkSlice:
+class ChunkSlice(Struct, frozen=True):
     """Bytes of a chunk, as a small array with a corner that belongs to the stored array.
 
     Attributes:
@@ -47,8 +46,7 @@ class ChunkSlice:
     inside: Shape
 
 
-@dataclass(frozen=True, slots=True)
-class FileSegment:
+class FileSegment(Struct, frozen=True):
     """Bytes of a data file: a part of a chunk, or a gap between chunks.
 
     Attributes:

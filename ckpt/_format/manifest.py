@@ -1,9 +1,12 @@
 """`ckpt.json`: the manifest of a step, its models and its bytes.
 
-A step is committed if and only if its manifest is there and whole. The file is one JSON object; its
-last member is a checksum of every byte before it, so that a cut or changed manifest is recognized
-without parsing it, and any JSON tool can still read it. `docs/format.md` is the specification;
-readers ignore unknown fields and refuse unknown entries of `requires`.
+A step is committed if and only if its manifest is there and whole. The file is one JSON object in
+two parts. The *head* is what lists of steps are made of: it is small, has a checksum of its own,
+and says how long the rest is, so that it is read alone. The rest describes the items, whose leaves
+are columns (see `leaf_table`). The last member is a checksum of every byte before it, so that a cut
+or changed manifest is recognized without parsing it, and any JSON tool can still read it.
+`docs/format.md` is the specification; readers ignore unknown fields and refuse unknown entries of
+`requires`.
 
 This module needs neither jax nor tensorstore, so that tools can read manifests in a few
 milliseconds.
@@ -11,14 +14,46 @@ milliseconds.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-import pydantic
-from pydantic import BaseModel, ConfigDict, Field
-from pydantic import JsonValue as JsonValue
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct, field
 
 from ckpt._format.digests import digest
+from ckpt._format.leaf_table import LeafColumns, LeafEntry, LeafForm, LeafTable
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
+
+__all__ = [
+    "COMPRESSION",
+    "FILE_NAME",
+    "FOLDER",
+    "FORMAT_VERSION",
+    "HEAD_BYTES",
+    "MAX_BYTES",
+    "MAX_METADATA_DEPTH",
+    "OWN_DISKS",
+    "SUPPORTED_FEATURES",
+    "FileEntry",
+    "ItemEntry",
+    "JsonValue",
+    "LeafEntry",
+    "LeafForm",
+    "LeafTable",
+    "Manifest",
+    "Node",
+    "ShardingEntry",
+    "Summary",
+    "decode",
+    "decode_item",
+    "encode",
+    "encode_item",
+    "is_whole",
+    "peek",
+    "peek_files",
+    "sizes",
+]
 
 FILE_NAME = "ckpt.json"
 FORMAT_VERSION = 1
@@ -29,34 +64,36 @@ FOLDER = "folder"
 # Other processes have other chunks of the arrays, on disks of their own.
 OWN_DISKS = "own_disks"
 SUPPORTED_FEATURES: frozenset[str] = frozenset({COMPRESSION, FOLDER, OWN_DISKS})
-# A manifest takes about 250 bytes a leaf, so this is room for a million leaves; a larger file is
+# A manifest takes about 100 bytes a leaf, so this is room for two million leaves; a larger file is
 # refused before it is parsed.
 MAX_BYTES = 256 << 20
 
 # The JSON parser stops at about 200 levels; half of them are left to the structures around it.
 MAX_METADATA_DEPTH = 100
 
+_HEAD_KEY = b',"head":"xxh3_128:'
 _TRAILER_KEY = b',"checksum":"xxh3_128:'
 _TRAILER_END = b'"}\n'
 _HEX_DIGITS = 32
+# Enough for the heads of most steps, of up to 100 files.
+HEAD_BYTES = 16 << 10
 
+# What reading JSON that is not as it should be raises, depending on the version of msgspec.
+_INVALID = (msgspec.MsgspecError, ValueError, RecursionError)
 
-# Bounded, so that no number in a file can make a message endless or a date impossible.
-Version = Annotated[int, Field(gt=-(10**40), lt=10**40)]
-Step = Annotated[int, Field(ge=0, lt=10**19)]
-Size = Annotated[int, Field(ge=0, le=1 << 62)]
-UnixTime = Annotated[int, Field(ge=0, le=1 << 62)]
+JsonValue = Any
+# Bounded, so that no number in a file can make a date impossible.
+Size = Annotated[int, Meta(ge=0, le=1 << 62)]
+UnixTime = Annotated[int, Meta(ge=0, le=1 << 62)]
+Step = Annotated[int, Meta(ge=0)]
+_MOST_STEPS = 10**19
 # A name from a file: it must not point anywhere else.
-Folder = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
-Seconds = Annotated[float, Field(ge=0, lt=1e12)]
+Folder = Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")]
+Seconds = Annotated[float, Meta(ge=0, lt=1e12)]
 Metrics = dict[str, float | Literal["nan", "inf", "-inf"]]
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
-
-
-class Node(_Model):
+class Node(Struct, frozen=True, omit_defaults=True):
     """One inner node of an item's tree; node 0 is the root.
 
     Attributes:
@@ -73,14 +110,14 @@ class Node(_Model):
     """
 
     kind: str
-    keys: list[JsonValue] = Field(default_factory=list)
-    children: list[int] = Field(default_factory=list)
+    keys: list[JsonValue] = []
+    children: list[int] = []
     class_name: str | None = None
     static: JsonValue = None
-    unstored: list[str] = Field(default_factory=list)
+    unstored: list[str] = []
 
 
-class ShardingEntry(_Model):
+class ShardingEntry(Struct, frozen=True, omit_defaults=True):
     """How an array was placed on devices; enough to rebuild the sharding where they exist.
 
     Attributes:
@@ -97,64 +134,16 @@ class ShardingEntry(_Model):
 
     kind: str
     platform: str
-    device_ids: list[int] = Field(default_factory=list)
+    device_ids: list[int] = []
     memory_kind: str | None = None
-    axis_names: list[str] = Field(default_factory=list)
-    axis_sizes: list[int] = Field(default_factory=list)
-    axis_types: list[str] = Field(default_factory=list)
-    spec: list[str | list[str] | None] = Field(default_factory=list)
+    axis_names: list[str] = []
+    axis_sizes: list[int] = []
+    axis_types: list[str] = []
+    spec: list[str | list[str] | None] = []
     text: str | None = None
 
 
-class LeafEntry(_Model):
-    """One leaf.
-
-    Attributes:
-        name: The stored name (escaped leaf path); its keys in the database begin with `<name>/`.
-        kind: `jax`, `key` (a typed PRNG key, stored as its key data), `numpy`, `numpy_scalar`; a
-            scalar kept in `value`: `int`, `float`, `complex`, `bool`, `str`, `bytes`,
-            `numpy_str`, `numpy_bytes`; or `callable`, of which only the name is stored.
-        dtype: Logical dtype of an array leaf, e.g. `bfloat16`.
-        shape: Global shape of an array leaf.
-        chunks: Shape of one stored chunk; chunks tile the array from the origin.
-        digests: xxh3_128 of the logical bytes (C order, little endian) of every chunk, in C order
-            of the chunk grid. Of a chunk at the upper edge only the part inside the array counts.
-            Empty for a chunk that another process keeps on a disk of its own.
-        offsets: First byte of every chunk within its data file, in the order of `digests`.
-        files: Index into the item's `data_files` of every chunk's file; empty where all are in
-            the first.
-        codec: What every chunk is encoded with, `zstd` or `blosc`; None for nothing.
-        lengths: Bytes of every encoded chunk, in the order of `digests`; empty without a codec.
-        packed: Whether the array is a single chunk that holds exactly its bytes (a small leaf).
-        sharding: Index into the item's `shardings` (`jax` only).
-        committed: Whether a jax array was bound to its place; jax may move one that was not.
-        weak_type: Whether the array was weakly typed.
-        impl: Name of the implementation of a PRNG key.
-        same_as: Number of an earlier leaf that was the same array object; both have the same
-            chunks at the same places.
-        value: The value of a Python scalar (`int` and `float` as text, exactly; `bytes` base64).
-    """
-
-    name: str
-    kind: str
-    dtype: str | None = None
-    shape: list[int] = Field(default_factory=list)
-    chunks: list[int] = Field(default_factory=list)
-    digests: list[str] = Field(default_factory=list)
-    offsets: list[int] = Field(default_factory=list)
-    files: list[int] = Field(default_factory=list)
-    codec: str | None = None
-    lengths: list[int] = Field(default_factory=list)
-    packed: bool = False
-    sharding: int | None = None
-    committed: bool = True
-    weak_type: bool = False
-    impl: str | None = None
-    same_as: int | None = None
-    value: str | bool | None = None
-
-
-class ItemEntry(_Model):
+class ItemEntry(Struct, frozen=True):
     """One item: a named top-level object of the step.
 
     Attributes:
@@ -168,22 +157,22 @@ class ItemEntry(_Model):
     """
 
     handler: str
-    nodes: list[Node] = Field(default_factory=list)
-    leaves: list[LeafEntry] = Field(default_factory=list)
-    shardings: list[ShardingEntry] = Field(default_factory=list)
-    data_files: list[str] = Field(default_factory=list)
+    nodes: list[Node] = []
+    leaves: LeafTable = field(default_factory=LeafTable)
+    shardings: list[ShardingEntry] = []
+    data_files: list[str] = []
     nbytes: Size = 0
     data: JsonValue = None
 
 
-class FileEntry(_Model):
+class FileEntry(Struct, frozen=True):
     """Size in bytes and xxh3_128 of one file of the step."""
 
     size: Size
     digest: str
 
 
-class Manifest(_Model):
+class Manifest(Struct, frozen=True):
     """Everything there is to know of a step without reading an array byte.
 
     Attributes:
@@ -208,23 +197,23 @@ class Manifest(_Model):
         files: Every other file of the step, by path relative to it, or to `folder`.
     """
 
-    format: Literal["ckpt"]
-    version: Version
-    requires: list[str] = Field(default_factory=list)
-    step: Step | None
+    format: str
+    version: int
+    step: int | None
     attempt: str
-    folder: Folder = ""
     unnamed: bool
     items: dict[str, ItemEntry]
-    metrics: Metrics | None = None
-    metadata: JsonValue = None
-    created_ns: UnixTime
-    committed_ns: UnixTime
+    created_ns: int
+    committed_ns: int
     writer: dict[str, str]
     process_count: int
-    save: str = ""
-    statistics: dict[str, Seconds] = Field(default_factory=dict)
     files: dict[str, FileEntry]
+    requires: list[str] = []
+    folder: str = ""
+    metrics: Metrics | None = None
+    metadata: JsonValue = None
+    save: str = ""
+    statistics: dict[str, float] = {}
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -232,25 +221,25 @@ class Manifest(_Model):
         return _sizes(self.folder, self.files)
 
 
-class _Header(_Model):
-    """The part that decides whether the rest may be read at all."""
+class Summary(Struct, frozen=True, omit_defaults=True):
+    """What lists of steps are made of: the head of a manifest, with attributes of `Manifest`.
+
+    Attributes:
+        rest: How many bytes of the file follow the head.
+    """
 
     format: str
-    version: Version
-    requires: list[str] = Field(default_factory=list)
+    version: int
+    requires: list[str] = []
     step: Step | None = None
-
-
-class Summary(_Header):
-    """What lists of steps are made of. Attributes as in `Manifest`."""
-
     attempt: str = ""
     save: str = ""
     metrics: Metrics | None = None
     created_ns: UnixTime = 0
     committed_ns: UnixTime = 0
-    files: dict[str, FileEntry] = Field(default_factory=dict)
     folder: Folder = ""
+    files: dict[str, FileEntry] = {}
+    rest: Size = 0
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -258,7 +247,39 @@ class Summary(_Header):
         return _sizes(self.folder, self.files)
 
 
-def _sizes(folder: str, files: dict[str, FileEntry]) -> dict[str, int]:
+class _Version(Struct, frozen=True):
+    """The part that decides whether the rest may be read at all."""
+
+    format: str
+    version: int
+    requires: list[str] = []
+    step: Step | None = None
+
+
+class _Item(Struct, frozen=True, omit_defaults=True):
+    """An item as it is in the file."""
+
+    handler: str
+    nodes: list[Node] = []
+    leaves: LeafColumns | None = None
+    shardings: list[ShardingEntry] = []
+    data_files: list[str] = []
+    nbytes: Size = 0
+    data: JsonValue = None
+
+
+class _Rest(Struct, frozen=True, omit_defaults=True):
+    """What follows the head."""
+
+    unnamed: bool
+    items: dict[str, _Item]
+    writer: dict[str, str]
+    process_count: int
+    metadata: JsonValue = None
+    statistics: dict[str, Seconds] = {}
+
+
+def _sizes(folder: str, files: Mapping[str, FileEntry]) -> dict[str, int]:
     start = f"{folder}/" if folder else ""
     return {start + path: each.size for path, each in files.items()}
 
@@ -279,14 +300,86 @@ def encode(manifest: Manifest) -> bytes:
         raise InvalidArgumentError(
             f"the metadata is nested deeper than {MAX_METADATA_DEPTH} levels", step=manifest.step
         )
+    # Fields at their defaults are left out.
+    rest = _Rest(
+        manifest.unnamed,
+        {name: _written(item) for name, item in manifest.items.items()},
+        manifest.writer,
+        manifest.process_count,
+        manifest.metadata,
+        manifest.statistics,
+    )
     try:
-        # Fields at their defaults are left out: for thousands of small leaves that halves the file.
-        body = manifest.model_dump_json(exclude_defaults=True).encode()[:-1]
-    except (ValueError, RecursionError) as error:
+        tail = msgspec.json.encode(rest)[1:-1]
+        head = Summary(
+            manifest.format,
+            manifest.version,
+            manifest.requires,
+            manifest.step,
+            manifest.attempt,
+            manifest.save,
+            manifest.metrics,
+            manifest.created_ns,
+            manifest.committed_ns,
+            manifest.folder,
+            manifest.files,
+            # The comma before it, and the trailer after it.
+            1 + len(tail) + len(_TRAILER_KEY) + _HEX_DIGITS + len(_TRAILER_END),
+        )
+        front = msgspec.json.encode(head)[:-1]
+    except (ValueError, TypeError, RecursionError) as error:
         raise InvalidArgumentError(
             f"the step cannot be described in JSON: {error!s:.200}", step=manifest.step
         ) from error
-    return body + _TRAILER_KEY + digest(body).encode() + _TRAILER_END
+    body = b"".join((front, _HEAD_KEY, digest(front).encode(), b'",', tail))
+    return b"".join((body, _TRAILER_KEY, digest(body).encode(), _TRAILER_END))
+
+
+def _written(item: ItemEntry) -> _Item:
+    leaves = item.leaves.columns() if len(item.leaves) else None
+    return _Item(
+        item.handler, item.nodes, leaves, item.shardings, item.data_files, item.nbytes, item.data
+    )
+
+
+def _read(item: _Item) -> ItemEntry:
+    leaves = LeafTable() if item.leaves is None else LeafTable.read(item.leaves)
+    return ItemEntry(
+        item.handler, item.nodes, leaves, item.shardings, item.data_files, item.nbytes, item.data
+    )
+
+
+def encode_item(item: ItemEntry) -> bytes:
+    """Return the bytes of one item of a manifest.
+
+    Raises:
+        ValueError: A text in it cannot be written as JSON.
+
+    Example:
+        ```python
+        item = manifest.items["default"]
+        assert ckpt.manifest.decode_item(ckpt.manifest.encode_item(item)) == item
+        ```
+    """
+    return msgspec.json.encode(_written(item))
+
+
+def decode_item(data: bytes) -> ItemEntry:
+    """Return the item whose bytes are `data`; see `encode_item`.
+
+    Raises:
+        ValueError: They are not an item.
+
+    Example:
+        ```python
+        item = manifest.items["default"]
+        assert ckpt.manifest.decode_item(ckpt.manifest.encode_item(item)) == item
+        ```
+    """
+    try:
+        return _read(msgspec.json.decode(data, type=_Item))
+    except _INVALID as error:
+        raise ValueError(f"not an item of a manifest: {error!s:.300}") from error
 
 
 def sizes(manifest: Manifest, encoded: bytes) -> dict[str, int]:
@@ -311,10 +404,16 @@ def is_whole(data: bytes) -> bool:
     return data.endswith(_TRAILER_KEY + found + _TRAILER_END)
 
 
-def peek(data: bytes) -> Summary | None:
-    """Return the summary of a `ckpt.json`; None if it is not whole or not a manifest.
+def peek(data: bytes, size: int | None = None) -> Summary | None:
+    """Return the summary of a `ckpt.json`; None if it is cut, or not a manifest.
 
-    A manifest of a later format has one, too, though this library cannot read the rest.
+    Only the head is looked at, and whether the file is as long as it says. What was changed in the
+    rest is found by those that read it. A manifest of a later format has a summary, too, though
+    this library cannot read the rest.
+
+    Args:
+        data: The file, or its beginning (`HEAD_BYTES` are enough for most).
+        size: Bytes of the whole file, if `data` is only its beginning.
 
     Example:
         ```python
@@ -322,17 +421,43 @@ def peek(data: bytes) -> Summary | None:
         assert summary is not None and summary.step == 100
         ```
     """
-    if not is_whole(data):
+    total = len(data) if size is None else size
+    head, end = _split(data)
+    if head is None:
+        # A later format may have another head.
+        found = _version(data) if total == len(data) and is_whole(data) else None
+    else:
+        try:
+            summary = msgspec.json.decode(head, type=Summary)
+        except _INVALID:
+            found = _version(head)
+        else:
+            return summary if total == end + summary.rest and _is_step(summary.step) else None
+    if found is None or not _is_step(found.step):
         return None
+    return Summary(format=found.format, version=found.version, step=found.step)
+
+
+def _split(data: bytes) -> tuple[bytes | None, int]:
+    """Return the head of a manifest as JSON, and where it ends; None if it is not whole."""
+    # Within a text of JSON, quotation marks are escaped, so this is the member.
+    at = data.find(_HEAD_KEY)
+    end = at + len(_HEAD_KEY) + _HEX_DIGITS
+    front = memoryview(data)[: max(at, 0)]
+    if at < 0 or data[end - _HEX_DIGITS : end + 1] != digest(front).encode() + b'"':
+        return None, 0
+    return bytes(front) + b"}", end + 1
+
+
+def _version(data: bytes) -> _Version | None:
     try:
-        return Summary.model_validate_json(data)
-    except pydantic.ValidationError:
-        pass
-    try:
-        header = _Header.model_validate_json(data)
-    except pydantic.ValidationError:
+        return msgspec.json.decode(data, type=_Version)
+    except _INVALID:
         return None
-    return Summary(format=header.format, version=header.version, step=header.step)
+
+
+def _is_step(step: int | None) -> bool:
+    return step is None or step < _MOST_STEPS
 
 
 def peek_files(data: bytes) -> frozenset[str] | None:
@@ -370,39 +495,86 @@ def decode(data: bytes, *, where: str) -> Manifest:
             f"{where}: the manifest is cut short or was changed after it was written "
             f"({len(data)} bytes; its checksum does not fit). Restore another step."
         )
+    head, end = _split(data)
+    if head is None:
+        raise _not_ours(data, where, "it has no head")
     try:
-        manifest = Manifest.model_validate_json(data)
+        front = msgspec.json.decode(head, type=Summary)
+        is_ours = front.format == "ckpt" and front.version == FORMAT_VERSION
+        if not is_ours or not SUPPORTED_FEATURES.issuperset(front.requires):
+            raise _not_ours(head, where, "")
+        if not _is_step(front.step) or len(data) != end + front.rest:
+            raise ValueError("its head contradicts it")
+        rest = msgspec.json.decode(b"{" + data[end + 1 :], type=_Rest)
+        items = {name: _read(item) for name, item in rest.items.items()}
+        if OWN_DISKS not in front.requires:
+            _check_places(items)
     except MemoryError as error:
         raise CorruptCheckpointError(
             f"{where}: the manifest has {len(data)} bytes, and there is not enough memory for it"
         ) from error
-    except pydantic.ValidationError as error:
+    except _INVALID as error:
         # What is invalid for this version may be valid in a later one.
-        _refuse_later_formats(data, where)
-        raise CorruptCheckpointError(f"{where}: not a valid manifest: {_summary(error)}") from error
-    if manifest.version != FORMAT_VERSION or not SUPPORTED_FEATURES.issuperset(manifest.requires):
-        _refuse_later_formats(data, where)
-    return manifest
+        raise _not_ours(head, where, f"{error!s:.300}") from error
+    return Manifest(
+        format=front.format,
+        version=front.version,
+        requires=front.requires,
+        step=front.step,
+        attempt=front.attempt,
+        folder=front.folder,
+        unnamed=rest.unnamed,
+        items=items,
+        metrics=front.metrics,
+        metadata=rest.metadata,
+        created_ns=front.created_ns,
+        committed_ns=front.committed_ns,
+        writer=rest.writer,
+        process_count=rest.process_count,
+        save=front.save,
+        statistics=rest.statistics,
+        files=front.files,
+    )
 
 
-def _refuse_later_formats(data: bytes, where: str) -> None:
-    try:
-        header = _Header.model_validate_json(data)
-    except pydantic.ValidationError as error:
-        raise CorruptCheckpointError(f"{where}: not a manifest: {_summary(error)}") from error
-    unknown = sorted(set(header.requires) - SUPPORTED_FEATURES)
-    if header.format != "ckpt" or header.version != FORMAT_VERSION or unknown:
+def _check_places(items: Mapping[str, ItemEntry]) -> None:
+    """Check that every chunk of a step that is in one place has an offset.
+
+    Raises:
+        ValueError: One has none.
+    """
+    for name, item in items.items():
+        table = item.leaves
+        absent = np.flatnonzero(table.offsets < 0)
+        if len(absent):
+            number = int(np.searchsorted(table.firsts, absent[0], side="right")) - 1
+            raise ValueError(
+                f"it does not say where the chunks of {table.names[number]!r:.200} of the item "
+                f"{name!r:.200} are"
+            )
+
+
+def _not_ours(data: bytes, where: str, reason: str) -> CorruptCheckpointError:
+    """Return the error for a manifest that is not of this version, or invalid for `reason`.
+
+    Raises:
+        UnsupportedFormatError: It is of a later format.
+    """
+    found = _version(data)
+    if found is None:
+        return CorruptCheckpointError(f"{where}: not a manifest: {reason}")
+    unknown = sorted(set(found.requires) - SUPPORTED_FEATURES)
+    if found.format != "ckpt" or found.version != FORMAT_VERSION or unknown:
         raise UnsupportedFormatError(
-            f"{where}: format {header.format!r:.40} version {header.version}"
+            f"{where}: format {found.format!r:.40} version {_short(found.version)}"
             + (f" needing {len(unknown)} features such as {unknown[0]!r:.60}" if unknown else "")
             + f"; this library reads 'ckpt' version {FORMAT_VERSION}. Update the library."
         )
+    return CorruptCheckpointError(f"{where}: not a valid manifest: {reason}")
 
 
-def _summary(error: pydantic.ValidationError) -> str:
-    first = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(f"{part!s:.60}" for part in first["loc"][:8]) or "document"
-    return f"{place}: {first['msg']:.300} ({error.error_count()} in all)"
+def _short(number: int) -> str:
+    return str(number) if abs(number) < _MOST_STEPS else "beyond all numbers"
 
 
 def _deeper_than(value: JsonValue, depth: int) -> bool:

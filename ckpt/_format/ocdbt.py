@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import google_crc32c
 
 # The format's own limit; TensorStore refuses a node with a longer key.
+from msgspec import Struct
+
 MAX_KEY_BYTES = 65_535
 _MANIFEST_MAGIC = 0x0CDB3A2A
 _NODE_MAGIC = 0x0CDB20DE
@@ -33,8 +34,7 @@ _NODE_ENTRIES = 8192
 _NODE_INLINE_BYTES = 2 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class KeyValue:
+class KeyValue(Struct, frozen=True):
     """One key of a database.
 
     Attributes:
@@ -52,8 +52,7 @@ class KeyValue:
     length: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Database:
+class Database(Struct, frozen=True):
     """The bytes that make data files a database.
 
     Attributes:
@@ -65,8 +64,7 @@ class Database:
     manifest: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Node:
+class _Node(Struct, frozen=True):
     """A tree node: what comes before the names of its data files, and after them.
 
     Attributes:
@@ -84,8 +82,7 @@ class _Node:
     indirect: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
+class _Placed(Struct, frozen=True):
     """A node in the tree's file; `tree_bytes` are those of all nodes from it down."""
 
     node: _Node

@@ -6,16 +6,15 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import jax
+from msgspec import Struct
 
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(Struct, frozen=True):
     """A box within an array: `offset` of its first corner and its `shape`."""
 
     offset: Shape

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
+from msgspec import Struct
 
 from ckpt._arguments import invalid, one_of
 from ckpt._format.dtypes import DTYPES, storable_dtype
@@ -132,8 +133,7 @@ class Adapt:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(Struct, frozen=True):
     """The arrays that an item can be restored from.
 
     Attributes:

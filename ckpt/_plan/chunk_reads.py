@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.manifest import LeafEntry
@@ -36,8 +37,7 @@ _Places = dict[tuple[int, ...], list["Use"]]
 
 # Not frozen, nor is `ChunkRead`: there may be a hundred thousand, and frozen ones take three times
 # as long to make.
-@dataclass(slots=True, eq=False)
-class Use:
+class Use(Struct, eq=False):
     """Which box of a stored chunk goes where.
 
     Attributes:
@@ -53,8 +53,7 @@ class Use:
     target: Region
 
 
-@dataclass(slots=True, eq=False)
-class ChunkRead:
+class ChunkRead(Struct, eq=False):
     """One stored chunk to read.
 
     Attributes:
@@ -82,8 +81,7 @@ class ChunkRead:
         return self.leaf.codec is None and self.end - self.start == self.nbytes
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ByteRange:
+class ByteRange(Struct, frozen=True, order=True):
     """Bytes of a data file.
 
     Attributes:
@@ -101,8 +99,7 @@ class ByteRange:
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRequest:
+class ReadRequest(Struct, frozen=True):
     """What is read at once.
 
     Attributes:

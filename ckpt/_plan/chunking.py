@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckpt._format.array_format import ArrayFormat, Compression
 from ckpt._format.dtypes import DTYPES
@@ -42,8 +43,7 @@ METADATA_KEY = "zarr.json"
 _NO_FORMAT = ArrayFormat()
 
 
-@dataclass(frozen=True, slots=True)
-class LeafPlan:
+class LeafPlan(Struct, frozen=True):
     """Where one leaf goes.
 
     Attributes:
@@ -65,8 +65,7 @@ class LeafPlan:
     compression: Compression | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """Most bytes of a batch, of a batch to be encoded, and of a chunk that cannot be smaller."""
 
     batch: int

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import jax
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckpt._arguments import invalid, shown
 from ckpt._format.array_format import ArrayFormat, cast_refusal
@@ -24,8 +25,7 @@ Formats = (
 _FORMATTED_KINDS = frozenset({"jax", "numpy", "numpy_scalar"})
 
 
-@dataclass(frozen=True, slots=True)
-class Formatted:
+class Formatted(Struct, frozen=True):
     """The leaves of an item with their formats.
 
     Attributes:
@@ -39,8 +39,7 @@ class Formatted:
     used: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class FormatRules:
+class FormatRules(Struct, frozen=True):
     """Formats, checked: patterns in their order, or a function."""
 
     patterns: tuple[tuple[Pattern, ArrayFormat], ...]

@@ -8,22 +8,22 @@ and the database of the item are made of the result, so they say the same howeve
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckpt._format.dtypes import DTYPES
-from ckpt._format.manifest import ItemEntry, LeafEntry, Node, ShardingEntry
+from ckpt._format.manifest import ItemEntry, LeafForm, LeafTable, Node, ShardingEntry
 from ckpt._format.ocdbt import KeyValue
 from ckpt._format.shardings import describe_sharding
 from ckpt._plan.chunking import METADATA_KEY, LeafPlan, has_chunks
 from ckpt._plan.ownership import holders_of
 from ckpt._plan.write_batches import FileSpans, WriteBatch
-from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, SCALAR_KINDS, encode_scalar
+from ckpt._tree.leaf_specs import ARRAY_KINDS, SCALAR_KINDS, encode_scalar
 from ckpt.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]
@@ -34,8 +34,7 @@ ROW = np.dtype(
 DIGEST_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedTree:
+class PlannedTree(Struct, frozen=True):
     """A tree with a plan for every leaf.
 
     Attributes:
@@ -50,8 +49,7 @@ class PlannedTree:
     values: Sequence[Any]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ItemReport:
+class ItemReport(Struct, frozen=True, eq=False):
     """What one writer has written of an item.
 
     Attributes:
@@ -66,23 +64,30 @@ class ItemReport:
     digests: Array
 
 
-@dataclass(frozen=True, slots=True)
-class StoredChunks:
+class StoredChunks(Struct, frozen=True):
     """Where the chunks of all leaves are, by leaf and in C order of the chunk grid.
 
     Attributes:
-        digests: Their digests; empty text for a chunk that is on the disk of another process.
-        offsets: First byte of each within its data file.
+        firsts: Number of every leaf's first chunk, and at last how many chunks there are.
+        digests: Digest of every chunk, one after the other.
+        offsets: First byte of each within its data file; -1 for one on the disk of another process.
         files: Number of the data file.
-        lengths: Bytes of every chunk, of leaves whose chunks are encoded.
+        lengths: Bytes of each that is encoded; 0 for a plain one.
         data_files: Paths of the data files, relative to the item.
     """
 
-    digests: Sequence[list[str]]
-    offsets: Sequence[list[int]]
-    files: Sequence[list[int]]
-    lengths: Mapping[int, list[int]]
+    firsts: Array
+    digests: bytes
+    offsets: Array
+    files: Array
+    lengths: Array
     data_files: list[str]
+
+    @staticmethod
+    def blank(leaves: int) -> StoredChunks:
+        """Return what stands for the chunks of some leaves where they do not matter."""
+        none = np.zeros(0, np.int64)
+        return StoredChunks(np.zeros(leaves + 1, np.int64), b"", none, none, none, [])
 
 
 def report_chunks(
@@ -142,26 +147,15 @@ def merge_reports(
     if wrong.any():
         raise _not_once(leaves, firsts, int(np.argmax(wrong)), places, starts)
     writers = np.repeat(np.arange(len(reports)), np.diff(starts))
-    offsets, lengths, files = (np.zeros(firsts[-1], np.int64) for _ in range(3))
+    lengths, files = np.zeros(firsts[-1], np.int64), np.zeros(firsts[-1], np.int64)
+    offsets = np.full(firsts[-1], -1, np.int64)
     offsets[places] = rows["offset"]
     lengths[places] = rows["length"]
     files[places] = rows["file"] + first_files[writers]
     digests = np.zeros((firsts[-1], DIGEST_BYTES), np.uint8)
     digests[places] = np.concatenate([report.digests for report in reports])
-    text = digests.tobytes().hex()
-    every = [text[start : start + 32] for start in range(0, len(text), 32)]
-    for missing in np.flatnonzero(times == 0).tolist():
-        every[missing] = ""
-    ranges = [slice(*pair) for pair in pairwise(firsts.tolist())]
-    encoded = [number for number, leaf in enumerate(leaves) if leaf.compression is not None]
-    every_offset, every_file = offsets.tolist(), files.tolist()
-    return StoredChunks(
-        [every[part] for part in ranges],
-        [every_offset[part] for part in ranges],
-        [every_file[part] for part in ranges],
-        {n: lengths[ranges[n]].tolist() for n in encoded if lengths[ranges[n]].any()},
-        [path for report in reports for path in report.files],
-    )
+    data_files = [path for report in reports for path in report.files]
+    return StoredChunks(firsts, digests.tobytes(), offsets, files, lengths, data_files)
 
 
 def _check_rows(
@@ -220,61 +214,67 @@ def fill_entry(entry: ItemEntry, tree: PlannedTree, stored: StoredChunks) -> Ite
         tree: The tree.
         stored: Where its chunks are.
     """
-    leaves, shardings = _leaf_entries(tree, stored)
+    leaves, shardings = _leaf_table(tree, stored)
     arrays = [each.spec for each in tree.leaves if each.spec.kind in ARRAY_KINDS]
-    return entry.model_copy(
-        update={
-            "nodes": list(tree.nodes),
-            "leaves": leaves,
-            "shardings": shardings,
-            "data_files": stored.data_files,
-            "nbytes": entry.nbytes + sum(spec.nbytes for spec in arrays if spec.same_as is None),
-        }
+    return replace(
+        entry,
+        nodes=list(tree.nodes),
+        leaves=leaves,
+        shardings=shardings,
+        data_files=stored.data_files,
+        nbytes=entry.nbytes + sum(spec.nbytes for spec in arrays if spec.same_as is None),
     )
 
 
-def _leaf_entries(
-    tree: PlannedTree, stored: StoredChunks
-) -> tuple[list[LeafEntry], list[ShardingEntry]]:
-    numbers: dict[jax.sharding.Sharding, int] = {}
+def _leaf_table(tree: PlannedTree, stored: StoredChunks) -> tuple[LeafTable, list[ShardingEntry]]:
+    shardings: dict[jax.sharding.Sharding, int] = {}
     # Hashing a sharding is slow, and thousands of leaves share a few.
     known: dict[int, int] = {}
-    entries = []
+    forms: dict[LeafForm, int] = {}
+    form: list[int] = []
+    same_as: dict[int, int] = {}
+    values: dict[int, str | bool | None] = {}
+    counts = np.diff(stored.firsts).tolist()
     for number, (leaf, value) in enumerate(zip(tree.leaves, tree.values, strict=True)):
         spec = leaf.spec
-        if spec.kind in SCALAR_KINDS:
-            text = encode_scalar(spec.kind, value)
-            entries.append(LeafEntry(name=leaf.name, kind=spec.kind, value=text))
+        if spec.kind not in ARRAY_KINDS:
+            is_scalar = spec.kind in SCALAR_KINDS
+            values[number] = encode_scalar(spec.kind, value) if is_scalar else _function_name(value)
+            form.append(forms.setdefault(LeafForm(spec.kind), len(forms)))
             continue
-        if spec.kind == CALLABLE:
-            entries.append(LeafEntry(name=leaf.name, kind=spec.kind, value=_function_name(value)))
-            continue
-        chunks = number if spec.same_as is None else spec.same_as
         sharding = known.get(id(spec.sharding))
         if sharding is None and spec.sharding is not None:
-            sharding = numbers.setdefault(spec.sharding, len(numbers))
+            sharding = shardings.setdefault(spec.sharding, len(shardings))
             known[id(spec.sharding)] = sharding
-        entries.append(
-            LeafEntry(
-                name=leaf.name,
-                kind=spec.kind,
-                dtype=spec.dtype,
-                shape=list(spec.shape),
-                chunks=list(leaf.chunk),
-                digests=stored.digests[chunks],
-                offsets=stored.offsets[chunks],
-                files=stored.files[chunks] if any(stored.files[chunks]) else [],
-                codec=None if leaf.compression is None else leaf.compression.name,
-                lengths=stored.lengths.get(chunks, []),
-                packed=leaf.packed,
-                sharding=sharding,
-                committed=spec.committed,
-                weak_type=spec.weak_type,
-                impl=spec.impl,
-                same_as=spec.same_as,
-            )
+        source = number
+        if spec.same_as is not None:
+            source = same_as[number] = spec.same_as
+        made = LeafForm(
+            kind=spec.kind,
+            dtype=spec.dtype,
+            shape=spec.shape,
+            chunks=leaf.chunk,
+            count=counts[source],
+            codec=None if leaf.compression is None else leaf.compression.name,
+            packed=leaf.packed,
+            sharding=sharding,
+            committed=spec.committed,
+            weak_type=spec.weak_type,
+            impl=spec.impl,
         )
-    return entries, [describe_sharding(sharding) for sharding in numbers]
+        form.append(forms.setdefault(made, len(forms)))
+    digests = stored.digests
+    offsets, files, lengths = stored.offsets, stored.files, stored.lengths
+    if values and stored.firsts[-1]:
+        # Scalars are stored as arrays, too, but for other readers.
+        are_arrays = np.ones(len(form), np.bool_)
+        are_arrays[list(values)] = False
+        kept = np.repeat(are_arrays, counts)
+        digests = np.frombuffer(digests, f"V{DIGEST_BYTES}")[kept].tobytes()
+        offsets, files, lengths = offsets[kept], files[kept], lengths[kept]
+    names = [leaf.name for leaf in tree.leaves]
+    table = LeafTable(names, list(forms), form, digests, offsets, files, lengths, same_as, values)
+    return table, [describe_sharding(sharding) for sharding in shardings]
 
 
 def _function_name(function: Any) -> str:
@@ -284,19 +284,19 @@ def _function_name(function: Any) -> str:
 
 def key_values(leaves: Sequence[LeafPlan], stored: StoredChunks) -> Iterator[KeyValue]:
     """Yield the keys of the item's database; leaves that are one array have the same chunks."""
+    firsts, offsets = stored.firsts.tolist(), stored.offsets.tolist()
+    files, lengths = stored.files.tolist(), stored.lengths.tolist()
     for number, leaf in enumerate(leaves):
         if leaf.metadata is None:
             continue
         yield KeyValue(f"{leaf.name}/{METADATA_KEY}".encode(), leaf.metadata)
         source = number if leaf.spec.same_as is None else leaf.spec.same_as
-        offsets, files = stored.offsets[source], stored.files[source]
-        if not offsets:
+        chunks = range(firsts[source], firsts[source + 1])
+        if not chunks:
             continue
         length = math.prod(leaf.chunk) * DTYPES[leaf.spec.dtype or ""].itemsize
-        lengths = stored.lengths.get(source) or [length] * len(offsets)
-        keys = _chunk_keys(leaf)
-        for key, file, offset, nbytes in zip(keys, files, offsets, lengths, strict=True):
-            yield KeyValue(key, None, file, offset, nbytes)
+        for key, chunk in zip(_chunk_keys(leaf), chunks, strict=True):
+            yield KeyValue(key, None, files[chunk], offsets[chunk], lengths[chunk] or length)
 
 
 def _chunk_keys(leaf: LeafPlan) -> list[bytes]:

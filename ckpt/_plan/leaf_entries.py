@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
+from typing import Any
+
+import numpy as np
 
 from ckpt._format.array_format import CODECS
 from ckpt._format.dtypes import parse_dtype
-from ckpt._format.manifest import ItemEntry, LeafEntry
+from ckpt._format.manifest import ItemEntry, LeafForm, LeafTable
 from ckpt._format.regions import chunk_grid
 from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, SCALAR_KINDS, decode_scalar
 from ckpt.errors import CorruptCheckpointError
+
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 # numpy's limit of dimensions; those of zarr and jax are not lower.
 _MAX_RANK = 64
@@ -31,107 +39,102 @@ def check_leaves(item: ItemEntry) -> None:
     wrong = next((path for path in item.data_files if not _DATA_FILE.match(path)), None)
     if wrong is not None:
         raise CorruptCheckpointError(f"{wrong!r:.120} cannot be the name of a data file")
-    seen: set[str] = set()
-    # Thousands of leaves share a few shapes.
-    possible: set[tuple[object, ...]] = set()
-    for number, entry in enumerate(item.leaves):
-        if entry.name in seen:
-            raise CorruptCheckpointError("two leaves are stored under one name", leaf=entry.name)
-        seen.add(entry.name)
-        if entry.kind in SCALAR_KINDS:
-            decode_scalar(entry)
-            continue
-        if entry.kind == CALLABLE:
-            continue
-        if entry.kind not in ARRAY_KINDS:
-            raise CorruptCheckpointError(
-                f"a leaf of the unknown kind {entry.kind!r:.60}", leaf=entry.name
-            )
-        count = len(entry.digests)
-        is_key = entry.kind == "key"
-        if is_key != (entry.impl is not None) or (is_key and not entry.shape):
-            raise CorruptCheckpointError(
-                "a PRNG key needs an implementation and data of at least one dimension",
-                leaf=entry.name,
-            )
-        form = (entry.dtype, *entry.shape, None, *entry.chunks, count, entry.packed)
-        if form not in possible:
-            if not _is_possible(entry, parse_dtype(entry.dtype).itemsize):
-                raise _contradiction(entry)
-            possible.add(form)
-        if not entry.offsets and any(entry.digests):
-            raise CorruptCheckpointError(
-                "the manifest does not say where its chunks are: it has no `offsets`. It was "
-                "damaged, or written by a version of this library that was never released",
-                leaf=entry.name,
-            )
-        if not _is_placed(entry, len(item.shardings), len(item.data_files)):
-            raise _contradiction(entry)
-        if (entry.codec is not None or entry.lengths) and not _is_encoded(entry):
-            raise CorruptCheckpointError(
-                f"codec {entry.codec!r:.40} and {len(entry.lengths)} lengths do not fit "
-                f"{len(entry.digests)} chunks",
-                leaf=entry.name,
-            )
-        if entry.same_as is not None:
-            _check_same(item, number, entry.same_as)
+    table = item.leaves
+    if len(set(table.names)) < len(table):
+        raise CorruptCheckpointError("two leaves are stored under one name", leaf=_twice(table))
+    for number, form in enumerate(table.forms):
+        reason = _reason_against(form, len(item.shardings))
+        if reason is not None:
+            raise CorruptCheckpointError(reason, leaf=_first_of(table, table.form == number))
+    codecs = np.array([form.codec is not None for form in table.forms] or [False])
+    chunks = np.array([_most_bytes(form) for form in table.forms] or [0], np.float64)
+    owners = np.repeat(np.arange(len(table)), np.diff(table.firsts))
+    _check_chunks(item, codecs[table.form][owners], chunks[table.form][owners], owners)
+    for number in np.flatnonzero(_are_scalars(table)[table.form]).tolist():
+        decode_scalar(table[number])
 
 
-def _check_same(item: ItemEntry, number: int, same_as: int) -> None:
-    entry = item.leaves[number]
-    first = item.leaves[same_as] if 0 <= same_as < number else None
-    if first is None or entry != first.model_copy(update={"name": entry.name, "same_as": same_as}):
+def _check_chunks(item: ItemEntry, encoded: Flags, most: Floats, owners: Integers) -> None:
+    """Check the places of all chunks.
+
+    Args:
+        item: The item.
+        encoded: For every chunk whether it is encoded.
+        most: How many bytes it may have at most if it is.
+        owners: The number of its leaf.
+    """
+    table = item.leaves
+    offsets, files, lengths = table.offsets, table.files, table.lengths
+    present = offsets >= 0
+    right = (offsets >= -1) & (offsets <= _MAX_OFFSET)
+    if len(files):
+        right &= files < len(item.data_files)
+    else:
+        right &= ~present | bool(item.data_files)
+    if len(lengths):
+        right &= np.where(encoded & present, (lengths > 0) & (lengths <= most), lengths == 0)
+    else:
+        right &= ~(encoded & present)
+    if not right.all():
+        leaf = table[int(owners[int(np.argmin(right))])]
         raise CorruptCheckpointError(
-            f"it cannot be the same array as leaf {same_as}", leaf=entry.name
+            f"{len(leaf.digests)} chunks at {list(leaf.offsets[:8])} in the files "
+            f"{list(leaf.files[:8])} of {len(item.data_files)}, codec {leaf.codec!r:.40} and "
+            f"lengths {list(leaf.lengths[:8])} do not fit each other",
+            leaf=leaf.name,
         )
 
 
-def _is_possible(entry: LeafEntry, itemsize: int) -> bool:
-    """Tell whether shape, chunks and number of digests agree, and such an array can exist."""
-    shape, chunk = entry.shape, entry.chunks
-    count = len(entry.digests)
+def _first_of(table: LeafTable, chosen: Flags) -> str | None:
+    found = np.flatnonzero(chosen)
+    return table.names[int(found[0])] if len(found) else None
+
+
+def _twice(table: LeafTable) -> str:
+    return next(name for name, count in Counter(table.names).items() if count > 1)
+
+
+def _are_scalars(table: LeafTable) -> Flags:
+    return np.array([form.kind in SCALAR_KINDS for form in table.forms] or [False])
+
+
+def _reason_against(form: LeafForm, shardings: int) -> str | None:
+    """Return why no leaf can have a form, or None."""
+    if form.kind in SCALAR_KINDS or form.kind == CALLABLE:
+        return f"a leaf of the kind {form.kind} has chunks" if form.count else None
+    if form.kind not in ARRAY_KINDS:
+        return f"a leaf of the unknown kind {form.kind!r:.60}"
+    is_key = form.kind == "key"
+    if is_key != (form.impl is not None) or (is_key and not form.shape):
+        return "a PRNG key needs an implementation and data of at least one dimension"
+    if not _is_possible(form, parse_dtype(form.dtype).itemsize):
+        return (
+            f"shape {list(form.shape[:8])}, chunks {list(form.chunks[:8])} and {form.count} chunks "
+            "do not fit each other"
+        )
+    if form.sharding is not None and not 0 <= form.sharding < shardings:
+        return f"it is of sharding {form.sharding!s:.20}, and there are {shardings}"
+    if form.codec is not None and (form.codec not in CODECS or form.packed):
+        return f"codec {form.codec!r:.40} is unknown, or has no place for an array of one chunk"
+    return None
+
+
+def _is_possible(form: LeafForm, itemsize: int) -> bool:
+    """Tell whether shape, chunks and their number agree, and such an array can exist."""
+    shape, chunk, count = form.shape, form.chunks, form.count
     return (
         len(shape) == len(chunk) <= _MAX_RANK
-        and all(0 <= n <= _MAX_LENGTH for n in shape)
+        and all(n <= _MAX_LENGTH for n in shape)
         and all(1 <= c <= max(n, 1) for c, n in zip(chunk, shape, strict=True))
         and math.prod(max(n, 1) for n in shape) * itemsize <= _MAX_OFFSET
         and math.prod(chunk_grid(shape, chunk)) == count
-        and (not entry.packed or count <= 1)
+        and (not form.packed or count <= 1)
     )
 
 
-def _is_placed(entry: LeafEntry, shardings: int, files: int) -> bool:
-    """Tell whether what an entry refers to exists, and every chunk on this disk has a place."""
-    offsets, numbers = entry.offsets, entry.files
-    count = len(entry.digests)
-    if entry.sharding is not None and not 0 <= entry.sharding < shardings:
-        return False
-    if not offsets:
-        return not numbers
-    return (
-        len(offsets) == count
-        and min(offsets) >= 0
-        and max(offsets) <= _MAX_OFFSET
-        and files > 0
-        and (not numbers or (len(numbers) == count and 0 <= min(numbers) <= max(numbers) < files))
-    )
-
-
-def _is_encoded(entry: LeafEntry) -> bool:
-    """Tell whether chunks can be encoded as an entry says; this bounds what is read for one."""
-    count = len(entry.digests)
-    stored = math.prod(entry.chunks) * parse_dtype(entry.dtype).itemsize
-    return (
-        entry.codec in CODECS
-        and not entry.packed
-        and len(entry.offsets) == len(entry.lengths) == count
-        and all(0 < length <= _MOST_GROWTH + 2 * stored for length in entry.lengths)
-    )
-
-
-def _contradiction(entry: LeafEntry) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"shape {entry.shape[:8]}, chunks {entry.chunks[:8]}, {len(entry.digests)} digests, "
-        f"{len(entry.offsets)} offsets and sharding {entry.sharding} do not fit each other",
-        leaf=entry.name,
-    )
+def _most_bytes(form: LeafForm) -> float:
+    """Return how many bytes an encoded chunk may have; this bounds what is read for one."""
+    # What other forms say of their chunks was not looked at: it may be any numbers.
+    if form.codec is None or form.kind not in ARRAY_KINDS:
+        return 0
+    return float(_MOST_GROWTH + 2 * math.prod(form.chunks) * parse_dtype(form.dtype).itemsize)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckpt._format.dtypes import DTYPES
 from ckpt._format.manifest import ItemEntry
@@ -46,8 +47,7 @@ _MOST_HINTS = 20
 _Likeness = tuple[object, ...]
 
 
-@dataclass(slots=True)
-class Match:
+class Match(Struct):
     """What has to be read, and for which leaves.
 
     Attributes:
@@ -252,9 +252,7 @@ class _ToTarget:
         if target is not None and shape == ():
             value = scalar_value(decode_scalar(entry), target.dtype)
             if value is not None:
-                stored = VirtualArray(
-                    entry.model_copy(update={"dtype": value.dtype.name}), (), None
-                )
+                stored = VirtualArray(replace(entry, dtype=value.dtype.name), (), None)
                 problem = array_problem(stored, target, (), casts=False)
                 if problem is None:
                     self.match.used.extend(source.used)

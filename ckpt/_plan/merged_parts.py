@@ -7,10 +7,11 @@ whole tree at once, but for the names of data files and where in them the chunks
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckpt._format.manifest import JsonValue, Node
 from ckpt._plan.chunking import LeafPlan
@@ -23,8 +24,7 @@ _SORTED = frozenset({"dict", "default_dict"})
 _DICTS = _SORTED | {"ordered_dict"}
 
 
-@dataclass(frozen=True, slots=True)
-class MergedTree:
+class MergedTree(Struct, frozen=True):
     """The structure of a whole tree.
 
     Attributes:
@@ -38,14 +38,12 @@ class MergedTree:
     sources: list[tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
+class _Leaf(Struct, frozen=True):
     part: int
     number: int
 
 
-@dataclass(slots=True)
-class _Branch:
+class _Branch(Struct):
     """An inner node that may grow.
 
     Attributes:
@@ -60,8 +58,7 @@ class _Branch:
 _Tree: TypeAlias = _Leaf | _Branch
 
 
-@dataclass(slots=True)
-class TreeParts:
+class TreeParts(Struct):
     """The parts of one tree so far.
 
     Attributes:
@@ -167,8 +164,7 @@ def _ordered(node: Node, keys: Sequence[Any]) -> Iterable[int]:
     return sorted(places, key=keys.__getitem__) if node.kind in _SORTED else places
 
 
-@dataclass(slots=True)
-class _Numbering:
+class _Numbering(Struct):
     """Numbers nodes and leaves in the order of `describe`."""
 
     nodes: list[Node] = field(default_factory=list)
@@ -194,7 +190,7 @@ class _Numbering:
         update: dict[str, Any] = {"children": numbers}
         if tree.node.kind in _DICTS:
             update["keys"] = stored
-        self.nodes[number] = tree.node.model_copy(update=update)
+        self.nodes[number] = replace(tree.node, **update)
         return -number
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import jax
+from msgspec import Struct, field
 
 from ckpt._arguments import invalid
 from ckpt._format.digests import digest
@@ -52,8 +53,7 @@ class ProcessGroup:
             raise invalid("mode", self.mode, "'shared' or 'local'", of="ProcessGroup")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReplicaGroup:
+class ReplicaGroup(Struct, frozen=True, eq=False):
     """Processes that hold the same shards.
 
     Attributes:
@@ -68,8 +68,7 @@ class ReplicaGroup:
     start: int
 
 
-@dataclass(frozen=True, slots=True)
-class HeldShard:
+class HeldShard(Struct, frozen=True):
     """A shard that this process holds.
 
     Attributes:
@@ -81,8 +80,7 @@ class HeldShard:
     shard: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ArrayPlacement:
+class ArrayPlacement(Struct, frozen=True, eq=False):
     """How an array is placed on the devices of several processes, as one of them sees it.
 
     Attributes:
@@ -99,8 +97,7 @@ class ArrayPlacement:
 _EMPTY = ArrayPlacement((), is_whole_somewhere=True, whole_group=None)
 
 
-@dataclass(slots=True)
-class Ownership:
+class Ownership(Struct):
     """Which process holds what of the arrays of one tree; looks at every kind of placement once."""
 
     group: ProcessGroup
@@ -203,15 +200,13 @@ class Ownership:
         return known
 
 
-@dataclass(frozen=True, slots=True)
-class _LeafChunks:
+class _LeafChunks(Struct, frozen=True):
     leaf: int
     chunks: int
     nbytes: int
 
 
-@dataclass(slots=True)
-class Partitioner:
+class Partitioner(Struct):
     """What replica groups have to write, divided among their members."""
 
     _work: dict[ReplicaGroup, list[_LeafChunks]] = field(default_factory=dict)

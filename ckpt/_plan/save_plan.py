@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckpt._plan.chunking import (
     LeafPlan,
@@ -30,8 +31,7 @@ from ckpt.errors import InvalidArgumentError
 MOST_CHUNKS = 3_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class SavePlan:
+class SavePlan(Struct, frozen=True):
     """The plan of one item, as one process sees it.
 
     Attributes:

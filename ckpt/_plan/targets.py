@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from msgspec import Struct
 
 from ckpt._format.dtypes import DTYPES, UNROUNDED, storable_dtype
 from ckpt._format.manifest import LeafEntry
@@ -29,8 +29,7 @@ Shape = tuple[int, ...]
 DType = np.dtype[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayTarget:
+class ArrayTarget(Struct, frozen=True):
     """What an array leaf is restored as.
 
     Attributes:
@@ -49,8 +48,7 @@ class ArrayTarget:
     impl: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayRead:
+class ArrayRead(Struct, frozen=True):
     """One array to read.
 
     Attributes:

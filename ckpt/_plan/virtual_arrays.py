@@ -8,7 +8,9 @@ slices, and what is read of them depends on the devices that need it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckpt._format.manifest import LeafEntry
 from ckpt._format.regions import Region, whole
@@ -16,8 +18,7 @@ from ckpt._format.regions import Region, whole
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ArraySlice:
+class ArraySlice(Struct, frozen=True):
     """A region of a stored leaf, and the region of the virtual array that it is.
 
     Attributes:
@@ -56,8 +57,7 @@ def _carried(part: Region, here: Region, there: Region) -> Region:
     return Region(tuple(offset), tuple(shape))
 
 
-@dataclass(frozen=True, slots=True)
-class VirtualArray:
+class VirtualArray(Struct, frozen=True):
     """An array that can be made of stored ones.
 
     Attributes:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import force_setattr, replace
 
 from ckpt._format.regions import Region
 
@@ -17,8 +19,7 @@ DIRECT_BYTES = 1 << 20
 _ENCODING_COPIES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkPart:
+class ChunkPart(Struct, frozen=True):
     """What one shard holds of a chunk.
 
     Attributes:
@@ -32,8 +33,7 @@ class ChunkPart:
     target: Region
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Struct, frozen=True):
     """One stored chunk and where its bytes come from.
 
     Attributes:
@@ -58,8 +58,7 @@ class Chunk:
     stored_nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class WriteBatch:
+class WriteBatch(Struct, frozen=True):
     """Chunks that are staged and written together, as one file.
 
     A batch that is to be encoded is staged at the end of a larger block, whose beginning takes the
@@ -84,11 +83,10 @@ class WriteBatch:
 
     def __post_init__(self) -> None:
         """Take at least as much memory as is staged."""
-        object.__setattr__(self, "block_bytes", max(self.block_bytes, self.nbytes))
+        force_setattr(self, "block_bytes", max(self.block_bytes, self.nbytes))
 
 
-@dataclass(frozen=True, slots=True)
-class FileSpan:
+class FileSpan(Struct, frozen=True):
     """Where an encoded chunk is in its file."""
 
     offset: int

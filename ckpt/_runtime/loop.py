@@ -14,13 +14,13 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
+from msgspec import Struct
 
 from ckpt._runtime.exit import ending_error, is_ending
 from ckpt._runtime.futures import CallingThread
@@ -37,8 +37,7 @@ from ckpt.errors import (
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
+class _Running(Struct, frozen=True):
     """The loop while it runs.
 
     Attributes:

@@ -11,11 +11,12 @@ import contextlib
 import errno
 import logging
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from msgspec import Struct
+
 from ckpt._arguments import check_step
-from ckpt._format.manifest import FILE_NAME, MAX_BYTES, Manifest, Summary, peek
+from ckpt._format.manifest import FILE_NAME, HEAD_BYTES, MAX_BYTES, Manifest, Summary, peek
 from ckpt._redaction import redact
 from ckpt._steps.unreadable import UnreadableStep, described, look_closely, shortened
 from ckpt.errors import (
@@ -42,8 +43,7 @@ _MOST_FILES = 256
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
 
 
-@dataclass(frozen=True, slots=True)
-class IndexedStep:
+class IndexedStep(Struct, frozen=True):
     """A committed step, as its manifest describes it.
 
     Attributes:
@@ -65,8 +65,7 @@ class IndexedStep:
     save: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PassedOver:
+class PassedOver(Struct, frozen=True):
     """A step whose manifest is whole and whose data is damaged.
 
     Attributes:
@@ -338,7 +337,7 @@ class StepIndex:
                 new.append((name, stamp))
         read = await self._readable(
             [name for name, _ in new],
-            lambda some: self._storage.read_each(some, FILE_NAME, MAX_BYTES, peek),
+            lambda some: self._storage.read_each(some, FILE_NAME, MAX_BYTES, HEAD_BYTES, peek),
         )
         # A step is known once its files were seen, too; another call may look meanwhile.
         sizes = {}

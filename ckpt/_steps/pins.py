@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import anyio
+from msgspec import Struct
 
 from ckpt._arguments import shown
 from ckpt._settings import LONGEST_LEASE_SECONDS
@@ -75,8 +76,7 @@ class Pin:
         return f"{self.name!r} of {self.owner}"
 
 
-@dataclass(frozen=True, slots=True)
-class PinLease:
+class PinLease(Struct, frozen=True):
     """A pin that has to be renewed, and dropped when it is needed no more."""
 
     storage: Storage
@@ -93,8 +93,7 @@ class PinLease:
             await _drop(self.storage, self.note)
 
 
-@dataclass(frozen=True, slots=True)
-class _PinNote:
+class _PinNote(Struct, frozen=True):
     """A note of a pin or a mark; `seconds` is None of a pin that stays."""
 
     note: str

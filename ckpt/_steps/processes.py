@@ -18,10 +18,10 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 
 import anyio
+from msgspec import Struct
 
 from ckpt._arguments import check_step
 from ckpt._engine.restore.shared_reads import Broadcast
@@ -42,8 +42,7 @@ from ckpt.errors import CheckpointError, CoordinationError, StepDeletedError, St
 Act = Callable[[], Awaitable[JsonValue]]
 
 
-@dataclass(frozen=True, slots=True)
-class FoundStep:
+class FoundStep(Struct, frozen=True):
     """The step that all processes restore.
 
     Attributes:

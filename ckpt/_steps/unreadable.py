@@ -7,8 +7,9 @@ library's, for an empty one would begin again from scratch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from ckpt._format.manifest import FILE_NAME, MAX_BYTES
 from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
@@ -26,8 +27,7 @@ _MOST_BYTES = 16 << 20
 _SHOWN = 12
 
 
-@dataclass(frozen=True, slots=True)
-class UnreadableStep:
+class UnreadableStep(Struct, frozen=True):
     """A directory that is named like a step and is no committed step.
 
     Attributes:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+from msgspec import Struct
 
 from ckpt._arguments import invalid
 from ckpt._format.manifest import JsonValue
@@ -58,8 +59,7 @@ def _unflatten_unknown(aux: Any, children: Iterable[Any]) -> UnknownNode:
     return UnknownNode(name, found, kind, static.value, unstored)
 
 
-@dataclass(frozen=True, slots=True)
-class _Static:
+class _Static(Struct, frozen=True):
     """A JSON value that can be part of a treedef, which wants to be hashed."""
 
     value: JsonValue

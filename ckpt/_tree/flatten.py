@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import EllipsisType, MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckpt._format.manifest import JsonValue, Node
 from ckpt._tree.classes import UnknownNode, class_name
@@ -37,8 +38,7 @@ FACTORIES: Mapping[str, type] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Structure:
+class Structure(Struct, frozen=True):
     """What `describe` finds.
 
     Attributes:
@@ -52,8 +52,7 @@ class Structure:
     leaves: tuple[Any, ...]
 
 
-@dataclass(slots=True)
-class _Flattening:
+class _Flattening(Struct):
     nodes: list[Node] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     leaves: list[Any] = field(default_factory=list)
@@ -78,12 +77,11 @@ class _Flattening:
         # numbered in jax's order, keys stay in the container's.
         for position in opened.order:
             numbers[position] = self.visit(opened.children[position], (*path, names[position]))
-        self.nodes[number] = opened.node.model_copy(update={"children": numbers})
+        self.nodes[number] = replace(opened.node, children=numbers)
         return -number
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
+class _Opened(Struct, frozen=True):
     node: Node
     keys: Sequence[Any]
     children: Sequence[Any]

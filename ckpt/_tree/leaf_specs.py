@@ -8,12 +8,12 @@ import dataclasses
 import functools
 import math
 import types
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from msgspec import Struct
 
 from ckpt._format.array_format import ArrayFormat
 from ckpt._format.dtypes import DTYPES
@@ -51,8 +51,7 @@ _HINTS = {
 _MOST_KNOWN = 100_000
 
 
-@dataclass(frozen=True, slots=True)
-class LeafSpec:
+class LeafSpec(Struct, frozen=True):
     """What a leaf is, without its values.
 
     Two trees whose specs and structure are equal are saved by the same plan.

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckpt._tree.leaf_names import ROOT
 from ckpt.errors import InvalidArgumentError
@@ -21,8 +22,7 @@ PathRule = str | Callable[[str], bool] | Sequence[str | Callable[[str], bool]]
 _DIGITS = re.compile(r"(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Pattern:
+class Pattern(Struct, frozen=True):
     """A compiled pattern: for every key its expression, or None for `**`."""
 
     text: str

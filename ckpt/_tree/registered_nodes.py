@@ -12,11 +12,11 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import jax
+from msgspec import Struct
 
 from ckpt._format.manifest import JsonValue, Node
 from ckpt._tree.classes import Classes, UnknownNode, class_name, find_class
@@ -29,8 +29,7 @@ _AUX = "aux"
 _NOT_HERE = "not imported here: import it, or pass it as PyTreeHandler(classes=[...])"
 
 
-@dataclass(frozen=True, slots=True)
-class RegisteredNode:
+class RegisteredNode(Struct, frozen=True):
     """A node of a registered class, opened.
 
     Attributes:
@@ -48,8 +47,7 @@ class RegisteredNode:
     unstored: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class UnknownReason:
+class UnknownReason(Struct, frozen=True):
     """Why nodes of a class became `UnknownNode`s."""
 
     name: str

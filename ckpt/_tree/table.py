@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckpt._format.manifest import ShardingEntry
 
@@ -12,8 +13,7 @@ _SHOWN = 40
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-@dataclass(frozen=True, slots=True)
-class LeafRow:
+class LeafRow(Struct, frozen=True):
     """One leaf.
 
     Attributes:

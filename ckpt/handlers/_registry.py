@@ -7,8 +7,9 @@ import importlib.metadata
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+from msgspec import Struct
 
 from ckpt._arguments import invalid, shown
 from ckpt.errors import InvalidArgumentError, UnsupportedFormatError
@@ -30,8 +31,7 @@ _NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.:-]{0,99}\Z")
 _METHODS = ("accepts", "stage", "load")
 
 
-@dataclass(frozen=True, slots=True)
-class Handlers:
+class Handlers(Struct, frozen=True):
     """The handlers of one manager or call.
 
     Attributes:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import jax
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckpt._format.manifest import ItemEntry, JsonValue
 from ckpt._plan.adapt import Adapt
@@ -155,7 +156,7 @@ class StatefulHandler:
         adapt: Adapt = _AS_IT_IS,
     ) -> Any:
         if form == "tree":
-            tree = entry.model_copy(update={"handler": PyTreeHandler.name})
+            tree = replace(entry, handler=PyTreeHandler.name)
             return await PyTreeHandler().load(tree, like, adapt, reader)
         if form not in _SUFFIXES:
             raise CorruptCheckpointError(f"{form!r:.40} is not a known form of a state")
@@ -165,8 +166,7 @@ class StatefulHandler:
         return found if form == "bytes" else await reader.in_thread(json_value, found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Encoded:
+class _Encoded(Struct, frozen=True):
     """A state that becomes one file."""
 
     form: str

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from msgspec.structs import replace
 
 from ckpt._format.dtypes import parse_dtype
-from ckpt._format.manifest import ItemEntry, LeafEntry
+from ckpt._format.manifest import ItemEntry, LeafEntry, LeafTable, decode_item, encode_item
 from ckpt._format.shardings import describe_sharding
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.leaf_entries import check_leaves
@@ -56,7 +56,7 @@ def encode_tree(tree: Any) -> bytes:
             raise InvalidArgumentError("a state has no place for functions", leaf=name)
         same_as = first.setdefault(id(leaf), len(leaves))
         if same_as != len(leaves):
-            leaves.append(leaves[same_as].model_copy(update={"name": name, "same_as": same_as}))
+            leaves.append(replace(leaves[same_as], name=name, same_as=same_as))
             continue
         sharding = None
         if spec.sharding is not None:
@@ -66,10 +66,10 @@ def encode_tree(tree: Any) -> bytes:
     entry = ItemEntry(
         handler=PyTreeHandler.name,
         nodes=list(structure.nodes),
-        leaves=leaves,
+        leaves=LeafTable.of(leaves),
         shardings=[describe_sharding(each) for each in shardings],
     )
-    header = entry.model_dump_json(exclude_defaults=True).encode()
+    header = encode_item(entry)
     return b"".join((len(header).to_bytes(_LENGTH_BYTES, "little"), header, *blocks))
 
 
@@ -115,7 +115,7 @@ def _decoded(data: bytes) -> tuple[ItemEntry, list[Array | None]]:
     """Return the header, and for every leaf its array, or None."""
     end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     try:
-        entry = ItemEntry.model_validate_json(data[_LENGTH_BYTES:end])
+        entry = decode_item(data[_LENGTH_BYTES:end])
     except ValueError:
         raise CorruptCheckpointError("the file of a state has no readable header") from None
     check_leaves(entry)

@@ -8,8 +8,9 @@ operation.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal, get_args
+
+from msgspec import Struct
 
 from ckpt._events import Outcome
 
@@ -61,8 +62,7 @@ BYTES: Mapping[tuple[str, str], str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class MetricName:
+class MetricName(Struct, frozen=True):
     """The metric of one name.
 
     Attributes:

@@ -7,7 +7,8 @@ one kind become one `Phase`, and are returned when the operation ends.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ckpt._events import Event
 from ckpt.observers._tracing.intervals import Interval, measure, merge
@@ -22,8 +23,7 @@ _ALONE = ("preserve", PREEMPTED)
 _MOST_STRETCHES = 4096
 
 
-@dataclass(slots=True)
-class Phase:
+class Phase(Struct):
     """All phases of one kind of one operation.
 
     Attributes:
@@ -66,8 +66,7 @@ class Phase:
         return measure(self._stretches) / 1e9
 
 
-@dataclass(frozen=True, slots=True)
-class ObservedOperation:
+class ObservedOperation(Struct, frozen=True):
     """An operation that has ended, or a phase on its own.
 
     Attributes:

@@ -10,9 +10,10 @@ import logging
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec import Struct, field
 
 from ckpt._arguments import invalid
 from ckpt._events import Event
@@ -43,8 +44,7 @@ _STAGED, _ENCODED = 0.1, 0.9
 _MOST = 0.99
 
 
-@dataclass(slots=True, eq=False)
-class _Bar:
+class _Bar(Struct, eq=False):
     """The progress of one operation.
 
     Attributes:

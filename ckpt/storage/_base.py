@@ -104,12 +104,18 @@ class Storage(Protocol):
         """
 
     async def read_each(
-        self, step_dirs: Sequence[str], path: str, limit: int, parse: Callable[[bytes], T]
+        self,
+        step_dirs: Sequence[str],
+        path: str,
+        limit: int,
+        head: int,
+        parse: Callable[[bytes, int], T | None],
     ) -> list[T | None]:
-        """Read the small file `path` of many step directories; return what `parse` makes of each.
+        """Read the file `path` of many step directories; return what `parse` makes of each.
 
         None if it does not exist, is not a regular file or is larger than `limit` bytes. `parse`
-        runs in a thread and must not raise.
+        gets at least the first `head` bytes of the file, and the size of all of it; if it makes
+        None of a part, it gets the whole file. It runs in a thread and must not raise.
         """
 
     async def cut_files(self, expected: Mapping[str, Mapping[str, int]]) -> dict[str, str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from msgspec import Struct
 
 from ckpt._arguments import invalid, shown
 from ckpt._settings import Timeouts
@@ -134,8 +135,7 @@ def open_step_dir(path: PathLike, *, follow: bool = False) -> tuple[Storage, str
     return LocalStorage(local.parent, _DEFAULT_TIMEOUTS), local.name
 
 
-@dataclass(frozen=True, slots=True)
-class _Url:
+class _Url(Struct, frozen=True):
     """A URL whose scheme is not built in."""
 
     scheme: str

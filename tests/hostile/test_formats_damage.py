@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -15,14 +14,9 @@ import pytest
 import ckpt
 from ckpt import ArrayFormat, Blosc, Zstd
 from ckpt._engine.codecs import encode_chunk
-from ckpt._format.manifest import decode, encode
+from ckpt._format.manifest import ItemEntry, LeafEntry, decode
+from tests.support.manifests import change_leaf, document_of, rewrite, spread
 from tests.support.trees import assert_same
-
-
-def leaves_of(path: Path, item: str = "default") -> dict[str, dict[str, Any]]:
-    document = json.loads((path / "ckpt.json").read_bytes())
-    return {leaf["name"]: leaf for leaf in document["items"][item]["leaves"]}
-
 
 # -- damage ---------------------------------------------------------------------------------------
 
@@ -42,9 +36,16 @@ def copy(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "x"))
 
 
+def item_of(path: Path) -> ItemEntry:
+    return decode((path / "ckpt.json").read_bytes(), where="x").items["default"]
+
+
+def leaf_of(path: Path, name: str) -> LeafEntry:
+    return next(leaf for leaf in item_of(path).leaves if leaf.name == name)
+
+
 def place_of(path: Path, name: str, number: int) -> tuple[Path, int, int]:
-    item = decode((path / "ckpt.json").read_bytes(), where="x").items["default"]
-    leaf = next(leaf for leaf in item.leaves if leaf.name == name)
+    item, leaf = item_of(path), leaf_of(path, name)
     file = item.data_files[leaf.files[number] if leaf.files else 0]
     return path / "default" / file, leaf.offsets[number], leaf.lengths[number]
 
@@ -91,15 +92,11 @@ def test_lost_encoded_bytes_are_noticed(copy: Path, how: str) -> None:
     assert length > 100
 
 
-def with_leaf(path: Path, name: str, **changes: Any) -> None:
+def with_leaf(path: Path, number: int, **changes: Any) -> None:
     """Rewrite the manifest: a leaf says something else, and all checksums fit."""
-    manifest = decode((path / "ckpt.json").read_bytes(), where="x")
-    item = manifest.items["default"]
-    leaves = [
-        leaf.model_copy(update=changes) if leaf.name == name else leaf for leaf in item.leaves
-    ]
-    items = {"default": item.model_copy(update={"leaves": leaves})}
-    (path / "ckpt.json").write_bytes(encode(manifest.model_copy(update={"items": items})))
+    document = spread(document_of(path))
+    change_leaf(document["items"]["default"], number, **changes)
+    rewrite(path, document)
 
 
 @pytest.mark.parametrize(
@@ -107,26 +104,47 @@ def with_leaf(path: Path, name: str, **changes: Any) -> None:
     [
         {"codec": "gzip"},
         {"codec": None},
-        {"lengths": []},
-        {"lengths": [1]},
         {"lengths": [0] * 10},
         {"lengths": [1 << 40] * 10},
         {"lengths": [-5] * 10},
-        {"offsets": [], "files": []},
-        {"codec": "zstd", "packed": True, "digests": ["0"], "chunks": [300_000], "lengths": [9],
-         "offsets": [0], "files": []},
+        {"lengths": [1 << 62] * 10},
+        {"lengths": [-(1 << 63)] * 10},
+        {"packed": True},
+        {"codec": "zstd", "packed": True, "digests": ["0" * 32], "chunks": [300_000], "count": 1,
+         "lengths": [9], "offsets": [0]},
     ],
 )  # fmt: skip
-def test_a_manifest_that_contradicts_itself_is_refused(copy: Path, changes: dict[str, Any]) -> None:
-    with_leaf(copy, "large", **changes)
+def test_a_leaf_that_contradicts_itself_is_refused(copy: Path, changes: dict[str, Any]) -> None:
+    with_leaf(copy, 0, **changes)
+    with pytest.raises(ckpt.errors.CorruptCheckpointError) as caught:
+        ckpt.sync.load(copy)
+    assert caught.value.leaf == "large"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"lengths": []}, {"lengths": [1]}, {"offsets": []}, {"digests": []}, {"offsets": [-1] * 10}],
+)
+def test_columns_that_contradict_each_other_are_refused(
+    copy: Path, changes: dict[str, Any]
+) -> None:
+    with_leaf(copy, 0, **changes)
+    with pytest.raises(ckpt.errors.CorruptCheckpointError):
+        ckpt.sync.load(copy)
+
+
+def test_encoded_chunks_need_lengths(copy: Path) -> None:
+    document = spread(document_of(copy))
+    del document["items"]["default"]["leaves"]["lengths"]
+    rewrite(copy, document)
     with pytest.raises(ckpt.errors.CorruptCheckpointError) as caught:
         ckpt.sync.load(copy)
     assert caught.value.leaf == "large"
 
 
 def test_a_chunk_that_is_said_to_be_of_another_codec_is_refused(copy: Path) -> None:
-    codec = leaves_of(copy)["large"]["codec"]
-    with_leaf(copy, "large", codec={"zstd": "blosc", "blosc": "zstd"}[codec])
+    codec = leaf_of(copy, "large").codec
+    with_leaf(copy, 0, codec={"zstd": "blosc", "blosc": "zstd"}[codec or ""])
     with pytest.raises(ckpt.errors.CorruptCheckpointError) as caught:
         ckpt.sync.load(copy)
     assert caught.value.leaf == "large"
@@ -151,17 +169,17 @@ except ckpt.errors.CorruptCheckpointError as error:
 def test_an_encoded_bomb_takes_no_more_memory_than_a_chunk(copy: Path) -> None:
     """What would decode to 256 MiB is refused before it has done so."""
     file, _, _ = place_of(copy, "large", 0)
-    known = leaves_of(copy)["large"]
+    known = leaf_of(copy, "large")
     codecs: dict[str, Any] = {"zstd": Zstd(), "blosc": Blosc(cname="zstd", clevel=9)}
-    bomb = encode_chunk(np.zeros(1 << 28, np.uint8), codecs[known["codec"]], 4)
+    bomb = encode_chunk(np.zeros(1 << 28, np.uint8), codecs[known.codec or ""], 4)
     # Behind all that is there; the manifest says that it is the leaf's first chunk.
     data = file.read_bytes()
     file.write_bytes(data + bomb)
     with_leaf(
         copy,
-        "large",
-        offsets=[len(data), *known["offsets"][1:]],
-        lengths=[len(bomb), *known["lengths"][1:]],
+        0,
+        offsets=[len(data), *known.offsets[1:]],
+        lengths=[len(bomb), *known.lengths[1:]],
     )
     done = subprocess.run(
         [sys.executable, "-c", BOMB, str(copy)], capture_output=True, text=True, check=True

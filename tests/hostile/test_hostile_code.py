@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from ckpt._format.digests import digest
-from tests.reliability.mutations import mutate, seal
+from tests.reliability.mutations import mutate
 from tests.reliability.specimens import specimens
+from tests.support.manifests import document_of, rewrite, spread
 from tests.support.paths import PROGRAMS
 
 COUNT = 40
@@ -70,12 +71,11 @@ def hostile(directory: Path, count: int) -> None:
         shutil.copytree(specimen.path, directory / f"sound-{number}")
     for place in PLACES:
         for specimen in made:
-            document = json.loads((specimen.path / "ckpt.json").read_bytes())
-            del document["checksum"]
+            document = spread(document_of(specimen.path))
             if pointed(document, place):
                 path = directory / f"{place}-{specimen.name.replace('/', '-')}"
                 shutil.copytree(specimen.path, path)
-                (path / "ckpt.json").write_bytes(seal(document))
+                rewrite(path, document)
                 if place != "class_name":
                     # One of a kind will do.
                     break
@@ -83,8 +83,7 @@ def hostile(directory: Path, count: int) -> None:
         specimen = made[number % len(made)]
         path = directory / str(number)
         shutil.copytree(specimen.path, path)
-        document = json.loads((path / "ckpt.json").read_bytes())
-        del document["checksum"]
+        document = spread(document_of(path))
         document["step"] = number
         changed = copy.deepcopy(document)
         if number % 2:
@@ -98,7 +97,7 @@ def hostile(directory: Path, count: int) -> None:
                 (path / name).write_bytes(data)
                 if isinstance(changed.get("files"), dict):
                     changed["files"][name] = {"size": len(data), "digest": digest(data)}
-        (path / "ckpt.json").write_bytes(seal(changed))
+        rewrite(path, changed)
 
 
 def audited(root: Path, bait: Path) -> list[str]:

@@ -26,6 +26,7 @@ from ckpt.errors import CheckpointError, InvalidArgumentError
 from ckpt.testing.compare import differences
 from ckpt.testing.strategies import string_keys
 from tests.support.damage import files_of
+from tests.support.manifests import document_of, rewrite
 
 PARTS = ["..", ".", "", "/", "\\", "a", "%", "%2E", "%e", "%root", "%k", "%h", "\0", "\n", " ", "c"]
 KEYS = [
@@ -94,8 +95,7 @@ def test_every_two_keys_that_differ_are_two_leaves(sandbox: Path) -> None:
     # Of a dict jax wants keys that can be sorted.
     named = OrderedDict((key, np.float32(n)) for n, key in enumerate([*KEYS, *ODD_KEYS]))
     ckpt.sync.save(sandbox / "x", {"numbers": tree, "keys": named})
-    document = json.loads((sandbox / "x" / "ckpt.json").read_bytes())
-    names = [leaf["name"] for leaf in document["items"]["default"]["leaves"]]
+    names = document_of(sandbox / "x")["items"]["default"]["leaves"]["names"]
     assert len(set(names)) == len(names) == len(tree) + len(named)
     found = ckpt.sync.load(sandbox / "x")
     assert differences({"numbers": tree, "keys": named}, found) == []
@@ -207,21 +207,18 @@ def test_directories_of_hostile_names_are_no_steps(tmp_path: Path) -> None:
 
 def test_hostile_names_in_a_manifest_are_refused(tmp_path: Path) -> None:
     """Where the names come from the file instead of the user."""
-    from tests.reliability.mutations import seal
-
     path = tmp_path / "step" / "x"
     ckpt.sync.save(path, items={"state": {"w": np.arange(3)}, "notes": "text"})
     (tmp_path / "secret").mkdir()
     for file in ("text.txt", "metadata"):
         shutil.copy(path / "notes" / file, tmp_path / "secret" / file)
-    whole = json.loads((path / "ckpt.json").read_bytes())
-    del whole["checksum"]
+    whole = document_of(path)
     for name in ["../../secret", str(tmp_path / "secret"), "notes/../../../secret", "..", ".", ""]:
         document = json.loads(json.dumps(whole))
         document["items"][name] = document["items"].pop("notes")
         for file in ("text.txt", "metadata"):
             document["files"][f"{name}/{file}"] = document["files"].pop(f"notes/{file}")
-        (path / "ckpt.json").write_bytes(seal(document))
+        rewrite(path, document)
         for call in (ckpt.sync.load, ckpt.sync.metadata):
             with pytest.raises(CheckpointError, match="name of an item"):
                 call(path)

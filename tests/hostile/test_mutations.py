@@ -21,7 +21,8 @@ from ckpt._engine.codecs import encode_chunk
 from ckpt._format.array_format import Blosc, Zstd
 from ckpt._format.digests import digest
 from ckpt.errors import CheckpointError
-from tests.reliability.mutations import OTHERS, WORDS, mutations, seal
+from tests.reliability.mutations import OTHERS, WORDS, mutations
+from tests.support.manifests import change_leaf, document_of, packed, rewrite, sealed, spread
 from tests.support.paths import PROGRAMS
 
 MIB = 1 << 20
@@ -49,9 +50,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     state = {"a": np.arange(6.0), "b": [1, "x", None], "c": np.ones((30, 40), np.float16)}
     with ckpt.sync.CheckpointManager(root) as mgr:
         mgr.save(0, state).result()
-    document = json.loads((root / "0" / "ckpt.json").read_bytes())
-    del document["checksum"]
-    return root, document
+    return root, document_of(root / "0")
 
 
 @given(st.data())
@@ -60,7 +59,8 @@ def test_any_value_at_any_place_is_refused_or_harmless(
     victim: tuple[Path, dict[str, Any]], data: st.DataObject
 ) -> None:
     root, whole = victim
-    document = json.loads(json.dumps(whole))
+    # A value of a column, or all of it.
+    document = data.draw(st.sampled_from([spread, packed]))(whole)
     node = document
     while True:
         key = data.draw(st.sampled_from(list(node) if isinstance(node, dict) else range(len(node))))
@@ -72,7 +72,7 @@ def test_any_value_at_any_place_is_refused_or_harmless(
             break
         node = node[key]
     node[key] = data.draw(VALUES)
-    (root / "0" / "ckpt.json").write_bytes(seal(document))
+    rewrite(root / "0", document)
     with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
         for call in (mgr.metadata, mgr.restore, mgr.verify):
             try:
@@ -88,7 +88,7 @@ def test_an_object_saved_without_a_name_is_one_item(
 ) -> None:
     root, whole = victim
     items = {f"item-{number}": whole["items"]["default"] for number in range(count)}
-    (root / "0" / "ckpt.json").write_bytes(seal({**whole, "items": items}))
+    rewrite(root / "0", {**whole, "items": items})
     with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
         for call in (mgr.restore, lambda step: mgr.metadata(step).tree):
             with pytest.raises(CheckpointError):
@@ -100,16 +100,14 @@ def test_an_object_saved_without_a_name_is_one_item(
 
 
 def saved(path: Path) -> dict[str, Any]:
-    """Save a small checkpoint of two arrays; return its manifest."""
+    """Save a small checkpoint of two arrays; return its manifest, spread."""
     state = {"a": np.ones((600, 600), np.float32), "b": np.ones(5, np.float32)}
     ckpt.sync.save(path, state)
-    document = json.loads((path / "ckpt.json").read_bytes())
-    del document["checksum"]
-    return document
+    return spread(document_of(path))
 
 
 def rewritten(path: Path, document: dict[str, Any], extra: bytes = b"") -> None:
-    (path / "ckpt.json").write_bytes(seal(document, extra))
+    (path / "ckpt.json").write_bytes(sealed(document, extra))
 
 
 def leaf(**changes: Any) -> Callable[[Path], None]:
@@ -117,9 +115,7 @@ def leaf(**changes: Any) -> Callable[[Path], None]:
 
     def make(path: Path) -> None:
         document = saved(path)
-        entry = document["items"]["default"]["leaves"][0] | changes
-        entry = {name: value for name, value in entry.items() if value is not None}
-        document["items"]["default"]["leaves"][0] = entry
+        change_leaf(document["items"]["default"], 0, **changes)
         rewritten(path, document)
 
     return make
@@ -130,7 +126,7 @@ def data_file(path: Path, document: dict[str, Any], size: int) -> str:
     name = "d/" + "0" * 32
     with (path / "default" / name).open("wb") as file:
         file.truncate(size)
-    document["files"][f"state/{name}"] = {"size": size, "digest": "0" * 32}
+    document["files"][f"default/{name}"] = {"size": size, "digest": "0" * 32}
     document["items"]["default"]["data_files"] = [name]
     return name
 
@@ -144,14 +140,21 @@ def many_chunks(path: Path) -> None:
     total = 1 << 40
     data_file(path, document, total)
     zeros = digest(bytes(CHUNK))
-    document["items"]["default"]["leaves"] = document["items"]["default"]["leaves"][:1]
-    document["items"]["default"]["nodes"] = []
     count = total // CHUNK
-    document["items"]["default"]["leaves"][0] |= {
-        "name": "%root", "dtype": "uint8", "shape": [total], "chunks": [CHUNK],
-        "digests": [zeros] * count, "offsets": list(range(0, total, CHUNK)), "files": [],
-    }  # fmt: skip
+    document["items"]["default"]["nodes"] = []
+    document["items"]["default"]["leaves"] = {
+        "names": ["%root"],
+        "forms": [array("numpy", total, count)],
+        "digests": [zeros] * count,
+        "offsets": list(range(0, total, CHUNK)),
+    }
     rewritten(path, document)
+
+
+def array(kind: str, total: int, count: int) -> dict[str, Any]:
+    """The form of an array of bytes in large chunks."""
+    shape = {"shape": [total], "chunks": [CHUNK]}
+    return {"kind": kind, "dtype": "uint8", **shape, "count": count}
 
 
 def many_leaves(kind: str) -> Callable[[Path], None]:
@@ -163,13 +166,12 @@ def many_leaves(kind: str) -> Callable[[Path], None]:
         count = (1 << 40) // CHUNK
         zeros = digest(bytes(CHUNK))
         item = document["items"]["default"]
-        item["leaves"] = [
-            {
-                "name": str(number), "kind": kind, "dtype": "uint8", "shape": [CHUNK],
-                "chunks": [CHUNK], "digests": [zeros], "offsets": [0],
-            }
-            for number in range(count)
-        ]  # fmt: skip
+        item["leaves"] = {
+            "names": list(map(str, range(count))),
+            "forms": [array(kind, CHUNK, 1)],
+            "digests": [zeros] * count,
+            "offsets": [0] * count,
+        }
         item["nodes"] = [{"kind": "list", "children": list(range(count))}]
         item["nbytes"] = 0
         rewritten(path, document)
@@ -185,11 +187,18 @@ def encoded(codec: Any, name: str) -> Callable[[Path], None]:
         content = encode_chunk(np.zeros(256 * MIB, np.uint8), codec, 1)
         file = path / "default" / data_file(path, document, 0)
         file.write_bytes(content)
-        document["files"][f"state/{file.parent.name}/{file.name}"]["size"] = len(content)
+        document["files"][f"default/{file.parent.name}/{file.name}"]["size"] = len(content)
         document["requires"] = ["compression"]
-        places = {"codec": name, "lengths": [len(content)], "offsets": [0], "files": []}
-        document["items"]["default"]["leaves"] = document["items"]["default"]["leaves"][:1]
-        document["items"]["default"]["leaves"][0] |= places
+        entry = document["items"]["default"]
+        table = entry["leaves"]
+        first = table["forms"][table.get("form", [0])[0]]
+        entry["leaves"] = {
+            "names": table["names"][:1],
+            "forms": [{**first, "codec": name}],
+            "digests": table["digests"][:1],
+            "offsets": [0],
+            "lengths": [len(content)],
+        }
         document["items"]["default"]["nodes"] = [{"kind": "list", "children": [0]}]
         rewritten(path, document)
 
@@ -201,8 +210,7 @@ def text(size: int) -> Callable[[Path], None]:
 
     def make(path: Path) -> None:
         ckpt.sync.save(path, items={"notes": "x"})
-        document = json.loads((path / "ckpt.json").read_bytes())
-        del document["checksum"]
+        document = document_of(path)
         with (path / "notes" / "text.txt").open("wb") as file:
             file.truncate(size)
         document["files"]["notes/text.txt"]["size"] = size
@@ -236,11 +244,62 @@ def long_chain(path: Path) -> None:
 def scalar(value: str, kind: str) -> Callable[[Path], None]:
     def make(path: Path) -> None:
         document = saved(path)
-        name = document["items"]["default"]["leaves"][1]["name"]
-        document["items"]["default"]["leaves"][1] = {"name": name, "kind": kind, "value": value}
+        entry = document["items"]["default"]
+        change_leaf(entry, 1, digests=[], offsets=[], files=[])
+        entry["leaves"]["forms"][-1] = {"kind": kind}
+        entry["leaves"]["values"] = [[1, value]]
         rewritten(path, document)
 
     return make
+
+
+def many_counts(path: Path) -> None:
+    """Leaves with more chunks together than anything can hold."""
+    document = saved(path)
+    document["items"]["default"]["leaves"] = {
+        "names": [str(number) for number in range(10**6)],
+        "forms": [{**array("numpy", 2**31, 2**31), "chunks": [1]}],
+    }
+    rewritten(path, document)
+
+
+def one_array(path: Path) -> None:
+    """Leaves that have the chunks of the first one: four hundred million, if they were copied."""
+    document = saved(path)
+    count = 20_000
+    item = document["items"]["default"]
+    item["leaves"] = {
+        "names": [f"{number:05}" for number in range(count)],
+        "forms": [{**array("numpy", count, count), "chunks": [1]}],
+        "digests": ["0" * 32] * count,
+        "offsets": list(range(count)),
+        "same_as": [[number, 0] for number in range(1, count)],
+    }
+    item["nodes"] = [{"kind": "list", "children": list(range(count))}]
+    rewritten(path, document)
+
+
+def long_form(path: Path) -> None:
+    """Two equal forms of a million dimensions, each compared with the other by every leaf."""
+    document = saved(path)
+    count = 100_000
+    form = {"kind": "numpy", "dtype": "uint8", "shape": [0] * 10**6, "chunks": [1] * 10**6}
+    document["items"]["default"]["leaves"] = {
+        "names": [str(number) for number in range(count)],
+        "forms": [form, form],
+        "form": [0] + [1] * (count - 1),
+        "same_as": [[number, 0] for number in range(1, count)],
+    }
+    rewritten(path, document)
+
+
+def long_shape(path: Path) -> None:
+    """A scalar with a codec and a shape whose size is a number of millions of digits."""
+    document = saved(path)
+    most = [2**62] * 200_000
+    form = {"kind": "int", "dtype": "uint8", "shape": most, "chunks": most, "codec": "zstd"}
+    document["items"]["default"]["leaves"] = {"names": ["a", "b"], "forms": [form]}
+    rewritten(path, document)
 
 
 # Each with the memory that it may take.
@@ -249,8 +308,11 @@ BOMBS: dict[str, tuple[int, Callable[[Path], None]]] = {
     "a product of a hundred digits": (0, leaf(shape=[2**48] * 8, chunks=[2**48] * 8)),
     "a negative length": (0, leaf(shape=[-1, 600], chunks=[600, 600])),
     "2**33 chunks": (0, leaf(shape=[2**33], chunks=[1])),
+    "2**31 chunks of which nothing is said": (
+        0, leaf(shape=[2**31], chunks=[1], count=2**31, digests=[], offsets=[], files=[])
+    ),
     "2**33 chunks that only the database has": (
-        0, leaf(shape=[2**33], chunks=[1], offsets=None, files=None)
+        0, leaf(shape=[2**33], chunks=[1], count=2**31, offsets=[], digests=[])
     ),
     "2**80 chunks": (0, leaf(shape=[2**40, 2**40], chunks=[1, 1])),
     "an array larger than its file": (0, leaf(shape=[2**34], chunks=[2**34])),
@@ -266,6 +328,10 @@ BOMBS: dict[str, tuple[int, Callable[[Path], None]]] = {
     "a million braces": (0, with_json(b',"later":' + b'{"a":' * 10**6)),
     "a million lists": (150 * MIB, with_json(b',"later":[' + b"[]," * 10**6 + b"0]")),
     "a long chain of nodes": (50 * MIB, long_chain),
+    "a million leaves of 2**31 chunks": (200 * MIB, many_counts),
+    "twenty thousand leaves that are one array of as many chunks": (50 * MIB, one_array),
+    "a long form of a hundred thousand leaves": (150 * MIB, long_form),
+    "lists of dimensions without end": (50 * MIB, long_shape),
     "a number of a million digits": (0, scalar("9" * 10**6, "int")),
     "a hexadecimal number of a million digits": (0, scalar("0x" + "9" * 10**6, "int")),
     "a fraction of a million digits": (0, scalar("0." + "9" * 10**6, "float")),

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
 import ckpt
+from tests.support.manifests import document_of, leaf_rows
 from tests.support.trees import P, abstract, mesh, sharded, structure
 
 Moments = namedtuple("Moments", ["mean", "variance"])
@@ -169,13 +170,13 @@ def checkpoint(request: pytest.FixtureRequest, run: Path, final: Path) -> Path:
 
 
 def manifest(path: Path) -> dict[str, Any]:
-    return json.loads((path / "ckpt.json").read_bytes())
+    return document_of(path)
 
 
 def test_the_state_exercises_what_a_writer_can_do(checkpoint: Path, state: dict[str, Any]) -> None:
     """Several data files, packed leaves, chunks that cross shards and chunks that are ragged."""
     item = manifest(checkpoint)["items"]["default"]
-    leaves = {leaf["name"]: leaf for leaf in item["leaves"] if "dtype" in leaf}
+    leaves = {leaf["name"]: leaf for leaf in leaf_rows(item) if "dtype" in leaf}
     assert leaves["params.kernel"]["packed"]
     assert not leaves["params.table"].get("packed", False)
     assert len(set(leaves["params.table"]["files"])) > 2

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import ckpt
 import ckpt.sync
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import restore_items
 from ckpt._format.digests import digest
-from ckpt._format.manifest import FileEntry, LeafEntry, Manifest, encode
+from ckpt._format.manifest import FileEntry, LeafEntry, LeafTable, Manifest, encode
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.multihost.per_process import apart, combine, own_path, pick, renamed
 from ckpt._settings import Staging
@@ -277,13 +278,13 @@ def test_a_process_may_keep_its_own_on_a_disk_of_its_own(tmp_path: Path) -> None
     own = {}
     for name, entry in both.items.items():
         data: Any = entry.data
-        first = entry.model_copy(update={"data": data["processes"][1]})
+        first = replace(entry, data=data["processes"][1])
         assert apart(first, 0, 1) is first
         own[name] = apart(first, 1, 2)
     files = {path: each for path, each in both.files.items() if "process_0" not in path}
     for path in set(both.files) - set(files):
         (tmp_path / "x" / path).unlink()
-    manifest = both.model_copy(update={"items": own, "files": files})
+    manifest = replace(both, items=own, files=files)
     (tmp_path / "x" / "ckpt.json").write_bytes(encode(manifest))
     found = restored(tmp_path / "x", kinds(99), 1, 2)
     for name, item in kinds(2).items():
@@ -334,7 +335,9 @@ def test_entries_that_do_not_belong_together_are_refused() -> None:
         InvalidArgumentError, match="process 0 saved it with the handler 'stateful'"
     ):
         combine([one, one, other])
-    leaves = ItemEntry(handler="mine", leaves=[LeafEntry(name="a", kind="int", value="1")])
+    leaves = ItemEntry(
+        handler="mine", leaves=LeafTable.of([LeafEntry(name="a", kind="int", value="1")])
+    )
     with pytest.raises(InvalidArgumentError, match="keeps what it stores in files"):
         combine([leaves, leaves])
 
@@ -344,9 +347,7 @@ def test_a_combined_entry_that_cannot_be_true_is_damage(parts: Any, tmp_path: Pa
     manifest = saved(tmp_path / "x", {"json": [Counter(1), Counter(2)]})
     entry = manifest.items["json"]
     data: Any = {"process_count": 2, "processes": parts}
-    broken = manifest.model_copy(
-        update={"items": {"json": entry.model_copy(update={"data": data})}}
-    )
+    broken = replace(manifest, items={"json": replace(entry, data=data)})
     with pytest.raises(CorruptCheckpointError, match="part for every process"):
         pick(broken, "json", 0, 2)
 

@@ -1,8 +1,9 @@
 """Manifests that lie, by the thousand: only errors of the library, each at once, in little memory.
 
-A manifest is changed where its structure says that it hurts, and given a checksum that fits. What
-comes of it is an error of the library, or values whose bytes are those that the manifest vouches
-for. What a manifest says is believed where nothing contradicts it, so the trees may be others.
+A manifest is changed where its structure says that it hurts, and given checksums that fit. Of
+columns single values are changed, or the text that they are in the file. What comes of it is an
+error of the library, or values whose bytes are those that the manifest vouches for. What a manifest
+says is believed where nothing contradicts it, so the trees may be others.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ import ckpt
 import ckpt.sync
 from ckpt._format.digests import digest
 from ckpt._format.dtypes import DTYPES
+from ckpt._format.manifest import decode
 from ckpt.errors import CheckpointError
 from tests.reliability.specimens import Specimen, specimens
 from tests.reliability.tally import Tally
+from tests.support.manifests import document_of, packed, rewrite, spread
 
-__all__ = ["mutate", "mutations", "seal"]
+__all__ = ["mutate", "mutations"]
 
 # What a call may take, at most, of time and of memory beyond what was there before it. Of JSON the
 # shortest values are the worst: three bytes become an object of a hundred.
@@ -73,7 +76,7 @@ class _Victim:
     Attributes:
         specimen: What it is a copy of.
         path: Its directory.
-        document: Its manifest as it should be, without the checksum.
+        document: Its manifest as it should be, spread and without checksums.
         wanted: The items to restore.
         files: Its JSON files that a handler reads.
     """
@@ -90,7 +93,7 @@ class _Victim:
 
     def write(self, document: Any) -> None:
         """Write a manifest."""
-        (self.path / "ckpt.json").write_bytes(seal(document))
+        rewrite(self.path, document)
 
     def heal(self) -> None:
         """Make everything as it should be."""
@@ -108,15 +111,16 @@ def mutations(directory: Path, count: int, seed: int = 0) -> Tally:
         targets = {each.step: mgr.restore(each.step, items=each.wanted) for each in victims}
         for number in range(count):
             victim = source.choice(victims)
-            changed = copy.deepcopy(victim.document)
+            # Some are changed in the bytes of their columns.
+            changed = (packed if source.random() < 0.2 else spread)(victim.document)
             done = [mutate(changed, source) for _ in range(source.choice((1, 1, 1, 2, 4)))]
             _spoil_a_file(victim, changed, source)
             victim.write(changed)
-            problems = list(_problems(mgr, victim, targets[victim.step], changed, number))
+            problems = list(_problems(mgr, victim, targets[victim.step], number))
             victim.heal()
             where = f"{victim.specimen.name}, seed {seed}, number {number}: {'; '.join(done)}"
             tally.runs += 1
-            tally.faults += changed != victim.document
+            tally.faults += packed(changed) != packed(victim.document)
             tally.losses += [f"{where:.600}: {problem}" for problem in problems]
     return tally
 
@@ -125,8 +129,7 @@ def _victims(directory: Path) -> Iterator[_Victim]:
     """Make a root whose steps are checkpoints of every kind."""
     for step, specimen in enumerate(specimens(directory / "made")):
         path = Path(shutil.copytree(specimen.path, directory / "root" / str(step)))
-        document = json.loads((path / "ckpt.json").read_bytes())
-        del document["checksum"]
+        document = spread(document_of(path))
         document["step"] = step
         files = {
             name: (path / name).read_bytes()
@@ -137,12 +140,6 @@ def _victims(directory: Path) -> Iterator[_Victim]:
         victim = _Victim(specimen, path, document, wanted, files)
         victim.heal()
         yield victim
-
-
-def seal(document: Any, extra: bytes = b"") -> bytes:
-    """The bytes of a manifest, with `extra` before the checksum, which fits."""
-    body = json.dumps(document, separators=(",", ":")).encode()[:-1] + extra
-    return body + b',"checksum":"xxh3_128:' + digest(body).encode() + b'"}\n'
 
 
 # -- what is changed ------------------------------------------------------------------------------
@@ -261,14 +258,14 @@ def _spoil_a_file(victim: _Victim, changed: Any, source: random.Random) -> None:
 
 
 def _problems(
-    mgr: ckpt.sync.CheckpointManager, victim: _Victim, target: Any, document: Any, number: int
+    mgr: ckpt.sync.CheckpointManager, victim: _Victim, target: Any, number: int
 ) -> Iterator[str]:
     """Yield what is wrong with how the library takes the manifest that lies there now."""
     step, wanted = victim.step, victim.wanted
     size = (victim.path / "ckpt.json").stat().st_size
 
     def restore() -> None:
-        unknown = list(_not_vouched_for(mgr.restore(step, items=wanted), document))
+        unknown = list(_not_vouched_for(mgr.restore(step, items=wanted), victim.path))
         assert not unknown, f"no digest vouches for {unknown[:5]}"
 
     def describe() -> None:
@@ -314,11 +311,12 @@ def _problems_of(call: Callable[[], object], size: int) -> Iterator[str]:
         yield f"took {more >> 20} MiB for a manifest of {size >> 10} KiB"
 
 
-def _not_vouched_for(found: Any, document: Any) -> Iterator[str]:
+def _not_vouched_for(found: Any, step_dir: Path) -> Iterator[str]:
     """Yield arrays whose bytes have no digest in a manifest."""
-    entries = [leaf for item in document["items"].values() for leaf in item.get("leaves", [])]
-    digests = {text for leaf in entries for text in leaf.get("digests", [])}
-    in_chunks = {tuple(leaf["shape"]) for leaf in entries if len(leaf.get("digests", [])) > 1}
+    manifest = decode((step_dir / "ckpt.json").read_bytes(), where="")
+    entries = [leaf for item in manifest.items.values() for leaf in item.leaves]
+    digests = {text for leaf in entries for text in leaf.digests}
+    in_chunks = {tuple(leaf.shape) for leaf in entries if len(leaf.digests) > 1}
     for path, leaf in jax.tree_util.tree_flatten_with_path(found)[0]:
         if not hasattr(leaf, "dtype") or not leaf.size or tuple(leaf.shape) in in_chunks:
             continue

@@ -10,11 +10,11 @@ from __future__ import annotations
 import mmap
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import anyio
 import numpy as np
+from msgspec import Struct
 
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import address_space
@@ -28,8 +28,7 @@ _WARMING_BYTES = 16 << 20
 _POPULATE_WRITE = 23
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(Struct, frozen=True):
     """A part of the arena; `memory` is its bytes as a `uint8` array."""
 
     offset: int

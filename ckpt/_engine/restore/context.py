@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import anyio
+from msgspec import Struct, field
 
 from ckpt._engine.engine import Engine
 from ckpt._engine.restore.shared_reads import Broadcast
@@ -17,8 +16,7 @@ from ckpt.storage._manifests import lies_in
 CONCURRENT_REQUESTS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreContext:
+class RestoreContext(Struct, frozen=True):
     """What the items of one restore share.
 
     Attributes:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 
 from ckpt._engine.codecs import decode_chunk
 from ckpt._engine.memory.buffers import Buffers
@@ -21,8 +21,7 @@ from ckpt.errors import CorruptCheckpointError
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(slots=True)
-class Destination:
+class Destination(Struct):
     """One array while it is read.
 
     Attributes:

@@ -21,10 +21,10 @@ members of a group read a part each, exchange, and carry out their requests from
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import anyio
+from msgspec import Struct
 
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.item_reader import EngineItemReader
@@ -34,8 +34,7 @@ from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import errors_of
 
 
-@dataclass(frozen=True, slots=True)
-class ItemTarget:
+class ItemTarget(Struct, frozen=True):
     """How one item is wanted.
 
     Attributes:

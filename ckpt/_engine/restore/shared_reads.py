@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import anyio
 import jax
 import numpy as np
+from msgspec import Struct
 
 from ckpt._engine.memory.buffers import Buffers
 from ckpt._engine.restore.device_exchange import DeviceExchange
@@ -56,8 +56,7 @@ _LEAST_BATCH_BYTES = 32 << 20
 _SMALL_BYTES = 256 << 10
 
 
-@dataclass(slots=True)
-class Broadcast:
+class Broadcast(Struct):
     """How the processes share the reads of one restore.
 
     Attributes:
@@ -278,8 +277,7 @@ def _different(process: int, other: int, how: str) -> CoordinationError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _ReadGroup:
+class _ReadGroup(Struct, frozen=True):
     """The shared read of one group.
 
     Attributes:
@@ -295,8 +293,7 @@ class _ReadGroup:
     requests: Sequence[ReadRequest]
 
 
-@dataclass(slots=True)
-class _PendingShare:
+class _PendingShare(Struct):
     """A share that is being read, or was."""
 
     is_there: anyio.Event

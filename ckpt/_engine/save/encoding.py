@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ckpt._engine.codecs import encode_chunk
 from ckpt._engine.memory.staging import batch_digests
@@ -22,8 +22,7 @@ _PART_NS = 100_000_000
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(Struct, frozen=True):
     """An encoded batch.
 
     Attributes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import anyio
+from msgspec.structs import replace
 
 from ckpt._engine.save.pipeline import keep_lease
 from ckpt._engine.save.step_manifest import features
@@ -58,15 +59,14 @@ async def delete_item(storage: Storage, step_dir: str, manifest: Manifest, item:
             async with anyio.create_task_group() as tasks:
                 keeper = anyio.CancelScope()
                 tasks.start_soon(keep_lease, storage, attempt, keeper)
-                kept = manifest.model_copy(
-                    update={
-                        "items": items,
-                        "attempt": attempt.id,
-                        "folder": attempt.folder,
-                        "requires": features(
-                            items, attempt.folder, own_disks=OWN_DISKS in manifest.requires
-                        ),
-                    }
+                kept = replace(
+                    manifest,
+                    items=items,
+                    attempt=attempt.id,
+                    folder=attempt.folder,
+                    requires=features(
+                        items, attempt.folder, own_disks=OWN_DISKS in manifest.requires
+                    ),
                 )
                 async with while_read(storage, step_dir, manifest):
                     files = await _write_rest(storage, attempt, manifest, kept, item)
@@ -111,7 +111,7 @@ async def _write_rest(
             for path, data in written.items():
                 tasks.start_soon(storage.write, attempt, path, data)
     made = {path: FileEntry(size=len(data), digest=digest(data)) for path, data in written.items()}
-    new = new.model_copy(update={"files": linked | made})
+    new = replace(new, files=linked | made)
     encoded = await run_in_thread(encode, new)
     await storage.write(attempt, FILE_NAME, encoded)
     return sizes(new, encoded)

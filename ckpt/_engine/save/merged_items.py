@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckpt._engine.memory.staging import host_bytes
 from ckpt._engine.plan_cache import ItemPlan, new_data_file
@@ -32,8 +33,7 @@ _COMPARED_BYTES = 1 << 20
 _TREES = "pytree"
 
 
-@dataclass(slots=True)
-class WrittenTree:
+class WrittenTree(Struct):
     """The tree of an item, as this process writes it.
 
     Attributes:
@@ -58,8 +58,7 @@ class WrittenTree:
         return ProcessReport(self.report, self.plan.fingerprint, self.values)
 
 
-@dataclass(slots=True)
-class ItemParts:
+class ItemParts(Struct):
     """One item that may arrive in several parts.
 
     Attributes:

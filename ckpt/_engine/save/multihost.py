@@ -18,12 +18,21 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
+from msgspec import Struct, field
+from msgspec.structs import replace
 
-from ckpt._format.manifest import FileEntry, ItemEntry, Manifest, decode, encode
+from ckpt._format.manifest import (
+    FileEntry,
+    ItemEntry,
+    Manifest,
+    decode,
+    decode_item,
+    encode,
+    encode_item,
+)
 from ckpt._plan.multihost.write_reports import ProcessReport, pack, unpack
 from ckpt._plan.ownership import ProcessGroup
 from ckpt._runtime.threads import run_in_thread
@@ -48,8 +57,7 @@ Begin = Callable[[], Awaitable[Attempt]]
 Join = Callable[[str], Awaitable[Attempt]]
 
 
-@dataclass(frozen=True, slots=True)
-class StartedSave:
+class StartedSave(Struct, frozen=True):
     """A save that has begun.
 
     Attributes:
@@ -63,8 +71,7 @@ class StartedSave:
     created_ns: int
 
 
-@dataclass(slots=True)
-class WriteReport:
+class WriteReport(Struct):
     """What one process has written of a step.
 
     Attributes:
@@ -422,13 +429,13 @@ def _summary(manifest: Manifest) -> Manifest:
         name: ItemEntry(handler=item.handler, nbytes=item.nbytes)
         for name, item in manifest.items.items()
     }
-    return manifest.model_copy(update={"items": items, "files": {}})
+    return replace(manifest, items=items, files={})
 
 
 def _pack(report: WriteReport) -> bytes:
     trees = {name: pack(tree) for name, tree in report.trees.items()}
     head = {
-        "entries": {name: each.model_dump(mode="json") for name, each in report.entries.items()},
+        "entries": {name: encode_item(each).decode() for name, each in report.entries.items()},
         "files": {path: [each.size, each.digest] for path, each in report.files.items()},
         "trees": {name: len(data) for name, data in trees.items()},
     }
@@ -446,7 +453,7 @@ def _unpack(data: bytes) -> WriteReport:
     start = 8 + int.from_bytes(data[:8], "little")
     try:
         head = json.loads(data[8:start])
-        entries = {name: ItemEntry.model_validate(each) for name, each in head["entries"].items()}
+        entries = {name: decode_item(each) for name, each in head["entries"].items()}
         files = {
             path: FileEntry(size=size, digest=text) for path, (size, text) in head["files"].items()
         }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import anyio
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckpt._commit import CommitHooks
 from ckpt._engine.engine import Engine
@@ -188,8 +189,7 @@ async def _run(
     return await publish(session, engine, request, entries)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pending:
+class _Pending(Struct, frozen=True, eq=False):
     """An item that is staged: who saves it, and the commit that the handler gave for it."""
 
     name: str

@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
+from msgspec import Struct, field
 
 from ckpt._format.manifest import JsonValue
 
 
-@dataclass(frozen=True, slots=True)
-class SaveRequest:
+class SaveRequest(Struct, frozen=True):
     """What to save and under which name.
 
     Attributes:
@@ -41,8 +40,7 @@ def _do_nothing() -> None:
     pass
 
 
-@dataclass(slots=True, eq=False)
-class SaveCall:
+class SaveCall(Struct, eq=False):
     """What one call saves, and how far that is; an ordinary save is a single call.
 
     Attributes:

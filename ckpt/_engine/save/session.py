@@ -6,10 +6,10 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 
 import anyio
 from anyio.abc import TaskGroup
+from msgspec import Struct, field
 
 from ckpt._commit import CommitHooks
 from ckpt._engine.memory.arena import Arena, Block
@@ -52,8 +52,7 @@ class Lanes:
                 self._free.append(lane)
 
 
-@dataclass(slots=True)
-class SaveSession:
+class SaveSession(Struct):
     """What the items of one save share.
 
     Attributes:

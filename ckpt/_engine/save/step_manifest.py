@@ -148,5 +148,7 @@ async def write_manifest(
 
 def features(items: Mapping[str, ItemEntry], folder: str, *, own_disks: bool = False) -> list[str]:
     """Return the features that a reader has to know."""
-    compressed = any(leaf.codec is not None for item in items.values() for leaf in item.leaves)
+    compressed = any(
+        form.codec is not None for item in items.values() for form in item.leaves.forms
+    )
     return [COMPRESSION] * compressed + [FOLDER] * bool(folder) + [OWN_DISKS] * own_disks

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckpt._engine.verify.report import Problem
 from ckpt._format.chunk_locations import misplaced_leaves
@@ -19,8 +21,7 @@ _LONGEST_PATH = 4096
 _CUSTOM = frozenset({"custom", "namedtuple"})
 
 
-@dataclass(frozen=True, slots=True)
-class Contradictions:
+class Contradictions(Struct, frozen=True):
     """The contradictions in a manifest.
 
     Attributes:
@@ -79,7 +80,7 @@ def _problems_of_item(name: str, item: ItemEntry, manifest: Manifest) -> list[Pr
 
 def _bare(node: Node) -> Node:
     """Return a node without its class, so that no code of the class runs."""
-    return node.model_copy(update={"class_name": "?"}) if node.kind in _CUSTOM else node
+    return replace(node, class_name="?") if node.kind in _CUSTOM else node
 
 
 def _is_below(path: str) -> bool:

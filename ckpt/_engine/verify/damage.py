@@ -8,8 +8,9 @@ itself.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+
+from msgspec import Struct
 
 from ckpt._engine.verify.report import Problem
 from ckpt._engine.verify.scanner import Scanner
@@ -25,8 +26,7 @@ _DATABASE = "manifest.ocdbt"
 _ALL_RIGHT = "every array still reads right"
 
 
-@dataclass(frozen=True, slots=True)
-class DamagedFile:
+class DamagedFile(Struct, frozen=True):
     """What is wrong with one file.
 
     Attributes:
@@ -40,8 +40,7 @@ class DamagedFile:
     nbytes: int
 
 
-@dataclass(slots=True)
-class _LeafDamage:
+class _LeafDamage(Struct):
     """The damaged chunks of a leaf: how many, the number of the first, and what is wrong there."""
 
     count: int

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+
+from msgspec import Struct, field
 
 from ckpt._engine.verify.consistency import contradictions
 from ckpt._engine.verify.damage import DamagedFile, problems_of_item
@@ -80,8 +81,7 @@ async def verify_step_dir(
     )
 
 
-@dataclass(slots=True)
-class _Findings:
+class _Findings(Struct):
     """The findings so far: what the report will say."""
 
     path: str
@@ -214,9 +214,9 @@ def _slashes(path: str) -> list[int]:
 
 def _chunks_by_file(
     manifest: Manifest, wrong: Mapping[str, Set[int]]
-) -> dict[str, tuple[list[ChunkLocation], list[LeafEntry]]]:
+) -> dict[str, tuple[list[ChunkLocation], Sequence[LeafEntry]]]:
     """Return for every data file the chunks whose digests can be compared without decoding."""
-    found: dict[str, tuple[list[ChunkLocation], list[LeafEntry]]] = {}
+    found: dict[str, tuple[list[ChunkLocation], Sequence[LeafEntry]]] = {}
     for name, contradictory in wrong.items():
         item = manifest.items[name]
         for place in places_in(item, range(len(item.data_files))):
@@ -229,7 +229,7 @@ def _chunks_by_file(
 async def _damages_read(
     manifest: Manifest,
     left_out: Set[str],
-    chunks: Mapping[str, tuple[list[ChunkLocation], list[LeafEntry]]],
+    chunks: Mapping[str, tuple[list[ChunkLocation], Sequence[LeafEntry]]],
     scanner: Scanner,
     goes_on: Callable[[str, int], Awaitable[bool]],
 ) -> dict[str, DamagedFile]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckpt._format.manifest import FileEntry, ItemEntry, JsonValue, Manifest
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMismatchError
@@ -21,8 +22,7 @@ _OWNER = re.compile(r"(^|/)process_([0-9]{1,9})-of-([0-9]{1,9})(?=[./]|$)")
 _COUNT, _PARTS = "process_count", "processes"
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessPart:
+class ProcessPart(Struct, frozen=True):
     """The part of an item that one process saved.
 
     Attributes:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import jax
+import msgspec
 
 from ckpt._format.digests import digest
 from ckpt._plan.chunk_reads import ByteRange
@@ -59,13 +60,12 @@ class Grouping:
         return next(group for group in self.groups if process in group)
 
 
-@dataclass(slots=True)
-class Groupings:
+class Groupings(msgspec.Struct):
     """Finds the groupings of arrays; every sharding is analysed once."""
 
     processes: int
-    _by_identity: dict[int, tuple[object, Grouping | None]] = field(default_factory=dict)
-    _known: dict[jax.sharding.Sharding, Grouping | None] = field(default_factory=dict)
+    _by_identity: dict[int, tuple[object, Grouping | None]] = msgspec.field(default_factory=dict)
+    _known: dict[jax.sharding.Sharding, Grouping | None] = msgspec.field(default_factory=dict)
 
     def of(self, read: ArrayRead) -> Grouping | None:
         """Return the grouping of an array, or None where there is nothing to share.
@@ -122,8 +122,7 @@ def groupings_of(reads: Iterable[ArrayRead], processes: int) -> dict[int, Groupi
     return {leaf: grouping for leaf, grouping in found.items() if grouping is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRead:
+class BatchRead(msgspec.Struct, frozen=True):
     """A part of a batch that is read at once: `nbytes` from `start` of a file go to `at`."""
 
     path: str

@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
+import msgspec
+from msgspec import Struct
 
 from ckpt._format.digests import digest
 from ckpt._format.manifest import Node
@@ -35,8 +36,7 @@ _STRUCTURE = ""
 Line = tuple[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class TreeFingerprint:
+class TreeFingerprint(Struct, frozen=True):
     """Lines about a tree, as few bytes.
 
     Attributes:
@@ -69,7 +69,7 @@ def tree_fingerprint(plan: SavePlan, nodes: Sequence[Node]) -> TreeFingerprint:
     """Return the fingerprint of a tree without its values: of its structure and leaves."""
     assert plan.group is not None
     known: dict[int, str] = {}
-    shape = digest("".join(node.model_dump_json() for node in nodes).encode())
+    shape = digest(b"".join(map(msgspec.json.encode, nodes)))
     index = plan.group.index
     lines = [(leaf.name, _described(leaf.spec, index, known)) for leaf in plan.leaves]
     # The last line: trees of different leaves have different nodes, and the leaves are what helps.
@@ -103,7 +103,7 @@ def _sharding(sharding: jax.sharding.Sharding, process: int, known: dict[int, st
             found = "on its own devices"
         else:
             entry = describe_sharding(sharding)
-            marks = digest(entry.model_dump_json().encode())[:8]
+            marks = digest(msgspec.json.encode(entry))[:8]
             found = f"{sharding_text(entry)} #{marks}"
         known[id(sharding)] = found
     return found

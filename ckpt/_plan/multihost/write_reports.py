@@ -10,10 +10,10 @@ import re
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ckpt._format.digests import digest
 from ckpt._plan.item_reports import DIGEST_BYTES, ROW, ItemReport
@@ -28,8 +28,7 @@ _HEAD = struct.Struct("<4sQQQQQQQ")
 _DATA_FILE = re.compile(r"d/([0-9a-f]{32})")
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessReport:
+class ProcessReport(Struct, frozen=True):
     """What one process has written of an item, and what it is of.
 
     Attributes:

@@ -8,10 +8,10 @@ the order of their calls. Used on the engine's loop only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import anyio
+from msgspec import Struct
 
 BacklogPolicy = Literal["wait", "skip", "supersede"]
 
@@ -20,8 +20,7 @@ BacklogPolicy = Literal["wait", "skip", "supersede"]
 _SLOTS = 2
 
 
-@dataclass(slots=True, eq=False)
-class BacklogSlot:
+class BacklogSlot(Struct, eq=False):
     """The slot of one save in the queue.
 
     Attributes:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 _SAVES = 5
 _STEPS = 50
 
 
-@dataclass(slots=True)
-class _Save:
+class _Save(Struct):
     """A save, and the time and the steps that passed while it was under way.
 
     Attributes:

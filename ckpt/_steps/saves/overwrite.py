@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import anyio
+from msgspec.structs import replace
 
 from ckpt._arguments import check_step, shown
 from ckpt._engine.save.multihost import JointSave, MultihostSave

@@ -6,10 +6,10 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import anyio
+from msgspec.structs import replace
 
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, CommitHooks

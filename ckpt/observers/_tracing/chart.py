@@ -7,7 +7,8 @@ chart means only to draw its rectangles and texts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckpt.errors import InvalidArgumentError
 from ckpt.observers._tracing.intervals import Interval, measure
@@ -37,8 +38,7 @@ _WRITES = (
 _UNITS = ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1.0, "ns"))
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
+class Bar(Struct, frozen=True):
     """One phase or span.
 
     Attributes:
@@ -56,8 +56,7 @@ class Bar:
     tip: str
 
 
-@dataclass(frozen=True, slots=True)
-class ChartRow:
+class ChartRow(Struct, frozen=True):
     """One track.
 
     Attributes:
@@ -75,8 +74,7 @@ class ChartRow:
     bars: tuple[Bar, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Band:
+class Band(Struct, frozen=True):
     """An interval that is marked through all rows.
 
     Attributes:
@@ -93,16 +91,14 @@ class Band:
     tip: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """A mark on the time axis."""
 
     x: float
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
+class Chart(Struct, frozen=True):
     """The layout of a picture.
 
     Attributes:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from dataclasses import dataclass
 from html import escape
 from string import Template
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from ckpt.errors import CheckpointError
 from ckpt.observers._tracing.chart import LEFT, RIGHT, Chart, chart
@@ -102,8 +103,7 @@ $body
 """)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rect:
+class _Rect(Struct, frozen=True):
     """A rectangle. `kind` is a key of `_RECTS`."""
 
     kind: str
@@ -115,8 +115,7 @@ class _Rect:
     tip: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Text:
+class _Text(Struct, frozen=True):
     """A line of text with its baseline at `y`. `kind` is a key of `_TEXTS`."""
 
     kind: str

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
+
+from msgspec import Struct
 
 from ckpt._events import Event
 from ckpt.observers._tracing.intervals import Interval, measure, pack
@@ -30,8 +32,7 @@ _ORDER = (
 _SAID = {"operation", "phase", "began_ns", "ended_ns", "nbytes"}
 
 
-@dataclass(frozen=True, slots=True)
-class TrackEntry:
+class TrackEntry(Struct, frozen=True):
     """One phase or span, as it is drawn.
 
     Attributes:
@@ -56,8 +57,7 @@ class TrackEntry:
         return self.began_ns, self.ended_ns
 
 
-@dataclass(frozen=True, slots=True)
-class Track:
+class Track(Struct, frozen=True):
     """Entries of one kind, ascending, that do not overlap.
 
     Attributes:

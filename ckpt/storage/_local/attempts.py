@@ -16,8 +16,9 @@ import stat
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from ckpt._format.manifest import FILE_NAME, MAX_BYTES, peek
 from ckpt.errors import CheckpointError, StepDeletedError, StepExistsError
@@ -34,8 +35,7 @@ _LONGEST_NAME = 255
 _NAMED = 5
 
 
-@dataclass(slots=True)
-class LocalAttempt:
+class LocalAttempt(Struct):
     """One try at writing a step directory.
 
     Attributes:

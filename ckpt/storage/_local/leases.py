@@ -16,8 +16,9 @@ import platform
 import stat
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from ckpt._settings import LONGEST_LEASE_SECONDS
 
@@ -29,8 +30,7 @@ _LOCK_TRIES, _LOCK_PAUSE_SECONDS = 200, 0.005
 WITHOUT_LEASE_SECONDS = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(Struct, frozen=True):
     """A lease that a cleaner has opened.
 
     Attributes:

@@ -185,6 +185,22 @@ def read_regular(top: Path, path: str, limit: int) -> bytes | None:
     Raises:
         ValueError: It is not a regular file, or larger than `limit`; see `open_regular`.
     """
+    found = read_head(top, path, limit, limit)
+    return None if found is None else found[0]
+
+
+def read_head(top: Path, path: str, limit: int, most: int) -> tuple[bytes, int] | None:
+    """Return the beginning of a regular file below `top` and its size; None if there is none.
+
+    Args:
+        top: The directory.
+        path: The file, relative to it.
+        limit: The largest size that the file may have.
+        most: How many bytes are read at most.
+
+    Raises:
+        ValueError: It is not a regular file, or larger than `limit`; see `open_regular`.
+    """
     try:
         fd, size = open_regular(top, path)
     except (FileNotFoundError, NotADirectoryError):
@@ -192,11 +208,11 @@ def read_regular(top: Path, path: str, limit: int) -> bytes | None:
     try:
         if size > limit:
             raise ValueError(f"it has {size} bytes, more than the {limit} allowed")
-        parts, left = [], size
+        parts, left = [], min(size, most)
         while left and (part := os.read(fd, left)):
             parts.append(part)
             left -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return (parts[0] if len(parts) == 1 else b"".join(parts)), size
     finally:
         os.close(fd)
 

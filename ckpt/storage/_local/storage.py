@@ -154,14 +154,23 @@ class LocalStorage:
         return await self._in_thread(of_each, "look at", top, step_dirs, path, stamp)
 
     async def read_each(
-        self, step_dirs: Sequence[str], path: str, limit: int, parse: Callable[[bytes], T]
+        self,
+        step_dirs: Sequence[str],
+        path: str,
+        limit: int,
+        head: int,
+        parse: Callable[[bytes, int], T | None],
     ) -> list[T | None]:
 
         def read(name: str) -> T | None:
-            data = None
             with contextlib.suppress(ValueError):
+                found = posix.read_head(self._root, f"{name}/{path}", limit, head)
+                parsed = None if found is None else parse(*found)
+                if found is None or parsed is not None or len(found[0]) == found[1]:
+                    return parsed
                 data = posix.read_regular(self._root, f"{name}/{path}", limit)
-            return None if data is None else parse(data)
+                return None if data is None else parse(data, len(data))
+            return None
 
         every: list[T | None] = []
         for start in range(0, len(step_dirs), _BATCH):

@@ -9,9 +9,9 @@ of these operations and why they are safe.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import anyio
+from msgspec import Struct
 
 from ckpt._format.manifest import FILE_NAME
 from ckpt.errors import StepDeletedError, StepExistsError, StorageError
@@ -27,8 +27,7 @@ logger = logging.getLogger("ckpt")
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 2.0
 
 
-@dataclass(slots=True)
-class ObjectAttempt:
+class ObjectAttempt(Struct):
     """One try at writing a step directory.
 
     Attributes:

@@ -11,11 +11,11 @@ import contextlib
 import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import anyio
 import tensorstore as ts
+from msgspec import Struct
 
 from ckpt._runtime.futures import waker
 from ckpt._runtime.threads import run_in_thread
@@ -51,16 +51,14 @@ class KeyValueStore(Protocol):
         """Begin to list."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredObject:
+class StoredObject(Struct, frozen=True):
     """An object: its bytes, or the first of them, and its generation, which every write changes."""
 
     data: bytes
     generation: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Swap:
+class Swap(Struct, frozen=True):
     """The result of a conditional write.
 
     Attributes:

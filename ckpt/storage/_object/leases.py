@@ -23,10 +23,10 @@ import platform
 import re
 import time
 import uuid
-from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import anyio
+from msgspec import Struct, field
 
 from ckpt._settings import LONGEST_LEASE_SECONDS
 from ckpt.errors import StorageError
@@ -56,8 +56,7 @@ def record_names(name: str) -> tuple[str, str] | None:
     return None if found is None else (found[1], found[2])
 
 
-@dataclass(slots=True)
-class LeaseRecord:
+class LeaseRecord(Struct):
     """The record of an attempt, as this process wrote it last.
 
     Attributes:

@@ -163,7 +163,12 @@ class ObjectStorage:
         return first.generation
 
     async def read_each(
-        self, step_dirs: Sequence[str], path: str, limit: int, parse: Callable[[bytes], T]
+        self,
+        step_dirs: Sequence[str],
+        path: str,
+        limit: int,
+        head: int,
+        parse: Callable[[bytes, int], T | None],
     ) -> list[T | None]:
         found: dict[str, T | None] = dict.fromkeys(step_dirs)
         parsers = anyio.Semaphore(_PARSED)
@@ -172,7 +177,7 @@ class ObjectStorage:
             async with parsers:
                 data = await self._keys.get(self._key(step_dir, path))
                 if data is not None and len(data.data) <= limit:
-                    found[step_dir] = await run_in_thread(parse, data.data)
+                    found[step_dir] = await run_in_thread(parse, data.data, len(data.data))
 
         await each(look, step_dirs)
         return [found[step_dir] for step_dir in step_dirs]

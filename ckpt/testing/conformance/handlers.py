@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+from msgspec.structs import replace
 
 from ckpt import sync
 from ckpt._api.manager import CheckpointManager
@@ -162,7 +163,7 @@ def it_refuses_entries_that_are_not_its_own(case: HandlerCase, root: Path) -> No
     path = _saved(case, root, tree={"x": 1})
     whole = _manifest(path)
     entry = whole.items[_ITEM]
-    _rewrite(path, whole, entry.model_copy(update={"handler": "nobody"}))
+    _rewrite(path, whole, replace(entry, handler="nobody"))
     try:
         _loaded(case, path)
     except UnsupportedFormatError as error:
@@ -357,7 +358,7 @@ def _rewrite(path: Path, manifest: Manifest, entry: ItemEntry) -> None:
         name: known for name, known in manifest.files.items() if not name.startswith(f"{_ITEM}/")
     }
     update = {"items": {**manifest.items, _ITEM: entry}, "files": files}
-    (path / FILE_NAME).write_bytes(encode(manifest.model_copy(update=update)))
+    (path / FILE_NAME).write_bytes(encode(replace(manifest, **update)))
 
 
 def _remove(path: Path) -> None:

@@ -18,6 +18,7 @@ import anyio
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from orbax.checkpoint import v1 as ocp
 
 import ckpt
@@ -217,7 +218,7 @@ def test_no_path_of_a_manifest_leads_out_of_the_step(root: Path, path: str) -> N
     found = manifest(root)
     listed = found.files | {path: FileEntry(size=6, digest="0" * 32)}
     with pytest.raises(errors.CorruptCheckpointError):
-        delete_by(root, found.model_copy(update={"files": listed}), "note")
+        delete_by(root, replace(found, files=listed), "note")
     assert files(root) == before
     assert leftovers(root) == []
     assert sorted(os.listdir(root.parent)) == ["run", "secret"]

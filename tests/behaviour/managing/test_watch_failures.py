@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
+from msgspec.structs import replace
 
 import ckpt
 import ckpt.sync
@@ -92,7 +93,7 @@ def test_a_damaged_manifest_is_told_once(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     path = tmp_path / "1" / FILE_NAME
     manifest = decode(path.read_bytes(), where="")
-    path.write_bytes(encode(manifest.model_copy(update={"unnamed": True, "items": {}})))
+    path.write_bytes(encode(replace(manifest, unnamed=True, items={})))
     with ckpt.sync.watch(tmp_path, timeout=0) as watch:
         with pytest.raises(ckpt.errors.CorruptCheckpointError, match="step 1"):
             next(watch)

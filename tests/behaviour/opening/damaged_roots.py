@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import ckpt.sync
+from ckpt.manifest import peek
 
 
 def state(value: float) -> dict[str, Any]:
@@ -33,6 +34,20 @@ def flip(file: Path, at: float = 0.5) -> None:
 def flip_array(step_dir: Path) -> None:
     """Change a byte of an array, and nothing that says what is stored."""
     flip(max((step_dir / "default" / "d").iterdir(), key=lambda file: file.stat().st_size))
+
+
+def flip_head(step_dir: Path) -> None:
+    """Change a byte of what lists of steps are made of."""
+    flip(step_dir / "ckpt.json", 0.1)
+    assert peek((step_dir / "ckpt.json").read_bytes()) is None
+
+
+def flip_rest(step_dir: Path, byte: int = 20) -> None:
+    """Change a byte of the manifest that only those look at who read the step."""
+    data = bytearray((step_dir / "ckpt.json").read_bytes())
+    data[data.index(b',"head":"') + 60 + byte] ^= 4
+    (step_dir / "ckpt.json").write_bytes(bytes(data))
+    assert peek(bytes(data)) is not None
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,13 @@ from ckpt import errors
 from ckpt._steps.index import PassedOver
 from ckpt.storage._local import posix
 from ckpt.testing.compare import differences
-from tests.behaviour.opening.damaged_roots import flip_array, make_root, state, warnings_of
+from tests.behaviour.opening.damaged_roots import (
+    flip_array,
+    flip_rest,
+    make_root,
+    state,
+    warnings_of,
+)
 from tests.support.stateful_objects import Counter
 
 
@@ -119,11 +126,12 @@ def test_several_items_and_objects_with_a_state(tmp_path: Path) -> None:
         assert found["config"] == {"lr": 0.5}
 
 
+@pytest.mark.parametrize("damage", [flip_array, flip_rest])
 def test_a_damaged_newest_step_does_not_end_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    damage: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = make_root(tmp_path / "run")
-    flip_array(root / "3")
+    damage(root / "3")
     with ckpt.sync.CheckpointManager(root) as mgr:
         with pytest.raises(errors.CorruptCheckpointError, match=r"^step 3"):
             mgr.resume(state(0), fallback=False)
@@ -142,6 +150,45 @@ def test_a_damaged_newest_step_does_not_end_the_run(
     assert not ckpt.sync.verify(root / "damaged" / "3").ok
     with ckpt.sync.CheckpointManager(root) as mgr:
         assert mgr.resume(state(0))[0] == 4
+
+
+@pytest.mark.parametrize("damage", [flip_array, flip_rest])
+def test_damaged_steps_are_passed_over_one_by_one(
+    damage: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = make_root(tmp_path / "run")
+    damage(root / "3")
+    damage(root / "2")
+    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+        assert mgr.restore(fallback=True)["w"][0] == 1
+        first, second = warnings_of(caplog)
+        assert "step 3 is passed over" in first
+        assert "step 2 is passed over" in second
+        damage(root / "1")
+        with pytest.raises(errors.CorruptCheckpointError, match=r"^step 3"):
+            mgr.restore(fallback=True)
+        with pytest.raises(errors.CorruptCheckpointError, match=r"^step 3"):
+            mgr.resume(state(0))
+
+
+def test_in_a_store_a_step_whose_manifest_was_changed_is_passed_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with ckpt.sync.CheckpointManager("memory://resume/changed") as mgr:
+        for step in (1, 2):
+            mgr.save(step, state(step), durable=True)
+        storage: Any = mgr._service.storage
+        data = bytearray(anyio.run(storage.read, "2", "ckpt.json", 1 << 20))
+        data[data.index(b',"head":"') + 80] ^= 4
+        anyio.run(storage._keys.put, storage._key("2", "ckpt.json"), bytes(data))
+        assert mgr.all_steps() == [1, 2]
+        caplog.clear()
+        assert mgr.resume(state(0))[0] == 2
+        assert any("step 2 is passed over" in each for each in warnings_of(caplog))
+        with pytest.raises(errors.StepExistsError, match=r"is damaged .*overwrite=True"):
+            mgr.save(2, state(2))
+        mgr.save(2, state(2), overwrite=True, durable=True)
+        assert mgr.restore(2)["w"][0] == 2
 
 
 def test_in_a_store_a_damaged_step_is_replaced_when_that_is_asked_for() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import subprocess
@@ -17,23 +16,30 @@ import pytest
 
 import ckpt.sync
 from ckpt import errors
-from tests.behaviour.opening.damaged_roots import flip, flip_array, make_root, state, warnings_of
-from tests.reliability.mutations import seal
+from tests.behaviour.opening.damaged_roots import (
+    flip_array,
+    flip_head,
+    flip_rest,
+    make_root,
+    state,
+    warnings_of,
+)
+from tests.support.manifests import document_of, rewrite
 
 
 def lose_manifest(step_dir: Path) -> None:
     (step_dir / "ckpt.json").unlink()
 
 
-def flip_manifest(step_dir: Path) -> None:
-    flip(step_dir / "ckpt.json")
-
-
 def empty_manifest(step_dir: Path) -> None:
     (step_dir / "ckpt.json").write_bytes(b"")
 
 
-DAMAGES = [lose_manifest, flip_manifest, empty_manifest]
+def cut_manifest(step_dir: Path) -> None:
+    os.truncate(step_dir / "ckpt.json", (step_dir / "ckpt.json").stat().st_size - 1)
+
+
+DAMAGES = [lose_manifest, flip_head, empty_manifest, cut_manifest]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -66,10 +72,38 @@ def test_a_damaged_latest_step_is_named_once_and_saved_anew(
         assert warnings_of(caplog) == []
 
 
+def test_a_step_whose_manifest_was_changed_behind_its_head_is_listed_and_saved_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lists of steps look at heads only; who reads the step finds the damage."""
+    root = make_root(tmp_path / "run")
+    flip_rest(root / "3")
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        assert mgr.all_steps() == [1, 2, 3]
+        assert mgr.latest_step() == 3
+        assert mgr.best_step("loss", "min") == 3
+        assert warnings_of(caplog) == []
+        for call in (mgr.restore, mgr.metadata, lambda: mgr.restore(3), lambda: mgr.metadata(3)):
+            with pytest.raises(errors.CorruptCheckpointError, match="changed after it") as caught:
+                call()
+            assert caught.value.step == 3
+        assert not mgr.verify(3).ok
+        with pytest.raises(errors.CorruptCheckpointError, match="changed after it"):
+            ckpt.sync.load(root / "3")
+        caplog.clear()
+        # A run that goes on from step 2 comes to step 3 again.
+        assert mgr.save(3, state(3.5), durable=True).step == 3
+        (warning,) = warnings_of(caplog)
+        assert "step 3 is saved anew" in warning
+        assert "changed after it" in warning
+        assert str(root / "damaged" / "3") in warning
+        assert mgr.restore(3)["w"][0] == 3.5
+
+
 def test_a_step_that_is_damaged_twice_is_kept_twice(tmp_path: Path) -> None:
     root = make_root(tmp_path / "run", (1,))
     for _ in range(2):
-        flip_manifest(root / "1")
+        flip_head(root / "1")
         with ckpt.sync.CheckpointManager(root) as mgr:
             mgr.save(1, state(1), durable=True)
     assert len(list((root / "damaged").iterdir())) == 2
@@ -82,7 +116,7 @@ def test_damage_between_two_looks_is_told_at_the_second(
     with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
         assert mgr.all_steps() == [1, 2, 3]
         assert warnings_of(caplog) == []
-        flip_manifest(root / "1")
+        flip_head(root / "1")
         assert mgr.all_steps() == [2, 3]
         (warning,) = warnings_of(caplog)
         assert "step 1 is damaged" in warning
@@ -92,7 +126,7 @@ def test_what_was_damaged_and_is_gone_is_not_told_any_more(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = make_root(tmp_path / "run", (7,))
-    flip_manifest(root / "7")
+    flip_head(root / "7")
     with ckpt.sync.CheckpointManager(root) as mgr:
         mgr.delete(7)
         with pytest.raises(errors.StepNotFoundError, match="save one first"):
@@ -101,7 +135,7 @@ def test_what_was_damaged_and_is_gone_is_not_told_any_more(
         mgr.save(7, state(7), durable=True)
         assert mgr.all_steps() == [7]
         caplog.clear()
-        flip_manifest(root / "7")
+        flip_head(root / "7")
         assert mgr.all_steps() == []
         assert "step 7 is damaged" in warnings_of(caplog)[0]
 
@@ -124,7 +158,7 @@ def test_a_root_of_damaged_steps_is_not_empty(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = make_root(tmp_path / "run", (7,))
-    flip_manifest(root / "7")
+    flip_head(root / "7")
     with ckpt.sync.CheckpointManager(root) as mgr:
         assert mgr.latest_step() is None
         with pytest.raises(errors.StepNotFoundError, match="step 7 is damaged"):
@@ -176,10 +210,7 @@ def test_a_step_of_a_later_version_is_not_called_damaged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = make_root(tmp_path / "run", (1, 2))
-    file = root / "2" / "ckpt.json"
-    document = json.loads(file.read_text())
-    document["version"] = 99
-    file.write_bytes(seal(document))
+    rewrite(root / "2", document_of(root / "2") | {"version": 99})
     with ckpt.sync.CheckpointManager(root) as mgr:
         mgr.all_steps()
         for warning in warnings_of(caplog):
@@ -232,7 +263,7 @@ def test_the_newest_whole_step_is_restored_and_each_other_one_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = make_root(tmp_path / "run", (1, 2, 3, 4))
-    flip_manifest(root / "4")
+    flip_head(root / "4")
     flip_array(root / "3")
     flip_array(root / "2")
     with ckpt.sync.CheckpointManager(root) as mgr:

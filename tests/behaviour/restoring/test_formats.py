@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from orbax.checkpoint import v1 as ocp
 
 import ckpt
 from ckpt import ArrayFormat, Blosc, Zstd
+from tests.support.manifests import document_of, leaf_rows
 from tests.support.trees import P, abstract, mesh, sharded
 from tests.support.trees import assert_same as assert_same_arrays
 
@@ -67,8 +67,7 @@ def _plain(leaf: Any) -> Any:
 
 
 def leaves_of(path: Path, item: str = "default") -> dict[str, dict[str, Any]]:
-    document = json.loads((path / "ckpt.json").read_bytes())
-    return {leaf["name"]: leaf for leaf in document["items"][item]["leaves"]}
+    return {leaf["name"]: leaf for leaf in leaf_rows(document_of(path)["items"][item])}
 
 
 def read_by_tensorstore(path: Path, name: str) -> np.ndarray[Any, Any]:
@@ -176,7 +175,7 @@ def test_what_compression_needs_is_said_only_where_it_is_used(
     small = {"a": jnp.ones(1000)}
     ckpt.sync.save(tmp_path / "small", small, formats={"a": ArrayFormat(compression="zstd")})
     needed = {
-        path.name: json.loads((path / "ckpt.json").read_bytes()).get("requires", [])
+        path.name: document_of(path).get("requires", [])
         for path in (run / "1", tmp_path / "plain", tmp_path / "small")
     }
     assert needed == {"1": ["compression"], "plain": [], "small": []}
@@ -202,10 +201,10 @@ def test_compressible_arrays_take_less_room(tmp_path: Path) -> None:
 def test_data_files_are_as_long_as_the_manifest_says_and_hold_nothing_else(run: Path) -> None:
     """No byte of an older state is in the gaps between encoded chunks."""
     step = run / "2"
-    item = json.loads((step / "ckpt.json").read_bytes())["items"]["default"]
+    item = document_of(step)["items"]["default"]
     covered: dict[str, list[tuple[int, int]]] = {}
     encoded = set()
-    for leaf in item["leaves"]:
+    for leaf in leaf_rows(item):
         for number, offset in enumerate(leaf.get("offsets", [])):
             file = item["data_files"][leaf["files"][number] if leaf.get("files") else 0]
             itemsize = jnp.dtype(leaf["dtype"]).itemsize

@@ -14,6 +14,7 @@ import pytest
 import tensorstore as ts
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ckpt import errors
 from ckpt._engine.plan_cache import PlanCache
@@ -32,6 +33,7 @@ from ckpt._plan.merged_parts import TreeParts, merge_parts
 from ckpt._tree.flatten import describe
 from ckpt.testing.strategies import keys, python_scalars
 from tests.behaviour.saving.partial_saves import merged, plain
+from tests.support.manifests import document_of
 from tests.support.trees import assert_same
 
 # Drawn more than once they are one object at several places.
@@ -139,8 +141,8 @@ def check_merging(parts: list[dict[Any, Any]], budget: int) -> None:
 
     def placeless(entry: ItemEntry) -> ItemEntry:
         blank: dict[str, Any] = {"offsets": [], "files": []}
-        leaves = [leaf.model_copy(update=blank) for leaf in entry.leaves]
-        return entry.model_copy(update={"leaves": leaves, "data_files": []})
+        leaves = [replace(leaf, **blank) for leaf in entry.leaves]
+        return replace(entry, leaves=leaves, data_files=[])
 
     assert placeless(found) == placeless(whole)
     # Every chunk lies where its part has put it.
@@ -186,7 +188,7 @@ def test_a_key_is_marked_beside_one_of_the_same_text_that_comes_later(tmp_path: 
         wanted = {"a": OrderedDict({1: np.arange(3), "1": np.arange(4)})}
         assert_same(mgr.restore(1), wanted)
         assert mgr.verify(1)
-    names = [leaf["name"] for leaf in manifest(tmp_path / "1")["items"]["default"]["leaves"]]
+    names = document_of(tmp_path / "1")["items"]["default"]["leaves"]["names"]
     assert names == ["a.%k1", "a.1"]
     spec = {"driver": "zarr3", "kvstore": f"file://{tmp_path}/1/default/|ocdbt:a.%25k1/"}
     assert ts.open(spec, open=True).result().shape == (3,)

@@ -36,7 +36,8 @@ from tests.behaviour.verifying.verified_step import (
     refused,
     verified,
 )
-from tests.hostile.test_hostile import rewrite
+from tests.hostile.test_hostile import changed
+from tests.support.manifests import change_leaf
 from tests.support.paths import GOLDEN
 
 PATIENCE_S = 60
@@ -263,15 +264,17 @@ def test_a_large_file_takes_no_more_memory_than_a_small_one(tmp_path: Path) -> N
 
     def grow(document: dict[str, Any]) -> None:
         whole = digest(bytes(nbytes))
-        [leaf] = document["items"]["tree"]["leaves"]
-        leaf.update(dtype="uint8", shape=[nbytes], chunks=[nbytes], offsets=[0], digests=[whole])
+        length = {"shape": [nbytes], "chunks": [nbytes]}
+        change_leaf(
+            document["items"]["tree"], 0, dtype="uint8", offsets=[0], digests=[whole], **length
+        )
         [path] = document["items"]["tree"]["data_files"]
         for name in (f"tree/{path}", "blob/data.bin"):
             os.truncate(tmp_path / "large" / name, 0)
             os.truncate(tmp_path / "large" / name, nbytes)
             document["files"][name].update(size=nbytes, digest=whole)
 
-    rewrite(tmp_path / "large", grow)
+    changed(tmp_path / "large", grow)
     flip(tmp_path / "large" / "tree" / manifest_of(tmp_path / "large").items["tree"].data_files[0])
     done = subprocess.run(
         [sys.executable, "-c", BOUNDED, str(tmp_path / "small"), str(tmp_path / "large")],

@@ -29,7 +29,7 @@ from tests.behaviour.verifying.verified_step import (
     places,
     refused,
 )
-from tests.hostile.test_hostile import rewrite
+from tests.hostile.test_hostile import changed
 
 
 def become(make: Callable[[Path], object]) -> Callable[[Path], None]:
@@ -200,7 +200,7 @@ def test_chunks_that_were_damaged_before_they_were_written_are_found(step: Path)
         flip(file, offset)
         name = file.relative_to(step).as_posix()
         new = digest(file.read_bytes())
-        rewrite(step, partial(record, name=name, new=new))
+        changed(step, partial(record, name=name, new=new))
         found.add(("model", leaf))
         report = ckpt.sync.verify(step)
         assert hit(report) == found == refused(step.parent)

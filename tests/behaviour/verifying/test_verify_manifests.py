@@ -14,7 +14,8 @@ import ckpt
 import ckpt.sync
 from ckpt import errors
 from tests.behaviour.verifying.verified_step import STEP, Watched, damaged, files_of, flip, verified
-from tests.hostile.test_hostile import LIES, STATE, rewrite
+from tests.hostile.test_hostile import LIES, STATE, changed
+from tests.support.manifests import change_leaf
 
 
 def test_no_flip_in_a_manifest_goes_unseen(step: Path) -> None:
@@ -42,7 +43,7 @@ def test_what_is_no_checkpoint_is_an_error(root: Path, tmp_path: Path) -> None:
 
 
 def test_a_later_format_is_an_error(root: Path) -> None:
-    rewrite(root / str(STEP), lambda document: document.update(version=2))
+    changed(root / str(STEP), lambda document: document.update(version=2))
     with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
         for step in (STEP, None):
             with pytest.raises(errors.UnsupportedFormatError) as caught:
@@ -75,8 +76,9 @@ def unlisting(part: str) -> Callable[[dict[str, Any]], None]:
 
 def everywhere(**members: Any) -> Callable[[dict[str, Any]], None]:
     def change(document: dict[str, Any]) -> None:
-        for leaf in document["items"]["default"]["leaves"]:
-            leaf.update(members)
+        columns = document["items"]["default"]["leaves"]
+        for name, value in members.items():
+            columns[name] = [value] * len(columns["offsets"])
 
     return change
 
@@ -88,9 +90,8 @@ def nodes(*records: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
 def a_bomb(document: dict[str, Any]) -> None:
     """A few bytes that would be decoded to more than there is memory."""
     document["requires"] = ["compression"]
-    leaf = document["items"]["default"]["leaves"][1]
-    leaf.pop("packed", None)
-    leaf.update(shape=[2**40], chunks=[2**40], codec="zstd", lengths=[64])
+    length = {"shape": [2**40], "chunks": [2**40]}
+    change_leaf(document["items"]["default"], 1, packed=None, codec="zstd", lengths=[64], **length)
     for path, file in document["files"].items():
         if "/d/" in path:
             file["digest"] = "0" * 32
@@ -107,7 +108,7 @@ MORE_LIES: dict[str, Callable[[dict[str, Any]], None]] = {
     "data files that are not listed": unlisting("/d/"),
     "a database that is not listed": unlisting("manifest.ocdbt"),
     "nothing listed": unlisting(""),
-    "all at one place": everywhere(offsets=[0]),
+    "all at one place": everywhere(offsets=0),
     "a node within itself": nodes({"kind": "list", "children": [0, 1, 2, 0]}),
     "a leaf that no node has": nodes({"kind": "list", "children": [0, 1]}),
     "a node of no kind": nodes({"kind": "set", "children": [0, 1, 2]}),
@@ -129,7 +130,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_manifest_that_lies_is_found_out(honest: Path, tmp_path: Path, lie: str) -> None:
     (tmp_path / "x").write_bytes(b"x")
     shutil.copytree(honest, tmp_path / "run" / "s")
-    rewrite(tmp_path / "run" / "s", {**LIES, **MORE_LIES}[lie])
+    changed(tmp_path / "run" / "s", {**LIES, **MORE_LIES}[lie])
     before = peak()
     for deep in (True, False):
         try:
@@ -159,7 +160,7 @@ def test_no_path_that_leads_out_of_a_step_is_followed(
 ) -> None:
     (tmp_path / "x").write_bytes(b"x")
     shutil.copytree(honest, tmp_path / "s")
-    rewrite(tmp_path / "s", listing(path))
+    changed(tmp_path / "s", listing(path))
     storage = Watched(tmp_path, lambda asked: asked == "" and not lists)
     report = verified(storage, "s", deep=True)
     assert damaged(report) == {"ckpt.json"} | (set() if lists else {"."})

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from msgspec.structs import replace
 
 import ckpt
 import ckpt.sync
@@ -202,11 +203,11 @@ def untold() -> dict[str, Any]:
     manifest = decode((mine / "ckpt.json").read_bytes(), where="")
     entry = manifest.items["default"]
     shardings = [
-        each.model_copy(update={"device_ids": [devices[number].id for number in each.device_ids]})
+        replace(each, device_ids=[devices[number].id for number in each.device_ids])
         for each in entry.shardings
     ]
-    items = {"default": entry.model_copy(update={"shardings": shardings})}
-    (mine / "ckpt.json").write_bytes(encode(manifest.model_copy(update={"items": items})))
+    items = {"default": replace(entry, shardings=shardings)}
+    (mine / "ckpt.json").write_bytes(encode(replace(manifest, items=items)))
     found = ckpt.sync.load(mine)
     return {
         "problems": [problem for name in found if (problem := wrong(name, found[name]))],

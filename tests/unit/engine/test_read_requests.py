@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from msgspec.structs import replace
 
 from benchmarks.fake_devices import devices_of
 from ckpt._engine.restore.shared_reads import Broadcast
@@ -63,9 +63,7 @@ def test_a_packed_leaf_that_is_wanted_twice_is_read_once() -> None:
 
 def small_leaves(offsets: list[int], nbytes: int = 100) -> list[LeafEntry]:
     return [
-        leaf_of((nbytes,), (nbytes,), packed=True, offsets=[offset]).model_copy(
-            update={"name": str(number)}
-        )
+        replace(leaf_of((nbytes,), (nbytes,), packed=True, offsets=[offset]), name=str(number))
         for number, offset in enumerate(offsets)
     ]
 

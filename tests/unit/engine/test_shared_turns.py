@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from msgspec.structs import replace
 
 from benchmarks.fake_devices import devices_of
 from ckpt._engine.restore import shared_reads as broadcast

@@ -13,6 +13,7 @@ from make_golden_items import GOLDEN, Box, Layer, Loader, items, state
 
 import ckpt
 from ckpt.testing.compare import differences
+from tests.support.manifests import leaf_rows
 
 
 def loaded() -> dict[str, Any]:
@@ -73,7 +74,7 @@ def test_what_is_new_in_it_is_named() -> None:
         "random": "random_state",
         "loader": "stateful",
     }
-    kinds = {leaf["kind"] for leaf in manifest["items"]["model"]["leaves"]}
+    kinds = {leaf["kind"] for leaf in leaf_rows(manifest["items"]["model"])}
     assert {"key", "callable", "numpy_str", "numpy_bytes"} <= kinds
 
 
@@ -83,7 +84,7 @@ def test_a_fresh_save_describes_the_tree_in_the_same_way(tmp_path: Path) -> None
     told = []
     for path in (GOLDEN, tmp_path / "x"):
         item = json.loads((path / "ckpt.json").read_bytes())["items"]["model"]
-        leaves = {leaf["name"]: leaf for leaf in item["leaves"]}
+        leaves = {leaf["name"]: leaf for leaf in leaf_rows(item)}
         for name in ("squeezed", "rounded"):
             # Stored by formats of their own.
             del leaves[name]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import ckpt
 from ckpt import errors
@@ -170,8 +171,8 @@ def rewritten(path: Path, **data: Any) -> None:
     manifest = decode((path / "ckpt.json").read_bytes(), where="")
     entry = manifest.items["default"]
     assert isinstance(entry.data, dict)
-    entry = entry.model_copy(update={"data": {**entry.data, **data}})
-    manifest = manifest.model_copy(update={"items": {"default": entry}})
+    entry = replace(entry, data={**entry.data, **data})
+    manifest = replace(manifest, items={"default": entry})
     (path / "ckpt.json").write_bytes(encode(manifest))
 
 

@@ -5,8 +5,8 @@ Devices are made up, so that jobs of any size are planned by the real planner.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from msgspec.structs import replace
 
 from benchmarks.fake_devices import devices_of
 from ckpt._format.zarr import choose_chunk
@@ -117,7 +118,7 @@ def test_a_plan_depends_on_its_arguments_only(job: Job) -> None:
         mesh = Mesh(spec.sharding.mesh.devices.copy(), spec.sharding.mesh.axis_names)
         return replace(spec, sharding=NamedSharding(mesh, Spec(*spec.sharding.spec)))
 
-    again = replace(job, trees=tuple(tuple(map(rebuilt, tree)) for tree in job.trees))
+    again = dataclasses.replace(job, trees=tuple(tuple(map(rebuilt, tree)) for tree in job.trees))
     assert again.plans()[-1] == job.plans()[-1]
 
 
@@ -134,7 +135,7 @@ def test_no_file_is_larger_than_the_store_takes(job: Job, largest: int) -> None:
 
 @given(jobs())
 def test_with_disks_of_their_own_processes_write_all_that_they_hold(job: Job) -> None:
-    for process, plan in enumerate(replace(job, mode="local").plans()):
+    for process, plan in enumerate(dataclasses.replace(job, mode="local").plans()):
         found = {(chunk.leaf, chunk.region) for chunk in chunks_in(plan)}
         assert len(found) == len(chunks_in(plan))
         counts = [np.zeros(leaf.spec.shape, np.int64) for leaf in plan.leaves]
@@ -236,7 +237,11 @@ def test_an_array_that_only_some_have_wholly_is_not_packed_on_disks_of_their_own
     devices[1, 1].process_index = 2
     cut = NamedSharding(Mesh(devices, ("x", "y")), Spec("y"))
     job = Job(((LeafSpec("jax", "float32", (6,), cut),),) * 3, MIB)
-    assert [len(chunks_in(plan)) for plan in replace(job, mode="local").plans()] == [2, 1, 1]
+    assert [len(chunks_in(plan)) for plan in dataclasses.replace(job, mode="local").plans()] == [
+        2,
+        1,
+        1,
+    ]
     assert [plan.leaves[0].packed for plan in job.plans()] == [True] * 3
     assert [len(chunks_in(plan)) for plan in job.plans()] == [1, 0, 0]
 

@@ -5,10 +5,10 @@ What a report says is checked against the bytes that it is about, put together f
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from msgspec.structs import replace
 
 from benchmarks.fake_devices import devices_of
 from ckpt._format.chunk_locations import region_of
@@ -298,14 +299,14 @@ def test_processes_with_the_same_tree_agree() -> None:
 def test_no_difference_is_seen_where_there_is_none(job: Job) -> None:
     if job.count > 1:
         assert disagreement(Written(job).reports) is None
-        plans = replace(job, mode="local").plans()
+        plans = dataclasses.replace(job, mode="local").plans()
         assert len({tree_fingerprint(plan, NODES).signature for plan in plans}) == 1
 
 
 def changed(job: Job, process: int, number: int, **changes: Any) -> Job:
     trees = [list(tree) for tree in job.trees]
     trees[process][number] = replace(trees[process][number], **changes)
-    return replace(job, trees=tuple(map(tuple, trees)))
+    return dataclasses.replace(job, trees=tuple(map(tuple, trees)))
 
 
 @pytest.mark.parametrize(

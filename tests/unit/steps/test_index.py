@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import ckpt
 import ckpt.sync
@@ -26,7 +27,7 @@ def make_root(root: Path, count: int) -> None:
     manifest = decode((root / "0" / "ckpt.json").read_bytes(), where="0")
     for step in range(1, count):
         os.mkdir(root / str(step))
-        copy = manifest.model_copy(update={"step": step, "files": {}})
+        copy = replace(manifest, step=step, files={})
         (root / str(step) / "ckpt.json").write_bytes(encode(copy))
 
 
@@ -34,14 +35,14 @@ def make_root(root: Path, count: int) -> None:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that are read, in order."""
     seen: list[str] = []
-    read: Callable[..., Any] = posix.read_regular
+    read: Callable[..., Any] = posix.read_head
 
-    def counted(top: Path, path: str, limit: int) -> Any:
+    def counted(top: Path, path: str, limit: int, most: int) -> Any:
         if path.endswith("ckpt.json"):
             seen.append(path)
-        return read(top, path, limit)
+        return read(top, path, limit, most)
 
-    monkeypatch.setattr(posix, "read_regular", counted)
+    monkeypatch.setattr(posix, "read_head", counted)
     return seen
 
 

@@ -13,6 +13,7 @@ import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ckpt._format.manifest import ItemEntry, Manifest, Node, decode, encode
 from ckpt._tree.classes import UnknownNode
@@ -346,7 +347,7 @@ def test_a_custom_node_of_a_class_that_is_here_comes_back() -> None:
 
 def test_a_custom_node_of_a_class_that_is_gone_is_a_record_that_says_what_it_was() -> None:
     (node, *others) = describe(Keyed(1, [2])).nodes
-    gone = node.model_copy(update={"class_name": "a_module_that_is_gone:Keyed"})
+    gone = replace(node, class_name="a_module_that_is_gone:Keyed")
     found, unknown = unflatten([gone, *others], [1, 2])
     assert type(found) is UnknownNode
     assert found.class_name == "a_module_that_is_gone:Keyed"
@@ -465,7 +466,7 @@ def test_nodes_with_one_mistake_raise_only_checkpoint_errors(data: st.DataObject
         return
     number = data.draw(st.integers(0, len(nodes) - 1))
     change = data.draw(MISTAKES)
-    nodes[number] = nodes[number].model_copy(update=change)
+    nodes[number] = replace(nodes[number], **change)
     rebuilds_wholly_or_raises(nodes, leaves)
 
 

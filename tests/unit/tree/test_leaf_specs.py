@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt._format.dtypes import DTYPES, parse_dtype
-from ckpt._format.manifest import LeafEntry
+from ckpt._format.manifest import ItemEntry, LeafEntry, LeafTable, decode_item, encode_item
 from ckpt._tree.leaf_specs import (
     CALLABLE,
     SCALAR_KINDS,
@@ -34,8 +34,9 @@ JSON = st.one_of(st.booleans(), st.text(max_size=12), st.none())
 
 def entry(kind: str, value: Any) -> LeafEntry:
     """An entry that was in a file."""
-    stored = LeafEntry(name="x", kind=kind, value=value)
-    return LeafEntry.model_validate_json(stored.model_dump_json())
+    stored = LeafTable.of([LeafEntry(name="x", kind=kind, value=value)])
+    item = ItemEntry(handler="pytree", leaves=stored)
+    return decode_item(encode_item(item)).leaves[0]
 
 
 @given(st.one_of(python_scalars(), st.integers(-(2**66), 2**66)))

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.tree_util import GetAttrKey, register_dataclass
+from msgspec.structs import replace
 
 from ckpt._format.manifest import Node
 from ckpt._tree.classes import Classes, UnknownNode, class_name, find_class, known_classes
@@ -87,7 +89,7 @@ def round_trip(tree: Any, classes: Classes | None = None) -> Any:
 
 
 def again(structure: Any, classes: Classes | None = None) -> tuple[Any, dict[str, str]]:
-    nodes = [Node.model_validate_json(node.model_dump_json()) for node in structure.nodes]
+    nodes = msgspec.json.decode(msgspec.json.encode(structure.nodes), type=list[Node])
     return unflatten(nodes, structure.leaves, classes or {})
 
 
@@ -95,7 +97,7 @@ def changed(tree: Any, **update: Any) -> tuple[Any, dict[str, str]]:
     """What comes back of a tree of which the first node's record was changed."""
     structure = describe(tree)
     first, *others = structure.nodes
-    return unflatten([first.model_copy(update=update), *others], structure.leaves)
+    return unflatten([replace(first, **update), *others], structure.leaves)
 
 
 STATIC: list[Any] = [
@@ -208,7 +210,7 @@ def test_a_member_of_an_enumeration_that_is_gone_makes_a_record() -> None:
 def test_an_enumeration_is_found_under_the_name_it_had() -> None:
     structure = describe(Keyed.of(1, 2, Color.RED))
     stored: Any = {"aux": {"enum": ["old:Color", "RED"]}}
-    node = structure.nodes[0].model_copy(update={"static": stored})
+    node = replace(structure.nodes[0], static=stored)
     found, unbuilt = unflatten([node], [1, 2], known_classes({"old:Color": Color}))
     assert found.beside is Color.RED
     assert not unbuilt
@@ -265,7 +267,7 @@ def test_a_class_made_in_a_function_has_to_be_handed_over() -> None:
 
 def test_a_renamed_class_is_found_by_a_mapping() -> None:
     structure = describe(local_class()(5, 0.5))
-    node = structure.nodes[0].model_copy(update={"class_name": "before:Name"})
+    node = replace(structure.nodes[0], class_name="before:Name")
     kind = local_class()
     found, _ = unflatten([node], [5], known_classes({"before:Name": kind}))
     assert (type(found), found.x, found.scale) == (kind, 5, 0.5)

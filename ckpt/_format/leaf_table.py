@@ -1,0 +1,386 @@
+"""The leaves of an item in columns: what thousands of leaves share once, the rest packed.
+
+A leaf has a *form* (kind, dtype, shape, chunks, place), which thousands share, and chunks, each
+with a digest and a place in a data file. The table keeps forms in a list and what differs in
+arrays, so that reading and writing it takes no Python object for each leaf. `LeafEntry` is one leaf
+of it, made when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Annotated, Any, overload
+
+import numpy as np
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+Value = str | bool | None
+Length = Annotated[int, Meta(ge=0, le=1 << 62)]
+Number = Annotated[int, Meta(ge=0, le=1 << 31)]
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+DIGEST_BYTES = 16
+# The offset of a chunk that is not on this disk.
+_ABSENT = -1
+_OFFSET = np.dtype("<i8")
+_NUMBER = np.dtype("<u4")
+_NONE: Integers = np.empty(0, np.int64)
+
+
+class LeafForm(Struct, frozen=True, omit_defaults=True):
+    """What many leaves have in common.
+
+    Attributes:
+        kind: `jax`, `key` (a typed PRNG key, stored as its key data), `numpy`, `numpy_scalar`; a
+            scalar with a value: `int`, `float`, `complex`, `bool`, `str`, `bytes`,
+            `numpy_str`, `numpy_bytes`; or `callable`, of which only the name is stored.
+        dtype: Logical dtype of an array leaf, e.g. `bfloat16`.
+        shape: Global shape of an array leaf.
+        chunks: Shape of one stored chunk; chunks tile the array from the origin.
+        count: Number of chunks.
+        codec: What every chunk is encoded with, `zstd` or `blosc`; None for nothing.
+        packed: Whether the array is a single chunk that holds exactly its bytes (a small leaf).
+        sharding: Index into the item's `shardings` (`jax` only).
+        committed: Whether a jax array was bound to its place; jax may move one that was not.
+        weak_type: Whether the array was weakly typed.
+        impl: Name of the implementation of a PRNG key.
+    """
+
+    kind: str
+    dtype: str | None = None
+    shape: tuple[Length, ...] = ()
+    chunks: tuple[Length, ...] = ()
+    count: Number = 0
+    codec: str | None = None
+    packed: bool = False
+    sharding: int | None = None
+    committed: bool = True
+    weak_type: bool = False
+    impl: str | None = None
+
+
+class LeafEntry(Struct, frozen=True):
+    """One leaf. Its form is in the attributes of `LeafForm`.
+
+    Attributes:
+        name: The stored name (escaped leaf path); its keys in the database begin with `<name>/`.
+        digests: xxh3_128 of the logical bytes (C order, little endian) of every chunk, in C order
+            of the chunk grid. Of a chunk at the upper edge only the part inside the array counts.
+            Empty for a chunk that another process keeps on a disk of its own.
+        offsets: First byte of every chunk within its data file, in the order of `digests`.
+        files: Index into the item's `data_files` of every chunk's file; empty where all are in
+            the first.
+        lengths: Bytes of every encoded chunk, in the order of `digests`; empty without a codec.
+        same_as: Number of an earlier leaf that was the same array object; both have the same
+            chunks at the same places.
+        value: The value of a Python scalar (`int` and `float` as text, exactly; `bytes` base64).
+    """
+
+    name: str
+    kind: str
+    dtype: str | None = None
+    shape: Sequence[int] = ()
+    chunks: Sequence[int] = ()
+    digests: Sequence[str] = ()
+    offsets: Sequence[int] = ()
+    files: Sequence[int] = ()
+    codec: str | None = None
+    lengths: Sequence[int] = ()
+    packed: bool = False
+    sharding: int | None = None
+    committed: bool = True
+    weak_type: bool = False
+    impl: str | None = None
+    same_as: int | None = None
+    value: Value = None
+
+    @property
+    def form(self) -> LeafForm:
+        """What it may have in common with others."""
+        return LeafForm(
+            self.kind,
+            self.dtype,
+            tuple(self.shape),
+            tuple(self.chunks),
+            len(self.digests),
+            self.codec,
+            self.packed,
+            self.sharding,
+            self.committed,
+            self.weak_type,
+            self.impl,
+        )
+
+
+class LeafColumns(Struct, frozen=True, omit_defaults=True):
+    """A table as it is in the file. Bytes are base64 there, and numbers little endian.
+
+    Attributes:
+        names: Name of every leaf.
+        forms: The distinct forms.
+        form: Number of every leaf's form, 4 bytes each; empty if all are of the first one.
+        digests: Digest of every chunk, leaf by leaf, 16 bytes each.
+        offsets: Offset of every chunk, 8 bytes each, signed; -1 for one on another disk.
+        files: Number of every chunk's file, 4 bytes each; empty if all are in the first one.
+        lengths: Bytes of every encoded chunk, 8 bytes each, 0 for a plain one; empty if all are.
+        same_as: Leaves that are an earlier leaf, each with the number of that one. They have no
+            chunks of their own.
+        values: Leaves with a value, each with it.
+    """
+
+    names: list[str]
+    forms: list[LeafForm]
+    form: bytes = b""
+    digests: bytes = b""
+    offsets: bytes = b""
+    files: bytes = b""
+    lengths: bytes = b""
+    same_as: list[tuple[Number, Number]] = []
+    values: list[tuple[Number, Value]] = []
+
+
+class LeafTable(Sequence[LeafEntry]):
+    """The leaves of an item; a sequence of `LeafEntry`.
+
+    Attributes:
+        names: Name of every leaf.
+        forms: The distinct forms.
+        form: Number of every leaf's form.
+        firsts: Number of every leaf's first chunk, and at last how many chunks there are.
+        digests: Digest of every chunk, one after the other.
+        offsets: Offset of every chunk; negative for one that is on another disk.
+        files: Number of every chunk's file; empty if all are in the first one.
+        lengths: Bytes of every encoded chunk; empty if there are none.
+        same_as: Leaves that are an earlier one, with its number.
+        values: Leaves with a value.
+    """
+
+    __slots__ = (
+        "_entries",
+        "digests",
+        "files",
+        "firsts",
+        "form",
+        "forms",
+        "lengths",
+        "names",
+        "offsets",
+        "same_as",
+        "values",
+    )
+
+    def __init__(
+        self,
+        names: Sequence[str] = (),
+        forms: Sequence[LeafForm] = (),
+        form: Sequence[int] | Integers = _NONE,
+        digests: bytes = b"",
+        offsets: Integers = _NONE,
+        files: Integers = _NONE,
+        lengths: Integers = _NONE,
+        same_as: Mapping[int, int] | None = None,
+        values: Mapping[int, Value] | None = None,
+    ) -> None:
+        """Make a table of its columns.
+
+        Raises:
+            ValueError: They do not fit each other.
+        """
+        self.names = names
+        self.forms = forms
+        self.form = np.asarray(form, np.int64)
+        self.digests = digests
+        self.offsets = offsets
+        self.files = files
+        self.lengths = lengths
+        self.same_as = same_as or {}
+        self.values = values or {}
+        self._entries: list[LeafEntry] | None = None
+        count = len(names)
+        if len(self.form) != count or (count and not 0 <= self.form.max() < len(forms)):
+            raise ValueError(f"{count} names and {len(self.form)} forms do not fit each other")
+        if any(not 0 <= number < count for number in self.values):
+            raise ValueError("a value is of a leaf that does not exist")
+        for number, first in self.same_as.items():
+            if not 0 <= first < number < count or first in self.same_as:
+                raise ValueError(f"leaf {number} cannot be the same array as leaf {first}")
+            # By number: a form may be long, and many leaves may have it.
+            if self.form[number] != self.form[first]:
+                raise ValueError(f"leaf {number} is not like leaf {first}, which it is to be")
+        chunks = np.array([form.count for form in forms] or [0], np.int64)
+        # The sum fits, too: a file has fewer than 2^31 leaves.
+        counts = chunks[self.form]
+        if self.same_as:
+            counts[list(self.same_as)] = 0
+        self.firsts = np.concatenate((_NONE[:0], [0], np.cumsum(counts)))
+        total = int(self.firsts[-1])
+        found = (len(digests) // DIGEST_BYTES, len(offsets), len(files), len(lengths))
+        if (
+            len(digests) != total * DIGEST_BYTES
+            or len(offsets) != total
+            or len(files) not in (0, total)
+            or len(lengths) not in (0, total)
+        ):
+            raise ValueError(
+                f"{total} chunks and {found[0]} digests, {found[1]} offsets, {found[2]} files, "
+                f"{found[3]} lengths do not fit each other"
+            )
+
+    @classmethod
+    def of(cls, entries: Iterable[LeafEntry]) -> LeafTable:
+        """Return the table of some leaves.
+
+        Raises:
+            ValueError: A leaf contradicts itself.
+        """
+        leaves = list(entries)
+        numbers: dict[LeafForm, int] = {}
+        form = [numbers.setdefault(leaf.form, len(numbers)) for leaf in leaves]
+        own = [leaf for leaf in leaves if leaf.same_as is None]
+        for leaf in own:
+            count = len(leaf.digests)
+            for column in (leaf.offsets, leaf.files, leaf.lengths):
+                if len(column) not in (0, count):
+                    raise ValueError(
+                        f"{leaf.name}: {count} digests and {len(column)} offsets, files or lengths "
+                        "do not fit each other"
+                    )
+        digests = [digest for leaf in own for digest in leaf.digests]
+        if not {len(each) for each in digests} <= {0, 2 * DIGEST_BYTES}:
+            raise ValueError("a digest has not 32 hex digits")
+        offsets = [
+            offset if digest else _ABSENT
+            for leaf in own
+            for digest, offset in zip(
+                leaf.digests, leaf.offsets or [_ABSENT] * len(leaf.digests), strict=True
+            )
+        ]
+        files = [file for leaf in own for file in leaf.files or [0] * len(leaf.digests)]
+        lengths = [length for leaf in own for length in leaf.lengths or [0] * len(leaf.digests)]
+        return cls(
+            [leaf.name for leaf in leaves],
+            list(numbers),
+            form,
+            bytes.fromhex("".join(each or "0" * 32 for each in digests)),
+            np.array(offsets, np.int64),
+            np.array(files if any(files) else (), np.int64),
+            np.array(lengths if any(lengths) else (), np.int64),
+            {n: leaf.same_as for n, leaf in enumerate(leaves) if leaf.same_as is not None},
+            {n: leaf.value for n, leaf in enumerate(leaves) if leaf.value is not None},
+        )
+
+    @classmethod
+    def read(cls, columns: LeafColumns) -> LeafTable:
+        """Return the table that a file holds.
+
+        Raises:
+            ValueError: Its columns do not fit each other.
+        """
+        form = np.frombuffer(columns.form, _NUMBER).astype(np.int64)
+        same_as = dict(columns.same_as)
+        values = dict(columns.values)
+        if len(same_as) != len(columns.same_as) or len(values) != len(columns.values):
+            raise ValueError("a leaf is listed twice")
+        return cls(
+            columns.names,
+            columns.forms,
+            form if len(form) else np.zeros(len(columns.names), np.int64),
+            columns.digests,
+            np.frombuffer(columns.offsets, _OFFSET).astype(np.int64, copy=False),
+            np.frombuffer(columns.files, _NUMBER).astype(np.int64),
+            np.frombuffer(columns.lengths, _OFFSET).astype(np.int64, copy=False),
+            same_as,
+            values,
+        )
+
+    def columns(self) -> LeafColumns:
+        """Return the table as it is written."""
+        return LeafColumns(
+            list(self.names),
+            list(self.forms),
+            self.form.astype(_NUMBER).tobytes() if self.form.any() else b"",
+            self.digests,
+            self.offsets.astype(_OFFSET).tobytes(),
+            self.files.astype(_NUMBER).tobytes() if self.files.any() else b"",
+            self.lengths.astype(_OFFSET).tobytes() if self.lengths.any() else b"",
+            sorted(self.same_as.items()),
+            sorted(self.values.items()),
+        )
+
+    def form_of(self, number: int) -> LeafForm:
+        """Return the form of a leaf."""
+        return self.forms[int(self.form[number])]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LeafTable):
+            return NotImplemented
+        return self is other or list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"LeafTable.of({list(self)!r})"
+
+    @overload
+    def __getitem__(self, index: int) -> LeafEntry: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[LeafEntry]: ...
+    def __getitem__(self, index: int | slice) -> LeafEntry | list[LeafEntry]:
+        return self._all()[index]
+
+    def __iter__(self) -> Iterator[LeafEntry]:
+        return iter(self._all())
+
+    def _all(self) -> list[LeafEntry]:
+        """Return all leaves, which are made once."""
+        if self._entries is None:
+            text = self.digests.hex()
+            size = 2 * DIGEST_BYTES
+            digests = [text[start : start + size] for start in range(0, len(text), size)]
+            offsets = self.offsets.tolist()
+            for chunk in np.flatnonzero(self.offsets < 0).tolist():
+                digests[chunk], offsets[chunk] = "", 0
+            files, lengths = self.files.tolist(), self.lengths.tolist()
+            forms, same_as, values = self.forms, self.same_as, self.values
+            ranges = list(pairwise(self.firsts.tolist()))
+            entries: list[LeafEntry] = []
+            for number, (name, at) in enumerate(zip(self.names, self.form.tolist(), strict=True)):
+                form = forms[at]
+                source = same_as.get(number)
+                if source is not None:
+                    # It shares the lists, too: thousands may be an array of thousands of chunks.
+                    entries.append(
+                        replace(
+                            entries[source], name=name, same_as=source, value=values.get(number)
+                        )
+                    )
+                    continue
+                first, end = ranges[number]
+                entries.append(
+                    LeafEntry(
+                        name,
+                        form.kind,
+                        form.dtype,
+                        form.shape,
+                        form.chunks,
+                        digests[first:end],
+                        offsets[first:end],
+                        files[first:end],
+                        form.codec,
+                        lengths[first:end] if form.codec is not None else (),
+                        form.packed,
+                        form.sharding,
+                        form.committed,
+                        form.weak_type,
+                        form.impl,
+                        None,
+                        values.get(number),
+                    )
+                )
+            self._entries = entries
+        return self._entries
