@@ -29,7 +29,7 @@ _NUMBER = np.dtype("<u4")
 _NONE: Integers = np.empty(0, np.int64)
 
 
-class LeafForm(Struct, frozen=True, omit_defaults=True):
+class LeafForm(Struct, frozen=True, omit_defaults=True, gc=False):
     """What many leaves have in common.
 
     Attributes:
@@ -61,7 +61,7 @@ class LeafForm(Struct, frozen=True, omit_defaults=True):
     impl: str | None = None
 
 
-class LeafEntry(Struct, frozen=True):
+class LeafEntry(Struct, frozen=True, gc=False):
     """One leaf. Its form is in the attributes of `LeafForm`.
 
     Attributes:
@@ -155,6 +155,12 @@ class LeafTable(Sequence[LeafEntry]):
         lengths: Bytes of every encoded chunk; empty if there are none.
         same_as: Leaves that are an earlier one, with its number.
         values: Leaves with a value.
+
+    Example:
+        ```python
+        leaves = manifest.items["default"].leaves
+        dtypes = {leaf.name: leaf.dtype for leaf in leaves}
+        ```
     """
 
     __slots__ = (
@@ -234,6 +240,12 @@ class LeafTable(Sequence[LeafEntry]):
 
         Raises:
             ValueError: A leaf contradicts itself.
+
+        Example:
+            ```python
+            leaves = manifest.items["default"].leaves
+            assert ckpt.manifest.LeafTable.of(list(leaves)) == leaves
+            ```
         """
         leaves = list(entries)
         numbers: dict[LeafForm, int] = {}
@@ -277,6 +289,12 @@ class LeafTable(Sequence[LeafEntry]):
 
         Raises:
             ValueError: Its columns do not fit each other.
+
+        Example:
+            ```python
+            leaves = manifest.items["default"].leaves
+            assert ckpt.manifest.LeafTable.read(leaves.columns()) == leaves
+            ```
         """
         form = np.frombuffer(columns.form, _NUMBER).astype(np.int64)
         same_as = dict(columns.same_as)
@@ -296,7 +314,14 @@ class LeafTable(Sequence[LeafEntry]):
         )
 
     def columns(self) -> LeafColumns:
-        """Return the table as it is written."""
+        """Return the table as it is written.
+
+        Example:
+            ```python
+            columns = manifest.items["default"].leaves.columns()
+            assert len(columns.digests) == 2 * len(columns.offsets)
+            ```
+        """
         return LeafColumns(
             list(self.names),
             list(self.forms),
@@ -309,9 +334,18 @@ class LeafTable(Sequence[LeafEntry]):
             sorted(self.values.items()),
         )
 
-    def form_of(self, number: int) -> LeafForm:
-        """Return the form of a leaf."""
-        return self.forms[int(self.form[number])]
+    def bare(self, number: int) -> LeafEntry:
+        """Return a leaf without its chunks; makes no other.
+
+        Example:
+            ```python
+            leaves = manifest.items["default"].leaves
+            assert leaves.bare(0).name == leaves[0].name
+            ```
+        """
+        form = self.forms[int(self.form[number])]
+        name, value = self.names[number], self.values.get(number)
+        return LeafEntry(name, form.kind, same_as=self.same_as.get(number), value=value)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -341,11 +375,12 @@ class LeafTable(Sequence[LeafEntry]):
         if self._entries is None:
             text = self.digests.hex()
             size = 2 * DIGEST_BYTES
-            digests = [text[start : start + size] for start in range(0, len(text), size)]
-            offsets = self.offsets.tolist()
+            hexadecimal = [text[start : start + size] for start in range(0, len(text), size)]
             for chunk in np.flatnonzero(self.offsets < 0).tolist():
-                digests[chunk], offsets[chunk] = "", 0
-            files, lengths = self.files.tolist(), self.lengths.tolist()
+                hexadecimal[chunk] = ""
+            # Tuples of plain values cost the garbage collector nothing.
+            digests, offsets = tuple(hexadecimal), tuple(np.maximum(self.offsets, 0).tolist())
+            files, lengths = tuple(self.files.tolist()), tuple(self.lengths.tolist())
             forms, same_as, values = self.forms, self.same_as, self.values
             ranges = list(pairwise(self.firsts.tolist()))
             entries: list[LeafEntry] = []

@@ -34,7 +34,7 @@ _NODE_ENTRIES = 8192
 _NODE_INLINE_BYTES = 2 << 20
 
 
-class KeyValue(Struct, frozen=True):
+class KeyValue(Struct, frozen=True, gc=False):
     """One key of a database.
 
     Attributes:

@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 Index = tuple[slice, ...]
 
 
-class Region(Struct, frozen=True):
+class Region(Struct, frozen=True, gc=False):
     """A box within an array: `offset` of its first corner and its `shape`."""
 
     offset: Shape

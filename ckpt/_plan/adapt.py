@@ -154,7 +154,7 @@ def adapted(item: ItemEntry, adapt: Adapt) -> Stored:
         TargetMismatchError: A pattern covers nothing, or two leaves get the same path.
         InvalidArgumentError: A transform cannot be applied to the stored arrays.
     """
-    names = unboxed_names(item.nodes, [entry.name for entry in item.leaves])
+    names = unboxed_names(item.nodes, item.leaves.names)
     numbers = {name: number for number, name in enumerate(names)}
     sources: Mapping[str, VirtualArray] = _AsStored(item, numbers)
     if len(sources) != len(item.leaves):

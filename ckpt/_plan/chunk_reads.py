@@ -37,7 +37,7 @@ _Places = dict[tuple[int, ...], list["Use"]]
 
 # Not frozen, nor is `ChunkRead`: there may be a hundred thousand, and frozen ones take three times
 # as long to make.
-class Use(Struct, eq=False):
+class Use(Struct, eq=False, gc=False):
     """Which box of a stored chunk goes where.
 
     Attributes:
@@ -53,7 +53,7 @@ class Use(Struct, eq=False):
     target: Region
 
 
-class ChunkRead(Struct, eq=False):
+class ChunkRead(Struct, eq=False, gc=False):
     """One stored chunk to read.
 
     Attributes:
@@ -81,7 +81,7 @@ class ChunkRead(Struct, eq=False):
         return self.leaf.codec is None and self.end - self.start == self.nbytes
 
 
-class ByteRange(Struct, frozen=True, order=True):
+class ByteRange(Struct, frozen=True, order=True, gc=False):
     """Bytes of a data file.
 
     Attributes:

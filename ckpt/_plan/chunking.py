@@ -43,7 +43,7 @@ METADATA_KEY = "zarr.json"
 _NO_FORMAT = ArrayFormat()
 
 
-class LeafPlan(Struct, frozen=True):
+class LeafPlan(Struct, frozen=True, gc=False):
     """Where one leaf goes.
 
     Attributes:

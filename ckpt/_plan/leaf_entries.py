@@ -51,7 +51,7 @@ def check_leaves(item: ItemEntry) -> None:
     owners = np.repeat(np.arange(len(table)), np.diff(table.firsts))
     _check_chunks(item, codecs[table.form][owners], chunks[table.form][owners], owners)
     for number in np.flatnonzero(_are_scalars(table)[table.form]).tolist():
-        decode_scalar(table[number])
+        decode_scalar(table.bare(number))
 
 
 def _check_chunks(item: ItemEntry, encoded: Flags, most: Floats, owners: Integers) -> None:

@@ -110,7 +110,7 @@ def match_as_saved(item: ItemEntry, stored: Stored, adapt: Adapt) -> Match:
         for name, source in stored.sources.items():
             work.add(name, source)
     else:
-        for name in unboxed_names(item.nodes, [entry.name for entry in item.leaves]):
+        for name in unboxed_names(item.nodes, item.leaves.names):
             work.add(name, stored.sources.get(name))
     if work.problems:
         raise mismatch(work.problems, has_target=False)

@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 DType = np.dtype[Any]
 
 
-class ArrayTarget(Struct, frozen=True):
+class ArrayTarget(Struct, frozen=True, gc=False):
     """What an array leaf is restored as.
 
     Attributes:
@@ -48,7 +48,7 @@ class ArrayTarget(Struct, frozen=True):
     impl: str | None = None
 
 
-class ArrayRead(Struct, frozen=True):
+class ArrayRead(Struct, frozen=True, gc=False):
     """One array to read.
 
     Attributes:
@@ -135,13 +135,14 @@ def _placement(sharding: jax.sharding.Sharding, entry: LeafEntry) -> jax.shardin
     it there would make jax refuse to combine it with arrays on other devices.
     """
     if entry.kind in PYTHON_TYPES or (entry.kind in ("jax", "key") and not entry.committed):
-        free = jax.sharding.SingleDeviceSharding(_default_device())
+        free = jax.sharding.SingleDeviceSharding(default_device())
         if sharding == free:
             return None
     return sharding
 
 
-def _default_device() -> jax.Device:
+def default_device() -> jax.Device:
+    """Return the device on which jax puts new arrays."""
     chosen = getattr(jax.config, "jax_default_device", None)
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
 

@@ -18,7 +18,7 @@ from ckpt._format.regions import Region, whole
 Shape = tuple[int, ...]
 
 
-class ArraySlice(Struct, frozen=True):
+class ArraySlice(Struct, frozen=True, gc=False):
     """A region of a stored leaf, and the region of the virtual array that it is.
 
     Attributes:
@@ -57,7 +57,7 @@ def _carried(part: Region, here: Region, there: Region) -> Region:
     return Region(tuple(offset), tuple(shape))
 
 
-class VirtualArray(Struct, frozen=True):
+class VirtualArray(Struct, frozen=True, gc=False):
     """An array that can be made of stored ones.
 
     Attributes:

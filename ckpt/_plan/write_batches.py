@@ -33,7 +33,7 @@ class ChunkPart(Struct, frozen=True):
     target: Region
 
 
-class Chunk(Struct, frozen=True):
+class Chunk(Struct, frozen=True, gc=False):
     """One stored chunk and where its bytes come from.
 
     Attributes:
@@ -86,7 +86,7 @@ class WriteBatch(Struct, frozen=True):
         force_setattr(self, "block_bytes", max(self.block_bytes, self.nbytes))
 
 
-class FileSpan(Struct, frozen=True):
+class FileSpan(Struct, frozen=True, gc=False):
     """Where an encoded chunk is in its file."""
 
     offset: int

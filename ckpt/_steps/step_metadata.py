@@ -13,9 +13,8 @@ import numpy as np
 
 from ckpt._commit import StepInfo, step_info
 from ckpt._format.dtypes import DTYPES
-from ckpt._format.manifest import ItemEntry, JsonValue, LeafEntry, Manifest, ShardingEntry
+from ckpt._format.manifest import ItemEntry, JsonValue, LeafForm, Manifest, ShardingEntry
 from ckpt._plan.leaf_entries import check_leaves
-from ckpt._plan.targets import key_shape
 from ckpt._tree.flatten import unboxed_names
 from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, decode_scalar
 from ckpt._tree.shardings import ShardingTree, spread
@@ -244,9 +243,11 @@ def describe_step(manifest: Manifest, path: str) -> StepMetadata:
             flat[name] = MappingProxyType({})
             continue
         check_leaves(item)
-        paths = unboxed_names(item.nodes, [leaf.name for leaf in item.leaves])
+        paths = unboxed_names(item.nodes, item.leaves.names)
+        forms = item.leaves.forms
         leaves = [
-            _describe_leaf(paths, number, leaf, item) for number, leaf in enumerate(item.leaves)
+            _describe_leaf(paths, number, forms[form], item)
+            for number, form in enumerate(item.leaves.form.tolist())
         ]
         trees[name], reasons = unflatten(item.nodes, leaves)
         unknown_classes |= reasons
@@ -261,19 +262,20 @@ def describe_step(manifest: Manifest, path: str) -> StepMetadata:
     )
 
 
-def _describe_leaf(paths: Sequence[str], number: int, leaf: LeafEntry, item: ItemEntry) -> Any:
-    if leaf.kind == CALLABLE:
+def _describe_leaf(paths: Sequence[str], number: int, form: LeafForm, item: ItemEntry) -> Any:
+    if form.kind == CALLABLE:
         return ...
-    if leaf.kind not in ARRAY_KINDS:
-        return decode_scalar(leaf)
+    if form.kind not in ARRAY_KINDS:
+        return decode_scalar(item.leaves.bare(number))
+    same_as = item.leaves.same_as.get(number)
     return LeafInfo(
-        name=paths[number],
-        kind=leaf.kind,
-        shape=key_shape(leaf) if leaf.kind == "key" else tuple(leaf.shape),
-        dtype=DTYPES[leaf.dtype or ""],
-        chunks=tuple(leaf.chunks),
-        impl=leaf.impl,
-        weak_type=leaf.weak_type,
-        same_as=None if leaf.same_as is None else paths[leaf.same_as],
-        saved_sharding=None if leaf.sharding is None else item.shardings[leaf.sharding],
+        paths[number],
+        form.kind,
+        form.shape[:-1] if form.kind == "key" else form.shape,
+        DTYPES[form.dtype or ""],
+        form.chunks,
+        form.impl,
+        form.weak_type,
+        None if same_as is None else paths[same_as],
+        None if form.sharding is None else item.shardings[form.sharding],
     )

@@ -44,14 +44,12 @@ def escape_key(key: str) -> str:
         return _EMPTY
     if key.isidentifier():
         return key
-    return "".join(
-        character if _is_plain(character) else _escape_character(character) for character in key
-    )
+    return _SPECIAL.sub(_escaped, key)
 
 
-def _escape_character(character: str) -> str:
+def _escaped(match: re.Match[str]) -> str:
     # surrogatepass keeps names of undecodable file names (os.fsdecode) reversible.
-    encoded = character.encode("utf-8", "surrogatepass")
+    encoded = match[0].encode("utf-8", "surrogatepass")
     return "".join(f"%{byte:02X}" for byte in encoded)
 
 

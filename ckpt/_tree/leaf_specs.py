@@ -51,7 +51,7 @@ _HINTS = {
 _MOST_KNOWN = 100_000
 
 
-class LeafSpec(Struct, frozen=True):
+class LeafSpec(Struct, frozen=True, gc=False):
     """What a leaf is, without its values.
 
     Two trees whose specs and structure are equal are saved by the same plan.

@@ -113,7 +113,7 @@ def _report(entry: ItemEntry, match: Match, adapt: Adapt, item: str) -> None:
         )
     if adapt.report is not None:
         used = set(match.used)
-        names = unboxed_names(entry.nodes, [leaf.name for leaf in entry.leaves])
+        names = unboxed_names(entry.nodes, entry.leaves.names)
         adapt.report(
             RestoreReport(
                 item=item,

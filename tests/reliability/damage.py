@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from ckpt.errors import (
 from tests.reliability.specimens import Specimen, specimens
 from tests.reliability.tally import Tally
 from tests.support.damage import Damage, FlipBit, Replace, damaged, sampled_damages
+from tests.support.manifests import document_of, leaf_rows
 
 __all__ = ["damage", "flips"]
 
@@ -63,16 +63,16 @@ class _Place:
 
 def _places(path: Path) -> list[_Place]:
     """Return where the manifest says that chunks lie; none of those only a database knows."""
-    return list(_read_places(json.loads((path / MANIFEST).read_bytes())))
+    return list(_read_places(document_of(path)))
 
 
 def _read_places(manifest: Any) -> Iterator[_Place]:
     for item, entry in manifest["items"].items():
-        for leaf in entry.get("leaves", []):
-            offsets = leaf.get("offsets", [])
-            files = leaf.get("files", []) or [0] * len(offsets)
-            lengths = leaf.get("lengths", [])
-            if offsets and not lengths:
+        for leaf in leaf_rows(entry):
+            offsets = leaf["offsets"]
+            files = leaf["files"] or [0] * len(offsets)
+            lengths = leaf["lengths"]
+            if offsets and "codec" not in leaf:
                 itemsize = parse_dtype(leaf["dtype"]).itemsize
                 lengths = [math.prod(leaf.get("chunks", [])) * itemsize] * len(offsets)
             for file, start, length in zip(files, offsets, lengths, strict=True):

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import prometheus_client
 import pytest
@@ -113,6 +114,10 @@ def public() -> dict[str, Any]:
 PUBLIC = public()
 
 
+def is_record(cls: type) -> bool:
+    return issubclass(cls, msgspec.Struct) and cls.__module__.startswith("ckpt._format.")
+
+
 def needs_example(name: str) -> bool:
     if name.startswith(TOOLS) or name in WITHOUT_EXAMPLE:
         return False
@@ -121,8 +126,8 @@ def needs_example(name: str) -> bool:
     cls = value if inspect.isclass(value) else owner
     if cls is None:
         return True
-    # Errors are raised by the library, models are read from manifests, protocols have no code.
-    if issubclass(cls, Exception) or cls in PROTOCOLS or hasattr(cls, "model_fields"):
+    # Errors are raised by the library, records are read from manifests, protocols have no code.
+    if issubclass(cls, Exception) or cls in PROTOCOLS or cls is Any or is_record(cls):
         return False
     return value is cls or not is_implementation(cls, name.rpartition(".")[2])
 

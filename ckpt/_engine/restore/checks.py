@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from ckpt._format.digests import digest
 from ckpt._format.manifest import LeafEntry
 from ckpt.errors import CorruptCheckpointError
@@ -53,13 +51,13 @@ def _flattened(group: BaseExceptionGroup[Any]) -> Iterator[CorruptCheckpointErro
             yield error
 
 
-def check_chunk(entry: LeafEntry, number: int, array: np.ndarray[Any, Any]) -> None:
-    """Check the elements of chunk `number` of a leaf, C-contiguous in `array`.
+def check_chunk(entry: LeafEntry, number: int, data: memoryview) -> None:
+    """Check the bytes of the elements of chunk `number` of a leaf, in C order.
 
     Raises:
         CorruptCheckpointError: They are not what was saved; names the leaf.
     """
-    found = digest(array.reshape(-1).view(np.uint8).data)
+    found = digest(data)
     if found != entry.digests[number]:
         raise CorruptCheckpointError(
             f"chunk {number} of {len(entry.digests)} is not what was saved: its digest is {found}, "

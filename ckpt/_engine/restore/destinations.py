@@ -15,10 +15,13 @@ from ckpt._engine.restore.checks import DamagedLeaves, check_chunk
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.regions import Region, whole
 from ckpt._plan.chunk_reads import ChunkRead, ReadRequest, Use, regions_of
-from ckpt._plan.targets import ArrayRead
+from ckpt._plan.targets import ArrayRead, ArrayTarget, default_device
 from ckpt.errors import CorruptCheckpointError
 
 Array = np.ndarray[Any, Any]
+
+# Of the buffers of larger arrays, jax may take over the memory.
+_MOST_LENT = 64 << 20
 
 
 class Destination(Struct):
@@ -36,6 +39,17 @@ class Destination(Struct):
     packed: bool
     left: int = 0
     regions: list[tuple[Region, Array]] = field(default_factory=list)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether its buffers are used again when it has been placed.
+
+        On CPU devices, an array that took one over could not be donated: the first step after a
+        restore would allocate the state a second time. A copy costs less, and the buffer is warm
+        for the next array; but of a large array, it would take the memory twice.
+        """
+        nbytes = math.prod(self.read.shape) * parse_dtype(self.read.stored).itemsize
+        return self.packed or (nbytes <= _MOST_LENT and _is_on_cpu(self.read.target))
 
     @property
     def is_padded(self) -> bool:
@@ -65,13 +79,19 @@ class Destination(Struct):
     def put(self, use: Use, data: Array) -> None:
         """Copy a box of a chunk whose elements are `data` to its place."""
         if self.packed:
-            # In memory of its own: jax takes over what it is given, and a single scalar that stays
-            # in use would keep everything alive that was read with it.
-            self.regions = [(use.target, data.copy())]
+            # It is placed before the memory of the request is used again.
+            self.regions = [(use.target, data)]
             return
         _, buffer = self.regions[use.region]
         view = _view(buffer, use.target)
         view[...] = data[use.source.slices].reshape(view.shape)
+
+
+def _is_on_cpu(target: ArrayTarget) -> bool:
+    if target.kind not in ("jax", "key"):
+        return False
+    device = default_device() if target.sharding is None else next(iter(target.sharding.device_set))
+    return str(device.platform) == "cpu"
 
 
 def _direct_view(chunk: ChunkRead, destinations: Sequence[Destination]) -> Array | None:
@@ -117,19 +137,22 @@ def deliver(
         ExceptionGroup: Of one `CorruptCheckpointError` for every chunk whose bytes were changed.
     """
     damage = DamagedLeaves()
+    block = memory.data
     for chunk in request.chunks:
         start = chunk.start - request.source.start
-        stored = memory[start : start + chunk.end - chunk.start]
+        end = chunk.end - request.source.start
         try:
             if chunk.is_plain:
-                check_chunk(chunk.leaf, chunk.number, stored)
+                check_chunk(chunk.leaf, chunk.number, block[start:end])
                 done = in_place
-                data = np.ndarray(chunk.covered.shape, parse_dtype(chunk.leaf.dtype), stored)
+                dtype = parse_dtype(chunk.leaf.dtype)
+                data = np.ndarray(chunk.covered.shape, dtype, memory, start)
             else:
+                stored = memory[start:end]
                 view = _direct_view(chunk, destinations)
                 done = view is not None
                 data = _elements(chunk, stored, view, buffers)
-                check_chunk(chunk.leaf, chunk.number, data)
+                check_chunk(chunk.leaf, chunk.number, data.reshape(-1).view(np.uint8).data)
         except CorruptCheckpointError as error:
             damage.note(error)
             continue

@@ -1,8 +1,8 @@
 """The reader of one item: stored chunks to host buffers to devices.
 
 Every stored chunk that is needed is read once and checked against its digest, and its bytes go to
-each region of each array that wants them. On CPU devices a finished buffer becomes the jax array
-itself, without another copy.
+each region of each array that wants them. Finished arrays are copied to their devices, and their
+buffers serve the next ones.
 """
 
 from __future__ import annotations
@@ -229,8 +229,14 @@ class EngineItemReader:
         complete = [work.destinations[number] for number in numbers]
         with self._recorder.phase("place"):
             placed = await self.in_thread(
-                place, [each.read for each in complete], [each.regions for each in complete]
+                place,
+                [each.read for each in complete],
+                [each.regions for each in complete],
+                [each.is_lent for each in complete],
             )
+        for each in complete:
+            # What was lent can be used again.
+            each.regions = []
         for number, value in zip(numbers, placed, strict=True):
             work.results[number] = value
 

@@ -6,6 +6,7 @@ nothing is compared with the other processes, and none of them is waited for.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,9 @@ import ml_dtypes
 import numpy as np
 
 from ckpt._engine.memory.casts import cast
+from ckpt._engine.restore.device_arrays import Shards, make_arrays
 from ckpt._format.regions import Region, addressable_regions
-from ckpt._plan.targets import PYTHON_TYPES, ArrayRead, ArrayTarget
+from ckpt._plan.targets import PYTHON_TYPES, ArrayRead, ArrayTarget, default_device
 from ckpt.errors import TargetMismatchError
 
 Array = np.ndarray[Any, Any]
@@ -27,73 +29,79 @@ _SLACK = 4096
 
 
 def place(
-    reads: Sequence[ArrayRead], regions: Sequence[Sequence[tuple[Region, Array]]]
+    reads: Sequence[ArrayRead],
+    regions: Sequence[Sequence[tuple[Region, Array]]],
+    lent: Sequence[bool],
 ) -> list[Any]:
     """Return arrays as they are wanted, from host buffers.
 
     Args:
         reads: What is wanted.
         regions: For each array the distinct regions of it that this process needs, with their
-            buffers. These belong to the arrays from now on, or are not used any more.
+            buffers.
+        lent: For each array whether its buffers are used again after the call. Otherwise they
+            belong to the array from now on.
 
     Raises:
         TargetMismatchError: A value does not fit the integer dtype wanted; names the leaf.
     """
     placed: list[Any] = [None] * len(reads)
-    whole: list[int] = []
-    cut: list[int] = []
+    free = default_device()
+    # Those that are made in the same way are made in one call.
+    going: dict[tuple[bool, bool], tuple[list[int], list[Shards]]] = {}
     for number, (read, found) in enumerate(zip(reads, regions, strict=True)):
-        is_whole = len(found) == 1 and found[0][0].shape == read.shape
-        (whole if is_whole else cut).append(number)
-    hosts = [_cast(regions[number][0][1], reads[number]) for number in whole]
-    for number, value in zip(whole, _whole(hosts, [reads[n] for n in whole]), strict=True):
-        placed[number] = value
-    if cut:
-        parts = [
-            {region: _cast(buffer, reads[number]) for region, buffer in regions[number]}
-            for number in cut
-        ]
-        for number, array in zip(cut, _made([reads[n] for n in cut], parts), strict=True):
-            placed[number] = _finished(array, reads[number].target)
-    return placed
-
-
-def _whole(hosts: Sequence[Array], reads: Sequence[ArrayRead]) -> list[Any]:
-    """Return arrays of which a buffer holds all, jax arrays in as few calls as possible."""
-    placed: list[Any] = [None] * len(hosts)
-    # Those that go to one place are put there in one call.
-    going: dict[int, tuple[jax.sharding.Sharding | None, list[int]]] = {}
-    for number, (host, read) in enumerate(zip(hosts, reads, strict=True)):
         target = read.target
+        hosts = [_cast(buffer, read) for _, buffer in found]
+        if target.kind in ("jax", "key"):
+            way = (target.sharding is not None, lent[number])
+            numbers, arrays = going.setdefault(way, ([], []))
+            numbers.append(number)
+            if target.sharding is None:
+                (host,) = hosts
+                arrays.append((read.shape, target.dtype, _at_device(free), [(free, host)]))
+            else:
+                buffers = dict(zip((region for region, _ in found), hosts, strict=True))
+                shards = _shards(target.sharding, read.shape, buffers)
+                arrays.append((read.shape, target.dtype, target.sharding, shards))
+            continue
+        (host,) = hosts
         if target.kind == "numpy":
             # Memory of its own: a part of a larger buffer would keep all of that alive.
-            placed[number] = host if _owns(host) and host.flags.writeable else host.copy()
+            is_own = _owns(host) and host.flags.writeable and not lent[number]
+            placed[number] = host if is_own else host.copy()
         elif target.kind == "numpy_scalar":
             placed[number] = host[()]
-        elif target.kind in PYTHON_TYPES:
+        else:
             placed[number] = PYTHON_TYPES[target.kind](host[()])
-        else:
-            going.setdefault(id(target.sharding), (target.sharding, []))[1].append(number)
-    for sharding, numbers in going.values():
-        if sharding is None or sharding.is_fully_addressable:
-            arrays = jax.device_put([hosts[number] for number in numbers], sharding)
-        else:
-            # device_put would compare the values of all processes, in a program that all must run.
-            parts = [_cut(hosts[number], sharding) for number in numbers]
-            arrays = _made([reads[number] for number in numbers], parts)
-        for number, array in zip(numbers, arrays, strict=True):
+    for (committed, copies), (numbers, arrays) in going.items():
+        made = make_arrays(arrays, committed=committed, copies=copies)
+        for number, array in zip(numbers, made, strict=True):
             placed[number] = _finished(array, reads[number].target)
     return placed
 
 
-def _cut(host: Array, sharding: jax.sharding.Sharding) -> dict[Region, Array]:
-    """Return the regions of a whole array that this process needs."""
-    parts: dict[Region, Array] = {}
-    for region, _ in addressable_regions(sharding, host.shape):
+def _shards(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], buffers: Mapping[Region, Array]
+) -> list[tuple[jax.Device, Array]]:
+    """Return what each device of this process is given of an array."""
+    whole = next((buffer for region, buffer in buffers.items() if region.shape == shape), None)
+    if whole is not None and isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        (device,) = sharding.device_set
+        return [(device, whole)]
+    devices = list(sharding.addressable_devices_indices_map(shape))
+    shards: list[Any] = [None] * len(devices)
+    for region, positions in addressable_regions(sharding, shape):
         # The dots: without axes, indexing would give a value instead of a view.
         index: tuple[Any, ...] = (*region.slices, ...)
-        parts[region] = host[index]
-    return parts
+        part = buffers[region] if whole is None else whole[index]
+        for position in positions:
+            shards[position] = (devices[position], part)
+    return shards
+
+
+@functools.lru_cache(maxsize=64)
+def _at_device(device: jax.Device) -> jax.sharding.SingleDeviceSharding:
+    return jax.sharding.SingleDeviceSharding(device)
 
 
 def _cast(host: Array, read: ArrayRead) -> Array:
@@ -170,39 +178,3 @@ def _holds_all(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
 def _bounds(dtype: np.dtype[Any]) -> tuple[int, int]:
     info: Any = ml_dtypes.iinfo(dtype)  # type: ignore[no-untyped-call]
     return int(info.min), int(info.max)
-
-
-def _made(reads: Sequence[ArrayRead], parts: Sequence[Mapping[Region, Array]]) -> list[jax.Array]:
-    """Return arrays, each device of this process given the region that it holds.
-
-    Args:
-        reads: The arrays; each has a sharding, of which no device need be this process's.
-        parts: For each array the buffers of the distinct regions that this process needs.
-    """
-    hosts: list[Array] = []
-    places: list[jax.sharding.Sharding] = []
-    ends: list[int] = []
-    for read, buffers in zip(reads, parts, strict=True):
-        sharding = _sharding_of(read)
-        devices = list(sharding.addressable_devices_indices_map(read.shape))
-        for region, positions in addressable_regions(sharding, read.shape):
-            for position in positions:
-                hosts.append(buffers[region])
-                places.append(
-                    jax.sharding.SingleDeviceSharding(
-                        devices[position], memory_kind=sharding.memory_kind
-                    )
-                )
-        ends.append(len(hosts))
-    arrays = jax.device_put(hosts, places)
-    return [
-        jax.make_array_from_single_device_arrays(
-            read.shape, _sharding_of(read), arrays[start:end], dtype=read.target.dtype
-        )
-        for read, start, end in zip(reads, [0, *ends], ends, strict=False)
-    ]
-
-
-def _sharding_of(read: ArrayRead) -> jax.sharding.Sharding:
-    assert read.target.sharding is not None
-    return read.target.sharding

@@ -49,7 +49,7 @@ def contradictions(manifest: Manifest) -> Contradictions:
         try:
             check_leaves(item)
             wrong = misplaced_leaves(name, item, manifest.files)
-            names = unboxed_names(item.nodes, [leaf.name for leaf in item.leaves])
+            names = unboxed_names(item.nodes, item.leaves.names)
         except CorruptCheckpointError as error:
             problems.append(Problem(FILE_NAME, name, error.leaf, error.message))
             continue

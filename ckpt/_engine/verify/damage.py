@@ -150,7 +150,7 @@ class _Finder:
 
     def _name_of(self, number: int) -> str:
         if not self._names:
-            stored = [leaf.name for leaf in self._item.leaves]
+            stored = self._item.leaves.names
             try:
                 self._names = unboxed_names(self._item.nodes, stored)
             except CorruptCheckpointError:
