@@ -36,7 +36,7 @@ from ckpt._steps.step_metadata import StepMetadata
 from ckpt._steps.watcher import Until, WatchOptions
 from ckpt.coordination._base import Coordinator
 from ckpt.handlers._registry import HandlersLike
-from ckpt.policies import Metric, Mode
+from ckpt.policies._ranking import Metric, Mode
 from ckpt.step_names import StepNames
 from ckpt.storage._resolve import PathLike
 

@@ -24,14 +24,9 @@ from ckpt._steps.watcher import Watcher, WatchOptions
 from ckpt.coordination._base import Coordinator
 from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike
-from ckpt.policies import (
-    Deletion,
-    PreservationPolicyLike,
-    PreserveAll,
-    SavePolicyLike,
-    check_preservation,
-    check_save_policy,
-)
+from ckpt.policies._deletion import Deletion
+from ckpt.policies._preservation import PreservationPolicyLike, PreserveAll, check_preservation
+from ckpt.policies._save_policies import SavePolicyLike, check_save_policy
 from ckpt.step_names import Standard, StepNames, checked
 from ckpt.storage._resolve import PathLike, check_trash, open_root
 

@@ -23,7 +23,7 @@ from ckpt._runtime.tracebacks import outcome
 from ckpt._steps.pins import Pin
 from ckpt._steps.step_metadata import StepMetadata
 from ckpt._steps.watcher import Until, WatchOptions
-from ckpt.policies import Metric, Mode
+from ckpt.policies._ranking import Metric, Mode
 
 
 @awaited_methods("mgr", "ckpt.sync.CheckpointManager")

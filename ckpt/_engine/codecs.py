@@ -11,16 +11,18 @@ Everything here runs in worker threads and holds a chunk three times meanwhile.
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tensorstore as ts
 
 from ckpt._engine.tensorstore import new_context, translated
 from ckpt._format.array_format import Blosc, Compression, Zstd
 from ckpt._format.manifest import LeafEntry
 from ckpt._plan.write_batches import encoded_bound
 from ckpt.errors import CheckpointError, CorruptCheckpointError
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -57,6 +59,8 @@ def decode_chunk(leaf: LeafEntry, encoded: bytes, target: Bytes) -> None:
                 f"{sizes}. The data was damaged; restore another step",
                 leaf=leaf.name,
             )
+    import tensorstore as ts
+
     with translated("decode an array", leaf=leaf.name):
         store, array = _one_chunk(target.nbytes, _DECODERS[leaf.codec or ""], 1)
         store.write(_KEY, encoded).result()
@@ -67,6 +71,9 @@ def _one_chunk(
     nbytes: int, compression: Compression, itemsize: int
 ) -> tuple[ts.KvStore, ts.TensorStore]:
     """Return a store in memory for one chunk, and the array over it."""
+    # Few steps are compressed, and its import takes as long as that of half of this library.
+    import tensorstore as ts
+
     context = new_context()
     store = ts.KvStore.open({"driver": "memory"}, context=context).result()
     spec = {

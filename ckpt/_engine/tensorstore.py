@@ -10,11 +10,13 @@ import contextlib
 import errno
 import re
 from collections.abc import Iterator
-
-import tensorstore as ts
+from typing import TYPE_CHECKING
 
 from ckpt._redaction import redact
 from ckpt.errors import CorruptCheckpointError, StorageError
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 _STATUS = re.compile(r"^([A-Z_]{5,}): ")
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
@@ -34,6 +36,8 @@ _REFUSALS = {
 
 def new_context() -> ts.Context:
     """Return a context without a cache; memory stores are shared within a context only."""
+    import tensorstore as ts
+
     return ts.Context({"cache_pool": {"total_bytes_limit": 0}})
 
 

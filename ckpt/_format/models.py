@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import pydantic
-
 
 def is_model(kind: type) -> bool:
     """Tell whether a class is a model of pydantic, or has the methods that are used of one."""
@@ -18,14 +16,15 @@ def model_values(item: Any) -> Any:
     """Return the JSON values of a model or a dataclass."""
     if is_model(type(item)):
         return item.model_dump(mode="json", round_trip=True, by_alias=True)
-    return pydantic.TypeAdapter(type(item)).dump_python(item, mode="json", round_trip=True)
+    return _adapter(type(item)).dump_python(item, mode="json", round_trip=True)
 
 
 def model_json(item: Any) -> bytes:
     """Return the JSON of a model or a dataclass."""
     if is_model(type(item)):
         return str(item.model_dump_json(round_trip=True, by_alias=True)).encode()
-    return pydantic.TypeAdapter(type(item)).dump_json(item, round_trip=True)
+    found: bytes = _adapter(type(item)).dump_json(item, round_trip=True)
+    return found
 
 
 def made_from_json(kind: Any, encoded: bytes) -> Any:
@@ -36,7 +35,7 @@ def made_from_json(kind: Any, encoded: bytes) -> Any:
     """
     if is_model(kind):
         return kind.model_validate_json(encoded)
-    return pydantic.TypeAdapter(kind).validate_json(encoded)
+    return _adapter(kind).validate_json(encoded)
 
 
 def fields_of(item: Any) -> dict[str, Any]:
@@ -44,3 +43,10 @@ def fields_of(item: Any) -> dict[str, Any]:
     if is_model(type(item)):
         return dict(vars(item))
     return {each.name: getattr(item, each.name) for each in dataclasses.fields(item)}
+
+
+def _adapter(kind: Any) -> Any:
+    # Its import takes a third of the time of all others, and few steps hold such objects.
+    import pydantic
+
+    return pydantic.TypeAdapter(kind)

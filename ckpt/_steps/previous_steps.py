@@ -8,7 +8,7 @@ from typing import overload
 import anyio.from_thread
 
 from ckpt._steps.index import IndexedStep, StepIndex
-from ckpt.policies import SavedStep
+from ckpt.policies._context import SavedStep
 
 
 def saved_step(indexed: IndexedStep) -> SavedStep:

@@ -32,7 +32,8 @@ from ckpt.errors import (
     StepDeletedError,
     StepNotFoundError,
 )
-from ckpt.policies import BestN, Metric, Mode, SavedStep, best_of
+from ckpt.policies._context import SavedStep
+from ckpt.policies._ranking import BestN, Metric, Mode, best_of
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import while_read
 

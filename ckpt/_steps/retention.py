@@ -25,7 +25,8 @@ from ckpt.errors import (
     StorageError,
     located,
 )
-from ckpt.policies import Deletion, PreservationPolicyLike, PreserveAll, steps_kept
+from ckpt.policies._deletion import Deletion
+from ckpt.policies._preservation import PreservationPolicyLike, PreserveAll, steps_kept
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import while_read
 

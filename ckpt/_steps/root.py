@@ -19,7 +19,8 @@ from ckpt._steps.processes import Processes
 from ckpt._steps.retention import Retention
 from ckpt._steps.root_metadata import write_root_metadata
 from ckpt.errors import CheckpointError, ReadOnlyError, StorageError
-from ckpt.policies import SaveContext, SavePolicyLike, refusal_of
+from ckpt.policies._context import SaveContext
+from ckpt.policies._save_policies import SavePolicyLike, refusal_of
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage
 

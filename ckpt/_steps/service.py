@@ -28,7 +28,10 @@ from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.saves.queue import SaveQueue
 from ckpt.coordination._peers import Peers
 from ckpt.errors import InvalidArgumentError
-from ckpt.policies import Deletion, PreservationPolicyLike, SavePolicyLike, ranking_of
+from ckpt.policies._deletion import Deletion
+from ckpt.policies._preservation import PreservationPolicyLike
+from ckpt.policies._ranking import ranking_of
+from ckpt.policies._save_policies import SavePolicyLike
 from ckpt.step_names import StepNames
 from ckpt.storage._base import Storage
 

@@ -16,7 +16,6 @@ from ckpt.errors import InvalidArgumentError
 from ckpt.storage._base import Storage
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._object.config import GCS, S3, Memory, StoreConfig, parent_of
-from ckpt.storage._object.storage import ObjectStorage
 from ckpt.storage._plugins import open_installed, schemes
 
 # A path, a URL, or a store.
@@ -123,7 +122,7 @@ def open_step_dir(path: PathLike, *, follow: bool = False) -> tuple[Storage, str
     given = _place(path)
     if isinstance(given, S3 | GCS | Memory):
         parent, name = parent_of(given)
-        return ObjectStorage(parent, _DEFAULT_TIMEOUTS), name
+        return _open_remote(parent, _DEFAULT_TIMEOUTS, create=True), name
     if isinstance(given, _Url):
         parent_url, _, name = given.text.rstrip("/").rpartition("/")
         if not name or parent_url.endswith(":/"):
@@ -144,6 +143,9 @@ class _Url(Struct, frozen=True):
 
 def _open_remote(place: StoreConfig | _Url, timeouts: Timeouts, *, create: bool) -> Storage:
     if not isinstance(place, _Url):
+        # With TensorStore; a root on a disk is opened without.
+        from ckpt.storage._object.storage import ObjectStorage
+
         return ObjectStorage(place, timeouts, create=create)
     storage = open_installed(place.scheme, place.text, timeouts, create=create)
     if storage is None:

@@ -210,5 +210,5 @@ def test_nothing_that_could_run_code_from_a_checkpoint_is_used(path: Path) -> No
     roots = {name.split(".")[0] for name in imports_of(path)}
     assert not roots & {"pickle", "marshal", "shelve", "cloudpickle", "dill"}
     if "importlib.import_module" in ast.unparse(tree):
-        assert path.name == "__init__.py", "only the lazy root may import by name"
-        assert path.parent == PACKAGE
+        assert path.name == "__init__.py", "only lazy packages may import by name"
+        assert path.parent in (PACKAGE, PACKAGE / "policies")

@@ -67,11 +67,17 @@ def modules() -> Iterator[ModuleType]:
             yield importlib.import_module(found.name)
 
 
+def members(module: ModuleType) -> list[Any]:
+    # Some are imported when they are first asked for.
+    named = [getattr(module, name) for name in getattr(module, "__all__", ())]
+    return [*vars(module).values(), *named]
+
+
 MODULES = list(modules())
 PROTOCOLS = [
     value
     for module in MODULES
-    for value in vars(module).values()
+    for value in members(module)
     if getattr(value, "_is_protocol", False) and value.__module__.startswith("ckpt.")
 ]
 

@@ -12,7 +12,7 @@ from ckpt._steps.saves.backlog import BacklogSlot
 from ckpt._steps.saves.overhead import OverheadEstimate
 from ckpt._steps.saves.preemption import Preemption
 from ckpt.errors import CheckpointError
-from ckpt.policies import SaveContext, SavedStep
+from ckpt.policies._context import SaveContext, SavedStep
 
 logger = logging.getLogger("ckpt")
 

@@ -153,7 +153,7 @@ def check_merging(parts: list[dict[Any, Any]], budget: int) -> None:
         own = made[source].leaves[number]
         assert leaf.offsets == own.offsets
         wanted = [first_files[source] + file for file in own.files or [0] * len(own.offsets)]
-        assert (leaf.files or [0] * len(leaf.offsets)) == wanted
+        assert list(leaf.files or [0] * len(leaf.offsets)) == wanted
     # And the index says the same of every key but for the places.
     assert {(e.key, e.inline, e.length) for e in ours} == {
         (e.key, e.inline, e.length) for e in theirs

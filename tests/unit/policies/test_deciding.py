@@ -381,7 +381,7 @@ def test_policies_are_values(make: Any) -> None:
     assert pickle.loads(pickle.dumps(policy)) == policy
     assert copy.deepcopy(policy) == policy
     assert repr(policy).startswith(type(policy).__name__ + "(")
-    assert eval(repr(policy), vars(p)) == policy
+    assert eval(repr(policy), {name: getattr(p, name) for name in p.__all__}) == policy
     for name in ("n", "steps", "policies", "anything"):
         with pytest.raises((AttributeError, TypeError)):
             setattr(policy, name, 4)
