@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from benchmarks import (
     blocked,
     blocked_loop,
+    first_restore,
     first_save,
     growth,
     heartbeat,
@@ -66,6 +67,12 @@ SCENARIOS: Mapping[str, ScenarioKind] = MappingProxyType(
         blocked_loop.NAME: ScenarioKind(blocked_loop.run, 5, 3),
         memory.NAME: ScenarioKind(memory.run, 1, 1, makes_processes=True),
         first_save.NAME: ScenarioKind(first_save.run, 5, 3, makes_processes=True),
+        **{
+            name: ScenarioKind(
+                partial(first_restore.run, name=name), 5, 3, state.devices, makes_processes=True
+            )
+            for name, state in first_restore.STATES.items()
+        },
         **{
             name: ScenarioKind(partial(growth.run, axis=axis), 3, 2)
             for name, axis in growth.AXES.items()

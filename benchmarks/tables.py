@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from benchmarks import (
     blocked,
     blocked_loop,
+    first_restore,
     first_save,
     fit,
     growth,
@@ -170,6 +171,28 @@ def _first_save(scenario: Scenario) -> str:
     return table(head, rows)
 
 
+def _first_restore(scenario: Scenario) -> str:
+    rows = [
+        (
+            row,
+            spread(measures["first_restore"]),
+            _ratio(scenario, row, "first_restore"),
+            spread(measures["import"]),
+            spread(measures["restore"]),
+            spread(measures["step"]),
+            spread(measures["first_step"]),
+            _ratio(scenario, row, "first_step"),
+            spread(measures["reused_ratio"]),
+        )
+        for row, measures in scenario.measures.items()
+    ]
+    head = (
+        "", "import, open, restore", "vs Orbax", "import", "restore", "first step",
+        "until the end of the first step", "vs Orbax", "buffers that it reused",
+    )  # fmt: skip
+    return table(head, rows)
+
+
 def _growth(scenario: Scenario) -> str:
     axis = growth.AXES[scenario.name]
     write = size if axis.unit == "bytes" else "{:,.0f}".format
@@ -232,6 +255,7 @@ _TABLES: Mapping[str, Callable[[Scenario], str]] = MappingProxyType(
         blocked_loop.KIND: _blocked_loop,
         memory.KIND: _memory,
         first_save.KIND: _first_save,
+        first_restore.KIND: _first_restore,
         growth.KIND: _growth,
     }
 )

@@ -61,6 +61,15 @@ _MEASURES = {
         "second_blocked",
         "second_save",
     },
+    "first_restore": {
+        "import",
+        "open",
+        "restore",
+        "first_restore",
+        "step",
+        "first_step",
+        "reused_ratio",
+    },
 }
 _FLOORS = {"memcpy": {"restore"}, "device_put": {"restore", "read", "put"}}
 _BASELINES = {"nothing": _LAGS, "other process": _LAGS}
@@ -74,7 +83,8 @@ def expected_rows(scenario: Scenario) -> dict[str, set[str]]:
         assert len(sizes) == scenario.facts["points"] > 1
         points = {f"{measure}@{size}" for measure in ("save", "restore") for size in sizes}
         return dict.fromkeys(PEERS, points)
-    rows = dict.fromkeys(PEERS, _MEASURES[scenario.name])
+    measures = _MEASURES.get(scenario.kind) or _MEASURES[scenario.name]
+    rows = dict.fromkeys(PEERS, measures)
     return rows | _BASELINES if scenario.name == "heartbeat" else rows
 
 
