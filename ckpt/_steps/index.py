@@ -297,7 +297,9 @@ class StepIndex:
             if step is not None:
                 found.append((-step, name != self._names.name(step), name))
         self._listed = {name: -step for step, _, name in found}
-        if not found and await self._storage.read("", FILE_NAME, MAX_BYTES) is not None:
+        own = None if found else await self._storage.read("", FILE_NAME, MAX_BYTES)
+        # Somebody may have a file of that name that is something else.
+        if own is not None and peek(own) is not None:
             raise InvalidArgumentError(
                 f"{self._storage.location} is itself a checkpoint, not a root of steps. Pass the "
                 "directory above it, or read this one with ckpt.load"

@@ -85,6 +85,17 @@ def test_a_step_in_a_store_is_refused_as_a_root() -> None:
         ckpt.sync.CheckpointManager("memory://roots/run/1").latest_step()
 
 
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"format":"ckpt"}', b"\0" * 100])
+def test_a_root_may_have_another_file_of_the_name_of_manifests(
+    tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "ckpt.json").write_bytes(content)
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        assert mgr.latest_step() is None
+        mgr.save(1, state(1)).result()
+    assert (tmp_path / "ckpt.json").read_bytes() == content
+
+
 def test_a_reader_of_a_root_that_is_not_there_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
