@@ -275,12 +275,22 @@ def cut_file(top: str, sizes: Mapping[str, int]) -> str | None:
         sizes: The size in bytes of files by path relative to it.
     """
     for path, size in sizes.items():
+        # Paths come from a file: one may lead out of the directory, or be none.
+        if ".." in path.split("/") or "\0" in path:
+            return f"{path!r:.200} is not a file of it"
         try:
             found = os.lstat(f"{top}/{path}").st_size
         except (FileNotFoundError, NotADirectoryError):
-            return f"{path} is missing"
+            return f"{path:.200} is missing"
+        except PermissionError:
+            # It cannot be told; whoever reads the file is told why.
+            continue
+        except OSError as error:
+            if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+                raise
+            return f"{path!r:.200} is not a file of it"
         if found != size:
-            return f"{path} has {found} of {size} bytes"
+            return f"{path:.200} has {found} of {size} bytes"
     return None
 
 

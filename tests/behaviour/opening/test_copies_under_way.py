@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt.storage._local import posix
+from tests.support.manifests import document_of, rewrite
 from tests.support.trees import assert_same
 
 
@@ -161,3 +164,32 @@ def test_of_many_files_the_largest_are_looked_at(
     largest.unlink()
     with ckpt.sync.CheckpointManager(source, read_only=True) as mgr:
         assert mgr.all_steps() == [1]
+
+
+@pytest.mark.parametrize(
+    "path", ["../1/ckpt.json", "a/../../1/ckpt.json", "a\0b", "x" * 300, "y/" * 3000]
+)
+def test_paths_of_a_hostile_manifest_hide_no_other_step(source: Path, path: str) -> None:
+    """Nor is a file outside the step looked at."""
+    changed = document_of(source / "2")
+    size = (source / "1" / "ckpt.json").stat().st_size
+    changed["files"] = {path: {"size": size, "digest": "0" * 32}}
+    rewrite(source / "2", changed)
+    with ckpt.sync.CheckpointManager(source, read_only=True) as mgr:
+        assert mgr.all_steps() == [1]
+        assert mgr.latest_step() == 1
+
+
+def test_a_file_that_may_not_be_looked_at_is_left_to_its_readers(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = os.lstat
+
+    def refuse(path: str) -> os.stat_result:
+        if "/2/state" in path:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return look(path)
+
+    monkeypatch.setattr(os, "lstat", refuse)
+    with ckpt.sync.CheckpointManager(source, read_only=True) as mgr:
+        assert mgr.all_steps() == [1, 2]
