@@ -220,7 +220,7 @@ class LeafTable(Sequence[LeafEntry]):
         counts = chunks[self.form]
         if self.same_as:
             counts[list(self.same_as)] = 0
-        self.firsts = np.concatenate((_NONE[:0], [0], np.cumsum(counts)))
+        self.firsts = np.concatenate(([0], np.cumsum(counts)))
         total = int(self.firsts[-1])
         found = (len(digests) // DIGEST_BYTES, len(offsets), len(files), len(lengths))
         if (

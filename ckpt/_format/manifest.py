@@ -505,7 +505,7 @@ def decode(data: bytes, *, where: str) -> Manifest:
             raise _not_ours(head, where, "")
         if not _is_step(front.step) or len(data) != end + front.rest:
             raise ValueError("its head contradicts it")
-        rest = msgspec.json.decode(b"{" + data[end + 1 :], type=_Rest)
+        rest = msgspec.json.decode(b"".join((b"{", memoryview(data)[end + 1 :])), type=_Rest)
         items = {name: _read(item) for name, item in rest.items.items()}
         if OWN_DISKS not in front.requires:
             _check_places(items)

@@ -36,20 +36,14 @@ def make_arrays(arrays: Sequence[Shards], *, committed: bool, copies: bool) -> l
     put = _runtime_put()
     if put is not None:
         try:
-            return [put(*array, committed, copies) for array in arrays]
+            return [put(array, committed, copies) for array in arrays]
         except (TypeError, AttributeError, ValueError, RuntimeError) as error:
             _say_once(f"{error!s:.200}")
-    return [_public_put(*array, committed, copies) for array in arrays]
+    return [_public_put(array, committed, copies) for array in arrays]
 
 
-def _public_put(
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    sharding: jax.sharding.Sharding,
-    shards: Sequence[tuple[Any, Array]],
-    committed: bool,
-    copies: bool,
-) -> jax.Array:
+def _public_put(array: Shards, committed: bool, copies: bool) -> jax.Array:
+    shape, dtype, sharding, shards = array
     hosts = [host.copy() if copies else host for _, host in shards]
     if not committed:
         free: jax.Array = jax.device_put(hosts[0])
@@ -84,20 +78,14 @@ def _runtime_put() -> Callable[..., jax.Array] | None:
     def abstract(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         return core.ShapedArray(shape, dtype)
 
-    def put(
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        sharding: jax.sharding.Sharding,
-        shards: Sequence[tuple[Any, Array]],
-        committed: bool,
-        copies: bool,
-    ) -> jax.Array:
+    def put(array: Shards, committed: bool, copies: bool) -> jax.Array:
+        shape, dtype, sharding, shards = array
         if copies and len(shards) > 1:
             # With other shards than one, the runtime (jaxlib 0.10 to 0.12) copies nothing, and
             # raises `bad_function_call`.
             kind = sharding.memory_kind
             parts = [
-                put(host.shape, dtype, at_device(device, kind), [(device, host)], True, True)
+                put((host.shape, dtype, at_device(device, kind), [(device, host)]), True, True)
                 for device, host in shards
             ]
             return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)
