@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckpt._format.leaf_table import LeafEntry, LeafForm, LeafTable
 from ckpt._format.manifest import (
     COMPRESSION,
     FILE_NAME,
@@ -13,9 +14,6 @@ from ckpt._format.manifest import (
     FileEntry,
     ItemEntry,
     JsonValue,
-    LeafEntry,
-    LeafForm,
-    LeafTable,
     Manifest,
     Node,
     ShardingEntry,

@@ -17,7 +17,7 @@ import numpy as np
 
 from ckpt._engine.tensorstore import new_context, translated
 from ckpt._format.array_format import Blosc, Compression, Zstd
-from ckpt._format.manifest import LeafEntry
+from ckpt._format.leaf_table import LeafEntry
 from ckpt._plan.write_batches import encoded_bound
 from ckpt.errors import CheckpointError, CorruptCheckpointError
 

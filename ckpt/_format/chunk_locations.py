@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from msgspec import Struct
 
 from ckpt._format.dtypes import parse_dtype
-from ckpt._format.manifest import FileEntry, ItemEntry, LeafEntry
+from ckpt._format.leaf_table import LeafEntry
+from ckpt._format.manifest import FileEntry, ItemEntry
 from ckpt._format.regions import Region, chunk_region
 
 Shape = tuple[int, ...]

@@ -22,38 +22,8 @@ import numpy as np
 from msgspec import Meta, Struct, field
 
 from ckpt._format.digests import digest
-from ckpt._format.leaf_table import LeafColumns, LeafEntry, LeafForm, LeafTable
+from ckpt._format.leaf_table import LeafColumns, LeafTable
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
-
-__all__ = [
-    "COMPRESSION",
-    "FILE_NAME",
-    "FOLDER",
-    "FORMAT_VERSION",
-    "HEAD_BYTES",
-    "MAX_BYTES",
-    "MAX_METADATA_DEPTH",
-    "OWN_DISKS",
-    "SUPPORTED_FEATURES",
-    "FileEntry",
-    "ItemEntry",
-    "JsonValue",
-    "LeafEntry",
-    "LeafForm",
-    "LeafTable",
-    "Manifest",
-    "Node",
-    "ShardingEntry",
-    "Summary",
-    "decode",
-    "decode_item",
-    "encode",
-    "encode_item",
-    "is_whole",
-    "peek",
-    "peek_files",
-    "sizes",
-]
 
 FILE_NAME = "ckpt.json"
 FORMAT_VERSION = 1

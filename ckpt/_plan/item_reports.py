@@ -17,7 +17,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._format.dtypes import DTYPES
-from ckpt._format.manifest import ItemEntry, LeafForm, LeafTable, Node, ShardingEntry
+from ckpt._format.leaf_table import LeafForm, LeafTable
+from ckpt._format.manifest import ItemEntry, Node, ShardingEntry
 from ckpt._format.ocdbt import KeyValue
 from ckpt._format.shardings import describe_sharding
 from ckpt._plan.chunking import METADATA_KEY, LeafPlan, has_chunks

@@ -11,7 +11,8 @@ import numpy as np
 
 from ckpt._format.array_format import CODECS
 from ckpt._format.dtypes import parse_dtype
-from ckpt._format.manifest import ItemEntry, LeafForm, LeafTable
+from ckpt._format.leaf_table import LeafForm, LeafTable
+from ckpt._format.manifest import ItemEntry
 from ckpt._format.regions import chunk_grid
 from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, SCALAR_KINDS, decode_scalar
 from ckpt.errors import CorruptCheckpointError

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ckpt._format.manifest import ItemEntry, LeafEntry, Node, ShardingEntry
+from ckpt._format.leaf_table import LeafEntry
+from ckpt._format.manifest import ItemEntry, Node, ShardingEntry
 from ckpt._tree.leaf_names import sibling_names
 from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, decode_scalar, scalar_array
 from ckpt._tree.static_values import decode_key

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Struct
 
 from ckpt._format.dtypes import DTYPES, UNROUNDED, storable_dtype
-from ckpt._format.manifest import LeafEntry
+from ckpt._format.leaf_table import LeafEntry
 from ckpt._plan.virtual_arrays import ArraySlice, VirtualArray
 from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE
 from ckpt.errors import CorruptCheckpointError

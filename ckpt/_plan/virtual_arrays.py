@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckpt._format.manifest import LeafEntry
+from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.regions import Region, whole
 
 Shape = tuple[int, ...]

@@ -13,7 +13,8 @@ import numpy as np
 
 from ckpt._commit import StepInfo, step_info
 from ckpt._format.dtypes import DTYPES
-from ckpt._format.manifest import ItemEntry, JsonValue, LeafForm, Manifest, ShardingEntry
+from ckpt._format.leaf_table import LeafForm
+from ckpt._format.manifest import ItemEntry, JsonValue, Manifest, ShardingEntry
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._tree.flatten import unboxed_names
 from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, decode_scalar

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from ckpt._format.array_format import ArrayFormat
 from ckpt._format.dtypes import DTYPES
-from ckpt._format.manifest import LeafEntry
+from ckpt._format.leaf_table import LeafEntry
 from ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 
 # `key` is a typed PRNG key: the array of its key data.

@@ -16,7 +16,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from ckpt._format.dtypes import parse_dtype
-from ckpt._format.manifest import ItemEntry, LeafEntry, LeafTable, decode_item, encode_item
+from ckpt._format.leaf_table import LeafEntry, LeafTable
+from ckpt._format.manifest import ItemEntry, decode_item, encode_item
 from ckpt._format.shardings import describe_sharding
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.leaf_entries import check_leaves

@@ -14,7 +14,8 @@ import pytest
 import ckpt
 from ckpt import ArrayFormat, Blosc, Zstd
 from ckpt._engine.codecs import encode_chunk
-from ckpt._format.manifest import ItemEntry, LeafEntry, decode
+from ckpt._format.leaf_table import LeafEntry
+from ckpt._format.manifest import ItemEntry, decode
 from tests.support.manifests import change_leaf, document_of, rewrite, spread
 from tests.support.trees import assert_same
 

@@ -20,7 +20,8 @@ import ckpt.sync
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import restore_items
 from ckpt._format.digests import digest
-from ckpt._format.manifest import FileEntry, LeafEntry, LeafTable, Manifest, encode
+from ckpt._format.leaf_table import LeafEntry, LeafTable
+from ckpt._format.manifest import FileEntry, Manifest, encode
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.multihost.per_process import apart, combine, own_path, pick, renamed
 from ckpt._settings import Staging

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 
 from ckpt._format.dtypes import parse_dtype
-from ckpt._format.manifest import LeafEntry
+from ckpt._format.leaf_table import LeafEntry
 from ckpt._plan.chunk_reads import regions_of
 from ckpt._plan.targets import ArrayRead, ArrayTarget
 from ckpt._settings import host_memory_bytes

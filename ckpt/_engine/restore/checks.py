@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckpt._format.digests import digest
-from ckpt._format.manifest import LeafEntry
+from ckpt._format.leaf_table import LeafEntry
 from ckpt.errors import CorruptCheckpointError
 
 _MOST_ERRORS = 1000

@@ -23,7 +23,8 @@ from ckpt._engine.memory.buffers import Buffers
 from ckpt._engine.restore.device_exchange import DeviceExchange
 from ckpt._events import EventRecorder
 from ckpt._format.dtypes import parse_dtype
-from ckpt._format.manifest import JsonValue, LeafEntry
+from ckpt._format.leaf_table import LeafEntry
+from ckpt._format.manifest import JsonValue
 from ckpt._plan.chunk_reads import ReadRequest
 from ckpt._plan.chunking import BATCH_BYTES
 from ckpt._plan.multihost.read_groups import (

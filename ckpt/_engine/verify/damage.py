@@ -15,7 +15,8 @@ from msgspec import Struct
 from ckpt._engine.verify.report import Problem
 from ckpt._engine.verify.scanner import Scanner
 from ckpt._format.chunk_locations import ChunkLocation, places_in
-from ckpt._format.manifest import ItemEntry, LeafEntry
+from ckpt._format.leaf_table import LeafEntry
+from ckpt._format.manifest import ItemEntry
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.flatten import unboxed_names
 from ckpt.errors import CheckpointError, CorruptCheckpointError

@@ -18,7 +18,8 @@ from ckpt._engine.verify.report import Problem, VerifyReport
 from ckpt._engine.verify.scanner import Scanner
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.chunk_locations import ChunkLocation, places_in
-from ckpt._format.manifest import FILE_NAME, FileEntry, LeafEntry, Manifest
+from ckpt._format.leaf_table import LeafEntry
+from ckpt._format.manifest import FILE_NAME, FileEntry, Manifest
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.table import size_text
 from ckpt.errors import CorruptCheckpointError, StorageError, located

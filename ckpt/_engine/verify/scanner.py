@@ -29,7 +29,7 @@ from ckpt._format.chunk_locations import (
 )
 from ckpt._format.digests import Digester, new_digest
 from ckpt._format.dtypes import parse_dtype
-from ckpt._format.manifest import LeafEntry
+from ckpt._format.leaf_table import LeafEntry
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import CorruptCheckpointError
 from ckpt.storage._base import Storage

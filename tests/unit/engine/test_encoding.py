@@ -19,7 +19,7 @@ from ckpt._engine.memory import staging
 from ckpt._engine.memory.staging import batch_digests, copy_batch, sources_of
 from ckpt._engine.save.encoding import encode_batch
 from ckpt._format.array_format import ArrayFormat, Blosc, Zstd
-from ckpt._format.manifest import LeafEntry
+from ckpt._format.leaf_table import LeafEntry
 from ckpt._plan.save_plan import plan_save
 from ckpt._plan.write_batches import encoded_bound
 from ckpt._tree.leaf_specs import LeafSpec

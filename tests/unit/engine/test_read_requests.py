@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from benchmarks.fake_devices import devices_of
 from ckpt._engine.restore.shared_reads import Broadcast
-from ckpt._format.manifest import LeafEntry
+from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.regions import whole
 from ckpt._plan.chunk_reads import plan_chunk_reads, plan_requests
 from ckpt._plan.targets import ArrayRead, ArrayTarget

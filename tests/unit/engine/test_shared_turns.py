@@ -19,7 +19,7 @@ from benchmarks.fake_devices import devices_of
 from ckpt._engine.restore import shared_reads as broadcast
 from ckpt._engine.restore.shared_reads import BlockReader, Broadcast, SharedReads
 from ckpt._events import EventRecorder
-from ckpt._format.manifest import LeafEntry
+from ckpt._format.leaf_table import LeafEntry
 from ckpt._plan.chunk_reads import plan_chunk_reads, plan_requests
 from ckpt._plan.multihost.read_groups import Grouping
 from ckpt._plan.targets import ArrayRead, ArrayTarget

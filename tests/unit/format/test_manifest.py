@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ckpt._format.digests import digest
+from ckpt._format.leaf_table import LeafEntry, LeafTable
 from ckpt._format.manifest import (
     FORMAT_VERSION,
     FileEntry,
     ItemEntry,
-    LeafEntry,
-    LeafTable,
     Manifest,
     Node,
     ShardingEntry,

@@ -17,14 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from msgspec.structs import replace
 
 from ckpt._format.dtypes import DTYPES
-from ckpt._format.manifest import (
-    ItemEntry,
-    LeafEntry,
-    LeafTable,
-    ShardingEntry,
-    decode_item,
-    encode_item,
-)
+from ckpt._format.leaf_table import LeafEntry, LeafTable
+from ckpt._format.manifest import ItemEntry, ShardingEntry, decode_item, encode_item
 from ckpt._format.shardings import describe_sharding, rebuild_sharding
 from ckpt._plan.adapt import Adapt, adapted
 from ckpt._plan.item_reports import PlannedTree, fill_entry, merge_reports, report_chunks

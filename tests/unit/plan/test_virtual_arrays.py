@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ckpt._format.manifest import LeafEntry
+from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.regions import Region, chunk_grid, whole
 from ckpt._plan.chunk_reads import plan_chunk_reads, regions_of
 from ckpt._plan.targets import ArrayRead, ArrayTarget

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt._format.dtypes import DTYPES, parse_dtype
-from ckpt._format.manifest import ItemEntry, LeafEntry, LeafTable, decode_item, encode_item
+from ckpt._format.leaf_table import LeafEntry, LeafTable
+from ckpt._format.manifest import ItemEntry, decode_item, encode_item
 from ckpt._tree.leaf_specs import (
     CALLABLE,
     SCALAR_KINDS,
