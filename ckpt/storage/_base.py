@@ -175,10 +175,25 @@ class Storage(Protocol):
                 file.
         """
 
-    async def read_block(self, step_dir: str, path: str, offset: int, target: memoryview) -> None:
+    async def read_block(
+        self,
+        step_dir: str,
+        path: str,
+        offset: int,
+        target: memoryview,
+        then: Callable[[], None] | None = None,
+    ) -> None:
         """Fill `target` with the bytes of a step directory's data file from `offset` on.
 
         `target` is in use until this returns, also if it raises or is cancelled.
+
+        Args:
+            step_dir: The step directory.
+            path: The file in it.
+            offset: Where in the file to begin.
+            target: What is filled.
+            then: Called once it is filled, in a worker thread: on a disk in the one that has read
+                the bytes, while they are in the cache of its core. What it raises is raised here.
 
         Raises:
             CorruptCheckpointError: The file is missing, too short, or not a regular file.

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from ckpt._settings import Timeouts
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, CorruptCheckpointError
 from ckpt.storage._base import Attempt
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.testing.conformance import StoreCase, check_store, stores
@@ -52,16 +52,63 @@ class Unstamped(LocalStorage):
 
 
 class Shifted(LocalStorage):
-    async def read_block(self, step_dir: str, path: str, offset: int, target: memoryview) -> None:
-        await super().read_block(step_dir, path, max(offset - 1, 0), target)
+    async def read_block(
+        self,
+        step_dir: str,
+        path: str,
+        offset: int,
+        target: memoryview,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        await super().read_block(step_dir, path, max(offset - 1, 0), target, then)
+
+
+class Hasty(LocalStorage):
+    """What follows a read comes before it."""
+
+    async def read_block(
+        self,
+        step_dir: str,
+        path: str,
+        offset: int,
+        target: memoryview,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        if then is not None:
+            then()
+        await super().read_block(step_dir, path, offset, target)
+
+
+class Forgiving(LocalStorage):
+    """Errors of what follows a read are taken for errors of the file."""
+
+    async def read_block(
+        self,
+        step_dir: str,
+        path: str,
+        offset: int,
+        target: memoryview,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        try:
+            await super().read_block(step_dir, path, offset, target, then)
+        except ValueError as error:
+            raise CorruptCheckpointError(str(error)) from error
 
 
 class Short(LocalStorage):
     """What is cut is no error."""
 
-    async def read_block(self, step_dir: str, path: str, offset: int, target: memoryview) -> None:
+    async def read_block(
+        self,
+        step_dir: str,
+        path: str,
+        offset: int,
+        target: memoryview,
+        then: Callable[[], None] | None = None,
+    ) -> None:
         try:
-            await super().read_block(step_dir, path, offset, target)
+            await super().read_block(step_dir, path, offset, target, then)
         except CheckpointError:
             target[:] = bytes(len(target))
 
@@ -118,7 +165,14 @@ class Mistrustful(LocalStorage):
 class Lingering(LocalStorage):
     """A cancelled read goes on."""
 
-    async def read_block(self, step_dir: str, path: str, offset: int, target: memoryview) -> None:
+    async def read_block(
+        self,
+        step_dir: str,
+        path: str,
+        offset: int,
+        target: memoryview,
+        then: Callable[[], None] | None = None,
+    ) -> None:
         pause = threading.Event()
 
         def later() -> None:
@@ -162,6 +216,8 @@ def case(kind: type[LocalStorage], root: Path, place: Place) -> StoreCase:
         (Mistrustful, step_dirs.a_file_that_is_cut_is_told),
         (Shifted, step_dirs.every_range_is_read),
         (Short, step_dirs.every_range_is_read),
+        (Hasty, step_dirs.a_block_is_whole_when_it_is_used),
+        (Forgiving, step_dirs.a_block_is_whole_when_it_is_used),
         (Unlimited, step_dirs.small_files_are_read_within_limits),
         (Careless, step_dirs.a_step_dir_is_removed_whole),
         (Sloppy, writers.of_many_notes_of_one_name_one_is_made),

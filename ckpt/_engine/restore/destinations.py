@@ -1,4 +1,4 @@
-"""Host buffers of arrays that are being read, and how stored chunks get into them."""
+"""Memory of arrays that are being read, and how stored chunks get into it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from msgspec import Struct, field
 
 from ckpt._engine.codecs import decode_chunk
 from ckpt._engine.memory.buffers import Buffers
+from ckpt._engine.memory.pages import choose_pages
+from ckpt._engine.restore.blank_arrays import Blank, Devices, blank_arrays, memory_of
 from ckpt._engine.restore.checks import DamagedLeaves, check_chunk
 from ckpt._format.dtypes import parse_dtype
-from ckpt._format.regions import Region, whole
+from ckpt._format.regions import Region, addressable_regions, whole
 from ckpt._plan.chunk_reads import ChunkRead, ReadRequest, Use, regions_of
 from ckpt._plan.targets import ArrayRead, ArrayTarget, default_device
 from ckpt.errors import CorruptCheckpointError
@@ -22,6 +25,10 @@ Array = np.ndarray[Any, Any]
 
 # Of the buffers of larger arrays, jax may take over the memory.
 _MOST_LENT = 64 << 20
+# Blank arrays for less take longer to make, the first time, than copies of host buffers.
+_LEAST_BLANK = 64 << 20
+# A numpy array has a byte for each value of these, and an array of jax may have less.
+_LESS_THAN_A_BYTE = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
 
 
 class Destination(Struct):
@@ -31,14 +38,17 @@ class Destination(Struct):
         read: What is read.
         packed: Whether that is a packed leaf, which is read as one region.
         left: Chunks still to be read.
-        regions: The distinct regions that this process needs, each with its host buffer. They are
+        regions: The distinct regions that this process needs, each with its memory. They are
             made by `open`; a packed leaf has none before it is read.
+        blanks: A blank array for each device, that the regions are read into; empty where they are
+            read into host buffers.
     """
 
     read: ArrayRead
     packed: bool
     left: int = 0
     regions: list[tuple[Region, Array]] = field(default_factory=list)
+    blanks: Sequence[jax.Array] = ()
 
     @property
     def is_lent(self) -> bool:
@@ -50,6 +60,11 @@ class Destination(Struct):
         """
         nbytes = math.prod(self.read.shape) * parse_dtype(self.read.stored).itemsize
         return self.packed or (nbytes <= _MOST_LENT and _is_on_cpu(self.read.target))
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it is the array that is wanted already, once it is filled."""
+        return len(self.blanks) == 1 and self.read.target.sharding is None
 
     @property
     def is_padded(self) -> bool:
@@ -66,6 +81,13 @@ class Destination(Struct):
             self.regions = [(region, _view(value, region)) for region in regions_of(self.read)]
             return False
         kind = parse_dtype(self.read.stored)
+        if self.blanks:
+            held = addressable_regions(self.read.target.sharding, self.read.shape)
+            self.regions = [
+                (region, memory_of(self.blanks[first]).view(kind).reshape(region.shape))
+                for region, (first, *_) in held
+            ]
+            return self.is_padded
         self.regions = [
             (region, buffers.empty(region.shape, kind)) for region in regions_of(self.read)
         ]
@@ -85,6 +107,53 @@ class Destination(Struct):
         _, buffer = self.regions[use.region]
         view = _view(buffer, use.target)
         view[...] = data[use.source.slices].reshape(view.shape)
+
+
+def add_blanks(destinations: Sequence[Destination]) -> None:
+    """Let large arrays on CPU devices be read straight into memory of jax's own.
+
+    It is memory that the first step after a restore can donate, and nothing is copied into it.
+    """
+    groups: dict[Devices, list[tuple[Destination, Blank]]] = {}
+    nbytes = 0
+    for each in destinations:
+        found = None if each.packed else _blank_of(each.read)
+        if found is not None:
+            devices, (shape, dtype) = found
+            groups.setdefault(devices, []).append((each, (shape, dtype)))
+            nbytes += len(devices) * math.prod(shape) * dtype.itemsize
+    if nbytes < _LEAST_BLANK:
+        return
+    for devices, members in groups.items():
+        made = blank_arrays([blank for _, blank in members], devices)
+        if made is not None:
+            choose_pages([memory_of(array) for arrays in made for array in arrays])
+            for (each, _), arrays in zip(members, made, strict=True):
+                each.blanks = arrays
+
+
+def _blank_of(read: ArrayRead) -> tuple[Devices, Blank] | None:
+    """Return the devices of an array, and what a blank array on each has to be; None without."""
+    target, dtype = read.target, parse_dtype(read.stored)
+    if (
+        target.kind != "jax"
+        or target.weak_type
+        or target.dtype != dtype
+        or dtype.name in _LESS_THAN_A_BYTE
+        or read.value is not None
+        or not math.prod(read.shape)
+    ):
+        return None
+    sharding = target.sharding
+    if sharding is None:
+        free = default_device()
+        return None if free.platform != "cpu" else ((free,), (read.shape, dtype))
+    devices: tuple[Any, ...] = tuple(sharding.addressable_devices_indices_map(read.shape))
+    if not devices or not read.shape or any(device.platform != "cpu" for device in devices):
+        return None
+    if sharding.memory_kind not in (None, devices[0].default_memory().kind):
+        return None
+    return devices, (sharding.shard_shape(read.shape), dtype)
 
 
 def _is_on_cpu(target: ArrayTarget) -> bool:

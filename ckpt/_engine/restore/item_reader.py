@@ -19,7 +19,7 @@ import numpy as np
 from ckpt._engine.memory.limits import check_memory
 from ckpt._engine.restore.checks import DamagedLeaves
 from ckpt._engine.restore.context import CONCURRENT_REQUESTS, RestoreContext
-from ckpt._engine.restore.destinations import Destination, deliver, direct_memory
+from ckpt._engine.restore.destinations import Destination, add_blanks, deliver, direct_memory
 from ckpt._engine.restore.item_files import read_item_file
 from ckpt._engine.restore.placement import cannot_be_weak, place
 from ckpt._engine.restore.shared_reads import BlockReader, SharedReads
@@ -127,6 +127,7 @@ class EngineItemReader:
         for chunk in chunks:
             for number in {use.read for use in chunk.uses}:
                 work.destinations[number].left += 1
+        add_blanks(work.destinations)
         limit = min(BATCH_BYTES, self._restore.engine.arena.capacity // CONCURRENT_REQUESTS)
         limits: dict[Grouping | None, int] = {None: limit}
         groupings: dict[str, Grouping] = {}
@@ -161,7 +162,7 @@ class EngineItemReader:
         assert self._restore.broadcast is not None
         shared = SharedReads(
             self._restore.broadcast,
-            self._read_block,
+            partial(self._restore.storage.read_block, self._restore.folder),
             self._restore.engine.buffers,
             self._recorder,
         )
@@ -210,13 +211,15 @@ class EngineItemReader:
                     # in memory to be checked.
                     memory = engine.buffers.empty((nbytes,), np.dtype(np.uint8))
                 with self._recorder.phase("read", request.nbytes):
-                    try:
-                        await read_block(request.source.path, request.source.start, memory.data)
-                    except CorruptCheckpointError as error:
-                        await _read_singly(request, read_block, memory, error)
-                    await self.in_thread(
+                    source = request.source
+                    delivered = partial(
                         deliver, request, memory, work.destinations, engine.buffers, in_place
                     )
+                    try:
+                        await read_block(source.path, source.start, memory.data, delivered)
+                    except CorruptCheckpointError as error:
+                        await _read_singly(request, read_block, memory, error)
+                        await self.in_thread(delivered)
                 await self._place(work.count(request), work)
         finally:
             if block is not None:
@@ -228,15 +231,13 @@ class EngineItemReader:
             return
         complete = [work.destinations[number] for number in numbers]
         with self._recorder.phase("place"):
-            placed = await self.in_thread(
-                place,
-                [each.read for each in complete],
-                [each.regions for each in complete],
-                [each.is_lent for each in complete],
-            )
+            if all(each.is_placed for each in complete):
+                placed = place(complete)
+            else:
+                placed = await self.in_thread(place, complete)
         for each in complete:
             # What was lent can be used again.
-            each.regions = []
+            each.regions, each.blanks = [], ()
         for number, value in zip(numbers, placed, strict=True):
             work.results[number] = value
 
@@ -266,8 +267,12 @@ async def _read_singly(
     for chunk in chunks:
         with damage.noted(), located(leaf=chunk.leaf.name):
             part = memory[chunk.start - source.start : chunk.end - source.start]
-            await read_block(source.path, chunk.start, part.data)
+            await read_block(source.path, chunk.start, part.data, _nothing)
     damage.raise_if_any()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _warn_of_types(reads: Sequence[ArrayRead]) -> None:

@@ -16,6 +16,8 @@ import ml_dtypes
 import numpy as np
 
 from ckpt._engine.memory.casts import cast
+from ckpt._engine.restore.blank_arrays import memory_of
+from ckpt._engine.restore.destinations import Destination
 from ckpt._engine.restore.device_arrays import Shards, make_arrays
 from ckpt._format.regions import Region, addressable_regions
 from ckpt._plan.targets import PYTHON_TYPES, ArrayRead, ArrayTarget, default_device
@@ -28,32 +30,26 @@ _ZEROS = {"i": 0, "f": 0.0, "c": 0j}
 _SLACK = 4096
 
 
-def place(
-    reads: Sequence[ArrayRead],
-    regions: Sequence[Sequence[tuple[Region, Array]]],
-    lent: Sequence[bool],
-) -> list[Any]:
-    """Return arrays as they are wanted, from host buffers.
+def place(complete: Sequence[Destination]) -> list[Any]:
+    """Return arrays as they are wanted, from the memory that they were read into.
 
-    Args:
-        reads: What is wanted.
-        regions: For each array the distinct regions of it that this process needs, with their
-            buffers.
-        lent: For each array whether its buffers are used again after the call. Otherwise they
-            belong to the array from now on.
+    Host buffers that are not lent belong to their array from now on.
 
     Raises:
         TargetMismatchError: A value does not fit the integer dtype wanted; names the leaf.
     """
-    placed: list[Any] = [None] * len(reads)
+    placed: list[Any] = [None] * len(complete)
     free = default_device()
     # Those that are made in the same way are made in one call.
     going: dict[tuple[bool, bool], tuple[list[int], list[Shards]]] = {}
-    for number, (read, found) in enumerate(zip(reads, regions, strict=True)):
-        target = read.target
+    for number, each in enumerate(complete):
+        read, found, target, is_lent = each.read, each.regions, each.read.target, each.is_lent
+        if each.blanks:
+            placed[number] = _joined(read, each.blanks)
+            continue
         hosts = [_cast(buffer, read) for _, buffer in found]
         if target.kind in ("jax", "key"):
-            way = (target.sharding is not None, lent[number])
+            way = (target.sharding is not None, is_lent)
             numbers, arrays = going.setdefault(way, ([], []))
             numbers.append(number)
             if target.sharding is None:
@@ -67,7 +63,7 @@ def place(
         (host,) = hosts
         if target.kind == "numpy":
             # Memory of its own: a part of a larger buffer would keep all of that alive.
-            is_own = _owns(host) and host.flags.writeable and not lent[number]
+            is_own = _owns(host) and host.flags.writeable and not is_lent
             placed[number] = host if is_own else host.copy()
         elif target.kind == "numpy_scalar":
             placed[number] = host[()]
@@ -76,8 +72,22 @@ def place(
     for (committed, copies), (numbers, arrays) in going.items():
         made = make_arrays(arrays, committed=committed, copies=copies)
         for number, array in zip(numbers, made, strict=True):
-            placed[number] = _finished(array, reads[number].target)
+            placed[number] = _finished(array, complete[number].read.target)
     return placed
+
+
+def _joined(read: ArrayRead, parts: Sequence[jax.Array]) -> jax.Array:
+    """Return the array of what each device was given, once the replicas have it too."""
+    sharding = read.target.sharding
+    if sharding is None:
+        (array,) = parts
+        return array
+    for _, (first, *others) in addressable_regions(sharding, read.shape):
+        for other in others:
+            memory_of(parts[other])[...] = memory_of(parts[first])
+    return jax.make_array_from_single_device_arrays(
+        read.shape, sharding, list(parts), dtype=read.target.dtype
+    )
 
 
 def _shards(

@@ -45,16 +45,18 @@ from ckpt.errors import CoordinationError, CorruptCheckpointError
 
 Array = np.ndarray[Any, Any]
 # Fills memory with bytes of a file of the step, from an offset on.
-BlockReader = Callable[[str, int, memoryview], Awaitable[None]]
+FileReader = Callable[[str, int, memoryview], Awaitable[None]]
+# The same, and then calls a function in a thread.
+BlockReader = Callable[[str, int, memoryview, Callable[[], None]], Awaitable[None]]
 
+# Copies up to this size are done on the loop, since handing them to a thread takes as long.
+_SMALL_BYTES = 256 << 10
 # A share is read in parts: large enough to use a request well, few enough to bound the memory.
 _PART_BYTES = 16 << 20
 _CONCURRENT_PARTS = 4
 # Several rounds let reading and exchanging overlap; short rounds would mostly be waiting.
 _FEWEST_ROUNDS = 4
 _LEAST_BATCH_BYTES = 32 << 20
-# Copies up to this size are done on the loop, since handing them to a thread takes as long.
-_SMALL_BYTES = 256 << 10
 
 
 class Broadcast(Struct):
@@ -114,13 +116,13 @@ class SharedReads:
     def __init__(
         self,
         broadcast: Broadcast,
-        read_block: BlockReader,
+        read_file: FileReader,
         buffers: Buffers,
         recorder: EventRecorder,
     ) -> None:
-        """Read this process's shares with `read_block`."""
+        """Read this process's shares with `read_file`."""
         self._broadcast = broadcast
-        self._read_block = read_block
+        self._read_file = read_file
         self._buffers = buffers
         self._recorder = recorder
 
@@ -228,7 +230,7 @@ class SharedReads:
             async with slots:
                 target = share[part.at : part.at + part.nbytes].data
                 try:
-                    await self._read_block(part.path, part.start, target)
+                    await self._read_file(part.path, part.start, target)
                 except CorruptCheckpointError as error:
                     raise await self._located(error, part, group, batch) from error.__cause__
                 # A whole share may take minutes; this shows the others that it comes along.
@@ -252,7 +254,7 @@ class SharedReads:
             if chunk.start < end and part.start < chunk.end:
                 memory = bytearray(chunk.end - chunk.start)
                 try:
-                    await self._read_block(part.path, chunk.start, memoryview(memory))
+                    await self._read_file(part.path, chunk.start, memoryview(memory))
                 except CorruptCheckpointError as single:
                     single.locate(leaf=chunk.leaf.name)
                     return single
@@ -322,9 +324,14 @@ def _cut(parts: Iterator[BatchRead]) -> Iterator[BatchRead]:
 
 
 async def _copy(
-    batch: ReadBatch, memory: Array, path: str, offset: int, target: memoryview
+    batch: ReadBatch,
+    memory: Array,
+    path: str,
+    offset: int,
+    target: memoryview,
+    then: Callable[[], None],
 ) -> None:
-    """Fill `target` from a batch, as it would be from a file."""
+    """Fill `target` from a batch, as it would be from a file, and call `then`."""
     at = batch.place(path, offset, len(target))
     source = memory[at : at + len(target)]
     into = np.frombuffer(target, np.uint8)
@@ -332,6 +339,8 @@ async def _copy(
         into[...] = source
     else:
         await run_in_thread(np.copyto, into, source)
+    # A call of its own: a thread may keep its last arguments, but not a batch.
+    await run_in_thread(then)
 
 
 def _largest(leaf: LeafEntry) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import functools
 import mmap
 import os
 from pathlib import Path
@@ -139,7 +140,7 @@ def _is_cached(fd: int, offset: int, nbytes: int) -> bool:
     start = offset // mmap.PAGESIZE * mmap.PAGESIZE
     length = offset + nbytes - start
     try:
-        mincore = ctypes.CDLL(None).mincore
+        mincore = _library().mincore
         region = np.frombuffer(mmap.mmap(fd, length, prot=mmap.PROT_READ, offset=start), np.uint8)
     except (AttributeError, OSError, ValueError):
         # Unknown, and the cache is as good a guess.
@@ -149,6 +150,12 @@ def _is_cached(fd: int, offset: int, nbytes: int) -> bool:
     if mincore(address, ctypes.c_size_t(length), found):
         return True
     return int(np.count_nonzero(pages & 1)) * 2 > len(pages)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    # Loading it again makes a new class.
+    return ctypes.CDLL(None)
 
 
 def _read_direct(fd: int, offset: int, target: memoryview) -> int:

@@ -232,11 +232,20 @@ class LocalStorage:
                     f"{source}: {error}. The step was damaged after it was committed"
                 ) from error
 
-    async def read_block(self, step_dir: str, path: str, offset: int, target: memoryview) -> None:
+    async def read_block(
+        self,
+        step_dir: str,
+        path: str,
+        offset: int,
+        target: memoryview,
+        then: Callable[[], None] | None = None,
+    ) -> None:
         source = self._root / step_dir / path
         with translated("read", source):
             try:
-                await run_in_thread(read_block, self._root, f"{step_dir}/{path}", offset, target)
+                failed = await run_in_thread(
+                    _read_and_call, self._root, f"{step_dir}/{path}", offset, target, then
+                )
             except (
                 FileNotFoundError,
                 NotADirectoryError,
@@ -248,6 +257,8 @@ class LocalStorage:
                     f"{source}: {reason}. The step was damaged after it was committed; restore "
                     "another one"
                 ) from error
+        if failed is not None:
+            raise failed
 
     async def publish(
         self,
@@ -366,3 +377,16 @@ _wrapped_call = wrap(_call)
 def _local(attempt: Attempt) -> LocalAttempt:
     assert isinstance(attempt, LocalAttempt)
     return attempt
+
+
+def _read_and_call(
+    root: Path, path: str, offset: int, target: memoryview, then: Callable[[], None] | None
+) -> Exception | None:
+    """Read a block, and call `then`; return its error, which says nothing about the file."""
+    read_block(root, path, offset, target)
+    try:
+        if then is not None:
+            then()
+    except Exception as error:
+        return error
+    return None

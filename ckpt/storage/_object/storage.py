@@ -248,7 +248,14 @@ class ObjectStorage:
                 )
             await self._put(_own(attempt), path, found.data)
 
-    async def read_block(self, step_dir: str, path: str, offset: int, target: memoryview) -> None:
+    async def read_block(
+        self,
+        step_dir: str,
+        path: str,
+        offset: int,
+        target: memoryview,
+        then: Callable[[], None] | None = None,
+    ) -> None:
         key = self._key(step_dir, path)
 
         async def fill(start: int) -> None:
@@ -260,11 +267,12 @@ class ObjectStorage:
                     "restore another one"
                 )
 
-        if len(target) <= _PART_BYTES:
-            if target:
-                await fill(0)
-            return
-        await each(fill, range(0, len(target), _PART_BYTES))
+        if 0 < len(target) <= _PART_BYTES:
+            await fill(0)
+        else:
+            await each(fill, range(0, len(target), _PART_BYTES))
+        if then is not None:
+            await run_in_thread(then)
 
     async def publish(
         self,

@@ -285,6 +285,32 @@ async def every_range_is_read(case: StoreCase) -> None:
                 await storage.read_block(*missing, 0, memoryview(bytearray(10)))
 
 
+async def a_block_is_whole_when_it_is_used(case: StoreCase) -> None:
+    """What follows a read is called once, when all bytes are there, and its error is raised."""
+    size = 9 * _MIB + 77
+    async with opened(case) as [storage]:
+        attempt = await publish(storage, "1", "data", nbytes=size)
+        path = f"{attempt.folder}/{DATA}" if attempt.folder else DATA
+        data = content("data", size)
+        seen: list[bool] = []
+        for nbytes in (size, 100):
+            block = bytearray(nbytes)
+
+            def compare(block: bytearray = block) -> None:
+                seen.append(block == data[: len(block)])
+
+            await storage.read_block("1", path, 0, memoryview(block), compare)
+        assert seen == [True, True], seen
+
+        def fail() -> None:
+            raise ValueError("this is not about the file")
+
+        with refused(ValueError, "raise the error of what follows a read"):
+            await storage.read_block("1", path, 0, memoryview(bytearray(10)), fail)
+        with refused(CorruptCheckpointError, "read a file that is not there"):
+            await storage.read_block("1", f"{path}x", 0, memoryview(bytearray(10)), fail)
+
+
 async def files_of_every_size_are_kept(case: StoreCase) -> None:
     """Files may be empty, or of the largest size. A larger one is refused before it is sent."""
     sizes = (0, 1, 64 << 10, _MIB, 5 * _MIB + 1)
@@ -390,6 +416,7 @@ CHECKS: tuple[Callable[[StoreCase], Awaitable[None]], ...] = (
     small_files_are_read_within_limits,
     a_file_that_is_cut_is_told,
     every_range_is_read,
+    a_block_is_whole_when_it_is_used,
     files_of_every_size_are_kept,
     a_file_of_the_old_step_dir_is_taken_over,
     another_process_joins_an_attempt,

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import ckpt
 import ckpt.sync
-from ckpt._engine.restore import destinations, device_arrays
+from ckpt._engine.restore import blank_arrays, destinations, device_arrays
 from tests.support.trees import assert_same
 
 DEVICES = jax.devices()
@@ -31,12 +31,32 @@ def state(factor: float = 1) -> dict[str, Any]:
     wide = jnp.arange(len(DEVICES) * 64, dtype=jnp.float32) * factor
     return {
         "free": large,
+        "truth": jnp.arange(3 << 18).reshape(3, -1) % 3 == factor,
+        "large rows": jax.device_put(large.reshape(len(DEVICES), -1), sharded("data")),
+        "large everywhere": jax.device_put(large, sharded()),
         "small": jnp.full((5, 7), factor, jnp.bfloat16),
         "scalar": jnp.asarray(factor, jnp.float32),
         "last device": jax.device_put(large, SingleDeviceSharding(DEVICES[-1])),
         "rows": jax.device_put(wide, sharded("data")),
         "everywhere": jax.device_put(wide, sharded()),
     }
+
+
+@pytest.fixture(params=["blank", "copied"], autouse=True)
+def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Large arrays are read in place, or copied. What jax made blank, of the former."""
+    found: list[Any] = []
+    least = 0 if request.param == "blank" else 1 << 62
+    monkeypatch.setattr(destinations, "_LEAST_BLANK", least)
+
+    def blank(*args: Any) -> Any:
+        arrays = blank_arrays.blank_arrays(*args)
+        assert arrays is not None
+        found.extend(array for parts in arrays for array in parts)
+        return arrays
+
+    monkeypatch.setattr(destinations, "blank_arrays", blank)
+    return found
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -68,8 +88,81 @@ def test_the_first_step_reuses_every_buffer(tmp_path: Path, like: bool) -> None:
         for _ in range(2):
             found = mgr.restore(like=saved if like else None)
             assert_same(found, saved)
+            truth = found.pop("truth")
             before, after = steps(found)
             assert before == after
+            assert (
+                truth.unsafe_buffer_pointer()
+                == jax.jit(jnp.logical_not, donate_argnums=0)(truth).unsafe_buffer_pointer()
+            )
+
+
+def test_large_arrays_are_read_in_place(
+    tmp_path: Path, made: list[Any], request: pytest.FixtureRequest
+) -> None:
+    saved = state()
+    ckpt.sync.save(tmp_path / "x", saved)
+    found = ckpt.sync.load(tmp_path / "x", like=saved)
+    blank = {array.unsafe_buffer_pointer() for array in made}
+    in_place = {name for name, places in addresses(found).items() if places <= blank}
+    if "blank" in request.node.name:
+        large = {"free", "truth", "large rows", "large everywhere", "last device"}
+        assert in_place == {f"['{name}']" for name in large}
+    else:
+        assert not made
+
+
+def test_cut_and_padded_arrays_are_read_in_place(tmp_path: Path) -> None:
+    saved = jnp.arange(3 << 18, dtype=jnp.float32).reshape(3, -1)
+    ckpt.sync.save(tmp_path / "x", {"a": saved})
+    for shape in ((2, 1 << 18), (4, (1 << 18) + 5)):
+        like = {"a": jax.ShapeDtypeStruct(shape, jnp.float32)}
+        adapt = ckpt.Adapt(resize="both")
+        found: Any = ckpt.sync.load(tmp_path / "x", like=like, adapt=adapt)["a"]
+        wanted = np.zeros(shape, np.float32)
+        wanted[:3, : 1 << 18] = saved[: shape[0]]
+        np.testing.assert_array_equal(found, wanted)
+        before: Any = found.unsafe_buffer_pointer()
+        assert train_step(found).unsafe_buffer_pointer() == before
+
+
+def test_damage_is_found_in_what_is_read_in_place(tmp_path: Path) -> None:
+    ckpt.sync.save(tmp_path / "x", {"a": jnp.ones(1 << 20)})
+    (file,) = (each for each in (tmp_path / "x").rglob("*") if each.stat().st_size >= 4 << 20)
+    data = bytearray(file.read_bytes())
+    data[1 << 20] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ckpt.errors.CorruptCheckpointError, match="chunk 0 of 1"):
+        ckpt.sync.load(tmp_path / "x")
+
+
+@pytest.mark.parametrize("option", ["jax_debug_nans", "jax_disable_jit"])
+def test_options_that_look_at_the_content_of_arrays(
+    tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of a blank array may hold anything."""
+    monkeypatch.setattr(destinations, "blank_arrays", blank_arrays.blank_arrays)
+    saved = state()
+    ckpt.sync.save(tmp_path / "x", saved)
+    jax.config.update(option, True)
+    try:
+        found = ckpt.sync.load(tmp_path / "x", like=saved)
+    finally:
+        jax.config.update(option, False)
+    assert_same(found, saved)
+
+
+def test_where_jax_makes_no_blank_arrays_they_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("no such custom call")
+
+    monkeypatch.setattr(destinations, "blank_arrays", blank_arrays.blank_arrays)
+    monkeypatch.setattr(blank_arrays, "_program", refuse)
+    saved = state()
+    ckpt.sync.save(tmp_path / "x", saved)
+    assert_same(ckpt.sync.load(tmp_path / "x", like=saved), saved)
 
 
 def test_what_one_restore_gave_is_not_changed_by_the_next(tmp_path: Path) -> None:

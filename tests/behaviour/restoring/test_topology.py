@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -224,10 +225,15 @@ class Reads:
         parts = self.parts
 
         async def read_block(
-            self: LocalStorage, step_dir: str, path: str, offset: int, target: memoryview
+            self: LocalStorage,
+            step_dir: str,
+            path: str,
+            offset: int,
+            target: memoryview,
+            then: Callable[[], None] | None = None,
         ) -> None:
             parts.append((path, offset, target.nbytes))
-            await real(self, step_dir, path, offset, target)
+            await real(self, step_dir, path, offset, target, then)
 
         monkeypatch.setattr(LocalStorage, "read_block", read_block)
 

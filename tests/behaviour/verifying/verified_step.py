@@ -142,10 +142,17 @@ class Watched(LocalStorage):
         self._note("read", path)
         return await super().read(step_dir, path, limit)
 
-    async def read_block(self, step_dir: str, path: str, offset: int, target: memoryview) -> None:
+    async def read_block(
+        self,
+        step_dir: str,
+        path: str,
+        offset: int,
+        target: memoryview,
+        then: Callable[[], None] | None = None,
+    ) -> None:
         self._note("read_block", path)
         self.bytes_read += len(target)
-        await super().read_block(step_dir, path, offset, target)
+        await super().read_block(step_dir, path, offset, target, then)
 
 
 def verified(storage: Watched, step_dir: str, *, deep: bool) -> VerifyReport:

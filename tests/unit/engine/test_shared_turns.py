@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from benchmarks.fake_devices import devices_of
 from ckpt._engine.restore import shared_reads as broadcast
-from ckpt._engine.restore.shared_reads import BlockReader, Broadcast, SharedReads
+from ckpt._engine.restore.shared_reads import BlockReader, Broadcast, FileReader, SharedReads
 from ckpt._events import EventRecorder
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._plan.chunk_reads import plan_chunk_reads, plan_requests
@@ -153,7 +153,7 @@ class Job:
         return self._values
 
 
-async def restored(peers: Peers, read_block: BlockReader, recorder: EventRecorder) -> Any:
+async def restored(peers: Peers, read_block: FileReader, recorder: EventRecorder) -> Any:
     """Return what one process reads together with the others."""
     found = np.zeros_like(STORED)
     mesh = Mesh(devices_of(COUNT, 1).reshape(-1, MEMBERS), ("x", "y"))
@@ -175,7 +175,8 @@ async def restored(peers: Peers, read_block: BlockReader, recorder: EventRecorde
 
         async def take(block: BlockReader, numbers: range) -> None:
             for source in (requests[number].source for number in numbers):
-                await block(source.path, source.start, found[source.start : source.end].data)
+                place = found[source.start : source.end].data
+                await block(source.path, source.start, place, lambda: None)
 
         reads = SharedReads(shared, read_block, None, recorder)  # type: ignore[arg-type]
         await reads.read(grouping, requests, take)

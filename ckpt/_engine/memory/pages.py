@@ -1,0 +1,62 @@
+"""Pages: whether large new memory is filled in small pages or in huge ones.
+
+Neither is better everywhere. Measured with 512 MiB on a virtual machine: on memory that was used a
+moment ago huge pages are 4 times as fast to fill, and on memory that the machine had given back to
+its host 5 times as slow. So one huge page is filled first, and the time that takes decides.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Memory = np.ndarray[Any, np.dtype[np.uint8]]
+
+_HUGE_BYTES = 2 << 20
+# 0.2 ms is usual for a page that is quick, 4 ms for one that is not; small pages take 1 ms.
+_QUICK_SECONDS = 1e-3
+_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
+# MADV_POPULATE_WRITE of Linux 5.14, which Python has no name for.
+POPULATE_WRITE = 23
+
+
+def choose_pages(regions: Sequence[Memory]) -> None:
+    """Ask for huge pages in regions that nobody has touched yet, if they are quick here.
+
+    What is in the regions stays as it is.
+    """
+    large = [region for region in regions if len(region) >= 2 * _HUGE_BYTES]
+    if _HUGEPAGE is None or not large or not _are_quick(large[0]):
+        return
+    for region in large[1:]:
+        start = region.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+        _advise(start, region.ctypes.data + len(region) - start, _HUGEPAGE)
+
+
+def _are_quick(region: Memory) -> bool:
+    """Fill the first huge page of a region, and tell whether that was quick."""
+    assert _HUGEPAGE is not None
+    page = -(-region.ctypes.data // _HUGE_BYTES) * _HUGE_BYTES
+    if not _advise(page, _HUGE_BYTES, _HUGEPAGE):
+        return False
+    began = time.perf_counter()
+    return _advise(page, _HUGE_BYTES, POPULATE_WRITE) and (
+        time.perf_counter() - began < _QUICK_SECONDS
+    )
+
+
+def _advise(start: int, nbytes: int, advice: int) -> bool:
+    madvise = _library().madvise
+    result: int = madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), ctypes.c_int(advice))
+    return result == 0
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
