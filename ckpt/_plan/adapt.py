@@ -185,7 +185,7 @@ class _AsStored(Mapping[str, VirtualArray]):
     """
 
     def __init__(self, item: ItemEntry, numbers: Mapping[str, int]) -> None:
-        self._leaves = item.leaves
+        self._leaves = list(item.leaves)
         self._numbers = numbers
 
     def __getitem__(self, path: str) -> VirtualArray:

@@ -6,6 +6,7 @@ them into read requests: small chunks that are neighbours in a file are read at 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -136,6 +137,7 @@ def plan_chunk_reads(leaves: Sequence[LeafEntry], reads: Sequence[ArrayRead]) ->
         TargetMismatchError: A chunk is on the disk of another process.
     """
     wanted: dict[int, _Places] = {}
+    leaves = list(leaves)
     for number, read in enumerate(reads):
         everything = whole(read.shape)
         pieces = read.pieces
@@ -143,7 +145,11 @@ def plan_chunk_reads(leaves: Sequence[LeafEntry], reads: Sequence[ArrayRead]) ->
             leaf = leaves[read.leaf]
             if is_read_whole(leaf):
                 use = Use(number, 0, everything, everything)
-                wanted.setdefault(read.leaf, {}).setdefault(everything.offset, []).append(use)
+                places = wanted.get(read.leaf)
+                if places is None:
+                    wanted[read.leaf] = {everything.offset: [use]}
+                else:
+                    places.setdefault(everything.offset, []).append(use)
                 continue
             pieces = (ArraySlice(read.leaf, everything, everything),)
         for position, region in enumerate(regions_of(read)):
@@ -189,14 +195,19 @@ def _chunk_read(leaf: LeafEntry, place: tuple[int, ...], uses: tuple[Use, ...]) 
         )
     file = leaf.files[number] if leaf.files else 0
     start = leaf.offsets[number]
-    itemsize = parse_dtype(leaf.dtype).itemsize
-    nbytes = covered.size * itemsize
+    nbytes = _nbytes(leaf.dtype, covered.shape)
     stored = nbytes
     if leaf.codec is not None:
         stored = leaf.lengths[number]
     elif not (leaf.packed or _is_contiguous(covered.shape, tuple(leaf.chunks))):
-        stored = math.prod(leaf.chunks) * itemsize
+        stored = _nbytes(leaf.dtype, tuple(leaf.chunks))
     return ChunkRead(leaf, number, covered, uses, file, start, start + stored, nbytes)
+
+
+# Thousands of chunks have a few shapes.
+@functools.lru_cache(maxsize=1024)
+def _nbytes(dtype: str | None, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * parse_dtype(dtype).itemsize
 
 
 def _is_contiguous(inside: tuple[int, ...], chunk: tuple[int, ...]) -> bool:

@@ -72,9 +72,10 @@ class Match(Struct):
         """Read an array for the next leaf; return the number of the read."""
         fitted = source if shape == source.shape else resize(source, shape)
         stored = source.entry.dtype or ""
+        number = len(self.reads)
         self.reads.append(ArrayRead(target, shape, stored, fitted.leaf, path, fitted.pieces))
-        self.share(len(self.reads) - 1)
-        return len(self.reads) - 1
+        self.share(number)
+        return number
 
     def place(self, path: str, target: ArrayTarget, value: np.ndarray[Any, Any]) -> None:
         """Place an array that is already known for the next leaf."""
@@ -214,6 +215,7 @@ class _ToTarget:
         self.skipped: tuple[str, ...] = ()
         self._stored = stored
         self._adapt = adapt
+        self._is_adapted = adapt.cast is not None or adapt.resize is not None
         self._hints = 0
         # Thousands of leaves are equal in everything that matters here, and looking at one takes 8
         # us.
@@ -336,10 +338,6 @@ class _ToTarget:
                 return
         self._shared[same] = self.match.read(name, source, target, shape)
 
-    @property
-    def _is_adapted(self) -> bool:
-        return self._adapt.cast is not None or self._adapt.resize is not None
-
     def _shape(
         self, name: str, source: VirtualArray, wanted: tuple[int, ...]
     ) -> tuple[int, ...] | None:
@@ -378,13 +376,18 @@ def _cast_of(adapt: Adapt, name: str, source: VirtualArray) -> Any:
 
 def _likeness(leaf: Any, source: VirtualArray) -> _Likeness | None:
     """Return a key that is equal only for pairs that match in the same way, or None."""
-    if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array):
+    # By identity: the target keeps its shardings alive, and hashing one is slow. So it does the
+    # abstract values, which are dtype, shape and weak type of an array.
+    wanted: _Likeness
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        wanted = (leaf.dtype, leaf.shape, id(leaf.sharding), getattr(leaf, "weak_type", False))
+    elif isinstance(leaf, jax.Array):
+        wanted = (id(leaf.aval), id(leaf.sharding))
+    else:
         return None
     entry = source.entry
-    # By identity: the target keeps its shardings alive, and hashing one is slow.
-    wanted = (type(leaf), leaf.dtype, leaf.shape, id(leaf.sharding))
-    weak = getattr(leaf, "weak_type", False)
-    return (*wanted, weak, entry.kind, entry.committed, entry.dtype, entry.impl, source.shape)
+    stored = (entry.kind, entry.committed, entry.dtype, entry.impl, source.shape)
+    return (type(leaf), *wanted, *stored)
 
 
 def _is_kind(leaf: Any, kind: str) -> bool:

@@ -56,6 +56,8 @@ class _Flattening(Struct):
     nodes: list[Node] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     leaves: list[Any] = field(default_factory=list)
+    # Types whose objects are leaves, whatever they hold.
+    plain: set[type] = field(default_factory=lambda: set(_PLAIN_LEAVES))
 
     def visit(self, tree: PyTree, path: tuple[str, ...]) -> int:
         """Take in `tree` with everything below it; return its number as a child."""
@@ -63,9 +65,9 @@ class _Flattening(Struct):
         if len(path) > _MAX_DEPTH:
             raise RecursionError
         if opened is None:
-            self.names.append(join_keys(path))
-            self.leaves.append(tree)
-            return len(self.leaves) - 1
+            if isinstance(tree, jax.Array):
+                self.plain.add(type(tree))
+            return self._leaf(join_keys(path), tree)
         number = len(self.nodes)
         self.nodes.append(opened.node)
         try:
@@ -75,10 +77,22 @@ class _Flattening(Struct):
         numbers = [0] * len(opened.keys)
         # jax visits some containers in another order than their own (sorted dict keys); leaves are
         # numbered in jax's order, keys stay in the container's.
+        children, plain = opened.children, self.plain if len(path) < _MAX_DEPTH else ()
+        prefix = f"{join_keys(path)}." if path else ""
         for position in opened.order:
-            numbers[position] = self.visit(opened.children[position], (*path, names[position]))
+            child = children[position]
+            if type(child) in plain:
+                # Thousands of siblings are arrays.
+                numbers[position] = self._leaf(prefix + names[position], child)
+            else:
+                numbers[position] = self.visit(child, (*path, names[position]))
         self.nodes[number] = replace(opened.node, children=numbers)
         return -number
+
+    def _leaf(self, name: str, leaf: Any) -> int:
+        self.names.append(name)
+        self.leaves.append(leaf)
+        return len(self.leaves) - 1
 
 
 class _Opened(Struct, frozen=True):
@@ -225,6 +239,8 @@ def _factory_name(factory: Any) -> str | None:
 
 
 def _encode_keys(keys: Sequence[Any], path: tuple[str, ...]) -> list[JsonValue]:
+    if all(type(key) is str and key.isascii() for key in keys):
+        return list(keys)
     stored = []
     for key in keys:
         try:

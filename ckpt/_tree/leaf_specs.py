@@ -176,15 +176,20 @@ class Classifier:
         # identity is not reused.
         self._known: dict[tuple[int, int, bool, type], tuple[Any, Any, LeafSpec]] = {}
         self._specs: dict[LeafSpec, LeafSpec] = {}
+        # Classes of concrete arrays: looking a class up is faster than `isinstance`.
+        self._arrays: set[type] = set()
 
     def classify(self, leaf: Any, name: str) -> LeafSpec:
         """Return what `leaf` is; see `classify`."""
-        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
-            return classify(leaf, name, self._spanning)
+        kind = type(leaf)
+        if kind not in self._arrays:
+            if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+                return classify(leaf, name, self._spanning)
+            self._arrays.add(kind)
         if leaf.is_deleted():
             return classify(leaf, name, self._spanning)
         aval, sharding = leaf.aval, leaf.sharding
-        key = (id(aval), id(sharding), leaf.committed, type(leaf))
+        key = (id(aval), id(sharding), leaf.committed, kind)
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= _MOST_KNOWN:

@@ -31,7 +31,13 @@ logger = logging.getLogger("ckpt")
 
 _PINNED = "pinned_host"
 _HOST_KINDS = (_PINNED, "unpinned_host")
-_PADDING = np.zeros(4096, np.uint8)
+# Arrays on one CPU device show their memory as Python's buffers do, if Python knows their dtype.
+_EXPORTED = frozenset(
+    {
+        *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    }
+)
 # Narrower than a byte: jax packs several elements into one, and unpacks them for the host.
 _UNPACKED = frozenset({"float4_e2m1fn", "int2", "int4", "uint2", "uint4"})
 
@@ -43,9 +49,8 @@ def wait_until_computed(leaves: Sequence[Any]) -> None:
         CheckpointError: The computation of one of them failed.
     """
     try:
-        for leaf in leaves:
-            if isinstance(leaf, jax.Array):
-                leaf.block_until_ready()
+        wait: Any = jax.block_until_ready
+        wait(list(leaves))
     except Exception as error:
         raise CheckpointError(f"computing the state to save failed: {error}") from error
 
@@ -86,7 +91,9 @@ def snapshot(
 
 def sources_of(batch: WriteBatch, leaves: Sequence[Any]) -> list[Source]:
     """Return what a batch is copied from: a leaf for every part, or every packed leaf once."""
-    return [leaves[chunk.leaf] for chunk in batch.chunks for _ in range(max(len(chunk.parts), 1))]
+    if batch.packed:
+        return [leaves[chunk.leaf] for chunk in batch.chunks]
+    return [leaves[chunk.leaf] for chunk in batch.chunks for _ in chunk.parts]
 
 
 def _hold(shard: jax.Array, mode: StagingMode) -> Source | None:
@@ -115,10 +122,12 @@ def copies_on_host(batch: WriteBatch, plans: Sequence[LeafPlan]) -> int:
 
     Arrays of accelerators pass through page-locked memory on their way.
     """
-    shardings = {id(s): s for s in (plans[chunk.leaf].spec.sharding for chunk in batch.chunks)}
+    # Thousands of leaves share a few specs.
+    specs = {id(spec): spec for spec in [plans[chunk.leaf].spec for chunk in batch.chunks]}
+    shardings = {id(spec.sharding): spec.sharding for spec in specs.values()}
     on_host = all(sharding is None or _is_host(sharding) for sharding in shardings.values())
     # Packed leaves are cast as a whole, in a copy of each; others are cast part by part.
-    cast = batch.packed and any(plans[chunk.leaf].spec.cast_from for chunk in batch.chunks)
+    cast = batch.packed and any(spec.cast_from for spec in specs.values())
     return 1 + (not on_host) + cast
 
 
@@ -134,8 +143,7 @@ def copy_batch(
         memory: `[batch.nbytes] uint8`, owned by the library.
     """
     if batch.packed:
-        arrays = _with_padding(batch, _packed_bytes(batch, plans, sources))
-        np.concatenate(list(arrays), out=memory)
+        _copy_packed(batch, plans, sources, memory)
         return
     end = 0
     parts = _on_host(batch, plans, sources)
@@ -235,10 +243,23 @@ def _is_single(array: jax.Array) -> bool:
     return len(array.devices()) == 1
 
 
+def _copy_packed(
+    batch: WriteBatch, plans: Sequence[LeafPlan], leaves: Sequence[Any], memory: Array
+) -> None:
+    raw, end = memory.data, 0
+    for chunk, data in zip(batch.chunks, _packed_bytes(batch, plans, leaves), strict=True):
+        start = chunk.offset
+        if start > end:
+            raw[end:start] = bytes(start - end)
+        end = start + chunk.nbytes
+        raw[start:end] = data
+    memory[end:] = 0
+
+
 def _packed_bytes(
     batch: WriteBatch, plans: Sequence[LeafPlan], leaves: Sequence[Any]
-) -> Iterator[Array]:
-    """Yield the bytes of every packed leaf, gathered from its shards; `[nbytes] uint8` each."""
+) -> Iterator[memoryview]:
+    """Yield the bytes of every packed leaf, gathered from its shards."""
     specs = [plans[chunk.leaf].spec for chunk in batch.chunks]
     # Looked at once for each sharding: thousands of leaves share a few.
     shardings = {id(spec.sharding): spec.sharding for spec in specs if spec.sharding is not None}
@@ -252,6 +273,14 @@ def _packed_bytes(
     for number, (spec, leaf) in enumerate(zip(specs, leaves, strict=True)):
         if number in shards:
             array = _gathered(spec.shape, shards.pop(number))
+        elif spec.sharding is not None and spec.cast_from is None and spec.dtype in _EXPORTED:
+            # Half the time of a view by way of numpy.
+            try:
+                yield memoryview(leaf).cast("B")
+                continue
+            except (BufferError, TypeError, ValueError):
+                # It is empty, or not in C order.
+                array = np.ascontiguousarray(leaf)
         elif spec.kind in ARRAY_KINDS:
             # For an array on one CPU device this is a view, which jax does not keep.
             held = spec.cast_from or spec.dtype
@@ -264,7 +293,7 @@ def _packed_bytes(
             array = cast(array, spec.dtype or "")
         # In memory any byte but 0 is true; TensorStore stores 0 or 1.
         flat = array.reshape(-1).view(np.uint8)
-        yield (flat != 0).view(np.uint8) if spec.dtype == "bool" else flat
+        yield ((flat != 0).view(np.uint8) if spec.dtype == "bool" else flat).data
 
 
 def _begin_gather(leaf: jax.Array) -> list[tuple[tuple[slice, ...], jax.Array]]:
@@ -320,18 +349,6 @@ def _apart(array: jax.Array) -> jax.Array:
     only shard of an array is the array itself: the caller's would hold the copy while it lives.
     """
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
-
-
-def _with_padding(batch: WriteBatch, arrays: Iterator[Array]) -> Iterator[Array]:
-    """Yield `arrays` and the zeros between and after them."""
-    end = 0
-    for chunk, array in zip(batch.chunks, arrays, strict=True):
-        if chunk.offset > end:
-            yield _PADDING[: chunk.offset - end]
-        yield array
-        end = chunk.offset + chunk.nbytes
-    if batch.nbytes > end:
-        yield _PADDING[: batch.nbytes - end]
 
 
 def _on_cpu(array: jax.Array) -> bool:

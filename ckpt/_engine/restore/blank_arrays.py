@@ -98,7 +98,7 @@ class _Extension(ctypes.Structure):
     """`XLA_FFI_Extension_Base`; `metadata` is only there in one of the type `_METADATA`."""
 
 
-class _Version(ctypes.Structure):
+class _ApiVersion(ctypes.Structure):
     _fields_ = (
         ("struct_size", ctypes.c_size_t),
         ("extension_start", ctypes.c_void_p),
@@ -110,7 +110,7 @@ class _Version(ctypes.Structure):
 class _Metadata(ctypes.Structure):
     _fields_ = (
         ("struct_size", ctypes.c_size_t),
-        ("version", _Version),
+        ("version", _ApiVersion),
         ("traits", ctypes.c_uint32),
     )
 
@@ -127,7 +127,7 @@ class _Api(ctypes.Structure):
     _fields_ = (
         ("struct_size", ctypes.c_size_t),
         ("extension_start", ctypes.c_void_p),
-        ("version", _Version),
+        ("version", _ApiVersion),
     )
 
 

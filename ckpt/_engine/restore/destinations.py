@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 
 from ckpt._engine.codecs import decode_chunk
 from ckpt._engine.memory.buffers import Buffers
@@ -31,7 +31,8 @@ _LEAST_BLANK = 64 << 20
 _LESS_THAN_A_BYTE = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
 
 
-class Destination(Struct):
+# Thousands of them, without cycles, would set off full runs of the garbage collector.
+class Destination(Struct, gc=False):
     """One array while it is read.
 
     Attributes:
@@ -47,7 +48,7 @@ class Destination(Struct):
     read: ArrayRead
     packed: bool
     left: int = 0
-    regions: list[tuple[Region, Array]] = field(default_factory=list)
+    regions: Sequence[tuple[Region, Array]] = ()
     blanks: Sequence[jax.Array] = ()
 
     @property
@@ -102,7 +103,7 @@ class Destination(Struct):
         """Copy a box of a chunk whose elements are `data` to its place."""
         if self.packed:
             # It is placed before the memory of the request is used again.
-            self.regions = [(use.target, data)]
+            self.regions = ((use.target, data),)
             return
         _, buffer = self.regions[use.region]
         view = _view(buffer, use.target)
@@ -206,10 +207,9 @@ def deliver(
         ExceptionGroup: Of one `CorruptCheckpointError` for every chunk whose bytes were changed.
     """
     damage = DamagedLeaves()
-    block = memory.data
+    block, first = memory.data, request.source.start
     for chunk in request.chunks:
-        start = chunk.start - request.source.start
-        end = chunk.end - request.source.start
+        start, end = chunk.start - first, chunk.end - first
         try:
             if chunk.is_plain:
                 check_chunk(chunk.leaf, chunk.number, block[start:end])

@@ -55,7 +55,7 @@ class _ReadState:
     """
 
     def __init__(self, entry: ItemEntry, reads: Sequence[ArrayRead]) -> None:
-        leaves = entry.leaves
+        leaves = list(entry.leaves)
         self.destinations = [
             Destination(read, read.leaf is not None and is_read_whole(leaves[read.leaf]))
             for read in reads
@@ -67,9 +67,12 @@ class _ReadState:
     def count(self, request: ReadRequest) -> list[int]:
         """Count the chunks of a request as done; return the arrays that are complete with them."""
         complete: list[int] = []
+        destinations = self.destinations
         for chunk in request.chunks:
-            for number in {use.read for use in chunk.uses}:
-                destination = self.destinations[number]
+            uses = chunk.uses
+            # Thousands of chunks are one array each.
+            for number in (uses[0].read,) if len(uses) == 1 else {use.read for use in uses}:
+                destination = destinations[number]
                 destination.left -= 1
                 if not destination.left:
                     complete.append(number)
@@ -237,7 +240,7 @@ class EngineItemReader:
                 placed = await self.in_thread(place, complete)
         for each in complete:
             # What was lent can be used again.
-            each.regions, each.blanks = [], ()
+            each.regions, each.blanks = (), ()
         for number, value in zip(numbers, placed, strict=True):
             work.results[number] = value
 

@@ -7,6 +7,7 @@ The stages of one read, from the item to the bytes and back:
         EngineItemReader.read  item_reader
           plan_chunk_reads     chunk_reads  arrays -> stored chunks, each once
           plan_requests        chunk_reads  chunks -> requests: byte ranges of data files
+          add_blanks           destinations   arrays that are read in place, still without content
           _read_requests       item_reader  at most CONCURRENT_REQUESTS in progress:
             open               destinations   host buffers of the arrays that are due
             read_block         storage        bytes -> their place, or arena

@@ -17,6 +17,7 @@ import fcntl
 import functools
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -102,8 +103,10 @@ def _reserve(fd: int, nbytes: int) -> None:
             raise
 
 
-def read_block(top: Path, path: str, offset: int, target: memoryview) -> None:
-    """Fill `target` with the bytes of a file below `top` from `offset` on.
+def read_block(
+    top: Path, path: str, offset: int, target: memoryview, then: Callable[[], None] | None = None
+) -> None:
+    """Fill `target` with the bytes of a file below `top` from `offset` on, and call `then`.
 
     If most of it is in the page cache, it is copied from there. Otherwise it is read past the cache
     if offset and address are multiples of a sector, which is faster and leaves the cache alone.
@@ -128,6 +131,8 @@ def read_block(top: Path, path: str, offset: int, target: memoryview) -> None:
             done += count
     finally:
         os.close(fd)
+    if then is not None:
+        then()
 
 
 def _is_cached(fd: int, offset: int, nbytes: int) -> bool:

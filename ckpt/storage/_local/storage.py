@@ -241,10 +241,20 @@ class LocalStorage:
         then: Callable[[], None] | None = None,
     ) -> None:
         source = self._root / step_dir / path
+        failed: list[Exception] = []
+
+        def follow() -> None:
+            try:
+                if then is not None:
+                    then()
+            except Exception as error:
+                # It says nothing about the file.
+                failed.append(error)
+
         with translated("read", source):
             try:
-                failed = await run_in_thread(
-                    _read_and_call, self._root, f"{step_dir}/{path}", offset, target, then
+                await run_in_thread(
+                    read_block, self._root, f"{step_dir}/{path}", offset, target, follow
                 )
             except (
                 FileNotFoundError,
@@ -257,8 +267,8 @@ class LocalStorage:
                     f"{source}: {reason}. The step was damaged after it was committed; restore "
                     "another one"
                 ) from error
-        if failed is not None:
-            raise failed
+        if failed:
+            raise failed[0]
 
     async def publish(
         self,
@@ -377,16 +387,3 @@ _wrapped_call = wrap(_call)
 def _local(attempt: Attempt) -> LocalAttempt:
     assert isinstance(attempt, LocalAttempt)
     return attempt
-
-
-def _read_and_call(
-    root: Path, path: str, offset: int, target: memoryview, then: Callable[[], None] | None
-) -> Exception | None:
-    """Read a block, and call `then`; return its error, which says nothing about the file."""
-    read_block(root, path, offset, target)
-    try:
-        if then is not None:
-            then()
-    except Exception as error:
-        return error
-    return None
