@@ -134,8 +134,9 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target("save, small leaves: speed vs Orbax", 40, "x", _faster("small", BASELINE, "save"), True),
     Target(
-        "save, small leaves: time vs safetensors", 2, "x", _share("small", "safetensors", "save")
+        "save, small leaves: time vs safetensors", 1.5, "x", _share("small", "safetensors", "save")
     ),
+    Target("save, small leaves: blocked", 40, " ms", _median("small", "blocked", factor=1e3)),
     Target(
         "restore, small leaves: speed vs Orbax",
         15,
@@ -145,9 +146,57 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target(
         "restore, small leaves: time vs read and device_put",
-        1.5,
+        0.8,
         "x",
         _share("small", DEVICE_PUT, "restore"),
+    ),
+    Target(
+        "first restore of a process: speed vs Orbax",
+        2.5,
+        "x",
+        _faster("first_restore", BASELINE, "first_restore"),
+        True,
+    ),
+    Target(
+        "first restore of a process: speed vs safetensors",
+        1.2,
+        "x",
+        _faster("first_restore", "safetensors", "first_restore"),
+        True,
+    ),
+    Target(
+        "first restore and first step of a process: speed vs Orbax",
+        2,
+        "x",
+        _faster("first_restore", BASELINE, "first_step"),
+        True,
+    ),
+    Target(
+        "first restore of a process, small leaves: speed vs Orbax",
+        10,
+        "x",
+        _faster("first_restore_small", BASELINE, "first_restore"),
+        True,
+    ),
+    Target(
+        "first restore of a process, small leaves: speed vs safetensors",
+        1,
+        "x",
+        _faster("first_restore_small", "safetensors", "first_restore"),
+        True,
+    ),
+    Target(
+        "first restore of a process, over 8 devices: speed vs Orbax",
+        3,
+        "x",
+        _faster("first_restore_sharded", BASELINE, "first_restore"),
+        True,
+    ),
+    Target(
+        "import of what a save and a restore need",
+        100,
+        " ms",
+        _median("first_restore", "import", factor=1e3),
     ),
     Target(
         "training lost per save: share of Orbax's", 0.3, "", _share(overlap.NAME, BASELINE, "lost")
