@@ -1,0 +1,59 @@
+"""Pages: what is in memory stays, and huge pages are asked for where filling one was quick."""
+
+from __future__ import annotations
+
+import mmap
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckpt._engine.memory import pages
+
+MIB = 1 << 20
+SMAPS = Path("/proc/self/smaps")
+
+
+def wants_huge_pages(address: int) -> bool:
+    """Tell whether the mapping at an address has been advised to use huge pages."""
+    inside = False
+    for line in SMAPS.read_text().splitlines():
+        head = line.split(maxsplit=1)[0]
+        if "-" in head and not head.endswith(":"):
+            start, end = (int(part, 16) for part in head.split("-"))
+            inside = start <= address < end
+        elif inside and head == "VmFlags:":
+            return "hg" in line.split()
+    raise AssertionError(f"nothing is mapped at {address:x}")
+
+
+@pytest.mark.parametrize("first", [0, 64, 4095, 2 * MIB - 1])
+def test_what_is_in_the_memory_stays(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_QUICK_SECONDS", 1e9)
+    memory = np.frombuffer(mmap.mmap(-1, 24 * MIB), np.uint8)
+    memory[:] = np.arange(len(memory)) % 251
+    before = memory.copy()
+    cuts = [first, first + 4 * MIB, first + 9 * MIB + 3, first + 9 * MIB + 3, 24 * MIB]
+    pages.choose_pages([memory[a:b] for a, b in pairwise(cuts)])
+    np.testing.assert_array_equal(memory, before)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="there are no huge pages")
+@pytest.mark.parametrize(("limit", "huge"), [(1e9, True), (0.0, False)])
+def test_one_page_decides(limit: float, huge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_QUICK_SECONDS", limit)
+    regions = [np.frombuffer(mmap.mmap(-1, 8 * MIB), np.uint8) for _ in range(3)]
+    pages.choose_pages(regions)
+    if not wants_huge_pages(-(-regions[0].ctypes.data // (2 * MIB)) * 2 * MIB):
+        pytest.skip("this kernel has no huge pages")
+    found = [wants_huge_pages(region.ctypes.data + 4 * MIB) for region in regions[1:]]
+    assert found == [huge, huge]
+
+
+def test_without_large_regions_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(pages, "_advise", lambda *advice: asked.append(advice))
+    pages.choose_pages([])
+    pages.choose_pages([np.zeros(100, np.uint8), np.zeros(MIB, np.uint8)])
+    assert not asked
