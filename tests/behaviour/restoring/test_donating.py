@@ -140,8 +140,15 @@ def test_damage_is_found_in_what_is_read_in_place(tmp_path: Path) -> None:
 def test_options_that_look_at_the_content_of_arrays(
     tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory of a blank array may hold anything."""
-    monkeypatch.setattr(destinations, "blank_arrays", blank_arrays.blank_arrays)
+    """The memory of a blank array may hold anything: none is made."""
+    made: list[Any] = []
+
+    def blank(*args: Any) -> Any:
+        made.append(blank_arrays.blank_arrays(*args))
+        return made[-1]
+
+    monkeypatch.setattr(destinations, "blank_arrays", blank)
+    monkeypatch.setattr(destinations, "_LEAST_BLANK", 0)
     saved = state()
     ckpt.sync.save(tmp_path / "x", saved)
     jax.config.update(option, True)
@@ -150,6 +157,8 @@ def test_options_that_look_at_the_content_of_arrays(
     finally:
         jax.config.update(option, False)
     assert_same(found, saved)
+    assert made
+    assert not any(made)
 
 
 def test_where_jax_makes_no_blank_arrays_they_are_copied(
