@@ -31,6 +31,8 @@ _DIRECT_BYTES = 1 << 20
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 # Linux moves at most 2 GiB - 4 KiB in one call. Smaller calls can be interrupted sooner.
 _MOST_BYTES = 64 << 20
+# What is read at once where it has to be copied: it stays in the cache of a core.
+_PIECE_BYTES = 1 << 20
 _WITHOUT_DIRECT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -109,7 +111,7 @@ def read_block(
     """Fill `target` with the bytes of a file below `top` from `offset` on, and call `then`.
 
     If most of it is in the page cache, it is copied from there. Otherwise it is read past the cache
-    if offset and address are multiples of a sector, which is faster and leaves the cache alone.
+    if the offset is a multiple of a sector, which is faster and leaves the cache alone.
 
     Raises:
         EOFError: The file is shorter.
@@ -169,11 +171,22 @@ def _read_direct(fd: int, offset: int, target: memoryview) -> int:
         return 0
     length = len(target) // _SECTOR * _SECTOR
     done = 0
+    place = np.frombuffer(target, np.uint8)
+    # Memory of jax is aligned to cache lines only. A copy costs less than the page cache does.
+    pieces = None
+    if place.ctypes.data % _SECTOR:
+        pieces = np.frombuffer(mmap.mmap(-1, min(_PIECE_BYTES, length)), np.uint8)
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | _DIRECT)
         while done < length:
-            count = os.preadv(fd, [target[done : min(done + _MOST_BYTES, length)]], offset + done)
+            if pieces is None:
+                part = target[done : min(done + _MOST_BYTES, length)]
+                count = os.preadv(fd, [part], offset + done)
+            else:
+                count = os.preadv(fd, [pieces[: length - done].data], offset + done)
+                # Unlike a memoryview, numpy lets other threads run meanwhile.
+                np.copyto(place[done : done + count], pieces[:count])
             done += count
             if count == 0 or count % _SECTOR:
                 break

@@ -128,6 +128,21 @@ def test_what_was_changed_and_not_synced_is_read(place: Path) -> None:
     assert target == RANDOM[: MIB + 5] + b"changed" + RANDOM[MIB + 12 : 2 * MIB]
 
 
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_a_read_leaves_the_page_cache_alone(tmp_path: Path, shift: int) -> None:
+    """Wherever its memory starts: that of arrays starts on cache lines."""
+    if not supports_direct(tmp_path):
+        pytest.skip("the file system of the temporary directory has no direct I/O")
+    path, nbytes = tmp_path / "x", 3 * MIB + 4096
+    path.write_bytes(RANDOM[:nbytes])
+    evict(path)
+    target = memory(nbytes, shift)
+    read_block(path, 0, target)
+    assert target == RANDOM[:nbytes]
+    with path.open("rb") as file:
+        assert not blocks._is_cached(file.fileno(), 0, nbytes)
+
+
 # -- calls that do less than they were asked ------------------------------------------------------
 
 
