@@ -25,8 +25,8 @@ Array = np.ndarray[Any, Any]
 
 # Of the buffers of larger arrays, jax may take over the memory.
 _MOST_LENT = 64 << 20
-# Blank arrays for less take longer to make, the first time, than copies of host buffers.
-_LEAST_BLANK = 64 << 20
+# For less, the compiler that makes blank arrays costs more time and memory than copies do.
+_LEAST_BLANK = 128 << 20
 # A numpy array has a byte for each value of these, and an array of jax may have less.
 _LESS_THAN_A_BYTE = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
 

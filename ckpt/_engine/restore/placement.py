@@ -7,7 +7,7 @@ nothing is compared with the other processes, and none of them is waited for.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 from ckpt._engine.memory.casts import cast
 from ckpt._engine.restore.blank_arrays import memory_of
 from ckpt._engine.restore.destinations import Destination
-from ckpt._engine.restore.device_arrays import ArrayKind, make_arrays
+from ckpt._engine.restore.device_arrays import Shards, make_arrays
 from ckpt._format.regions import Region, addressable_regions
 from ckpt._plan.targets import PYTHON_TYPES, ArrayRead, ArrayTarget, default_device
 from ckpt.errors import TargetMismatchError
@@ -40,8 +40,8 @@ def place(complete: Sequence[Destination]) -> list[Any]:
     """
     placed: list[Any] = [None] * len(complete)
     free = default_device()
-    # Those of one kind are made in one call. Shardings by identity: hashing one is slow.
-    alike: dict[tuple[object, ...], tuple[list[int], list[list[Array]]]] = {}
+    # Those that are made in the same way are made in one call.
+    going: dict[tuple[bool, bool], tuple[list[int], list[Shards]]] = {}
     for number, each in enumerate(complete):
         read, found, target, is_lent = each.read, each.regions, each.read.target, each.is_lent
         if each.blanks:
@@ -49,14 +49,16 @@ def place(complete: Sequence[Destination]) -> list[Any]:
             continue
         hosts = [_cast(buffer, read) for _, buffer in found]
         if target.kind in ("jax", "key"):
-            likeness = (read.shape, target.dtype, id(target.sharding), is_lent)
-            members = alike.get(likeness)
-            if members is None:
-                members = alike[likeness] = ([], [])
-            members[0].append(number)
-            if target.sharding is not None:
-                hosts = _shards(target.sharding, read.shape, found, hosts)
-            members[1].append(hosts)
+            way = (target.sharding is not None, is_lent)
+            numbers, arrays = going.setdefault(way, ([], []))
+            numbers.append(number)
+            if target.sharding is None:
+                (host,) = hosts
+                arrays.append((read.shape, target.dtype, _at_device(free), [(free, host)]))
+            else:
+                buffers = dict(zip((region for region, _ in found), hosts, strict=True))
+                shards = _shards(target.sharding, read.shape, buffers)
+                arrays.append((read.shape, target.dtype, target.sharding, shards))
             continue
         (host,) = hosts
         if target.kind == "numpy":
@@ -67,14 +69,8 @@ def place(complete: Sequence[Destination]) -> list[Any]:
             placed[number] = host[()]
         else:
             placed[number] = PYTHON_TYPES[target.kind](host[()])
-    for numbers, arrays in alike.values():
-        first = complete[numbers[0]]
-        shape, target = first.read.shape, first.read.target
-        devices, sharding = [free], target.sharding
-        if sharding is not None:
-            devices = list(sharding.addressable_devices_indices_map(shape))
-        kind = ArrayKind(shape, target.dtype, sharding or _at_device(free), sharding is not None)
-        made = make_arrays(kind, devices, arrays, copies=first.is_lent)
+    for (committed, copies), (numbers, arrays) in going.items():
+        made = make_arrays(arrays, committed=committed, copies=copies)
         for number, array in zip(numbers, made, strict=True):
             placed[number] = _finished(array, complete[number].read.target)
     return placed
@@ -95,24 +91,21 @@ def _joined(read: ArrayRead, parts: Sequence[jax.Array]) -> jax.Array:
 
 
 def _shards(
-    sharding: jax.sharding.Sharding,
-    shape: tuple[int, ...],
-    found: Sequence[tuple[Region, Array]],
-    hosts: Sequence[Array],
-) -> list[Array]:
-    """Return what each device of this process is given of an array, of which regions were found."""
-    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
-        return list(hosts)
-    buffers = {region: host for (region, _), host in zip(found, hosts, strict=True)}
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], buffers: Mapping[Region, Array]
+) -> list[tuple[jax.Device, Array]]:
+    """Return what each device of this process is given of an array."""
     whole = next((buffer for region, buffer in buffers.items() if region.shape == shape), None)
-    regions = addressable_regions(sharding, shape)
-    shards: list[Any] = [None] * sum(len(positions) for _, positions in regions)
-    for region, positions in regions:
+    if whole is not None and isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        (device,) = sharding.device_set
+        return [(device, whole)]
+    devices = list(sharding.addressable_devices_indices_map(shape))
+    shards: list[Any] = [None] * len(devices)
+    for region, positions in addressable_regions(sharding, shape):
         # The dots: without axes, indexing would give a value instead of a view.
         index: tuple[Any, ...] = (*region.slices, ...)
         part = buffers[region] if whole is None else whole[index]
         for position in positions:
-            shards[position] = part
+            shards[position] = (devices[position], part)
     return shards
 
 
