@@ -16,6 +16,7 @@ import anyio
 import numpy as np
 from msgspec import Struct
 
+from ckpt._engine.memory.pages import POPULATE_WRITE
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import address_space
 from ckpt.errors import StorageError
@@ -24,8 +25,6 @@ from ckpt.errors import StorageError
 _ALIGNMENT = mmap.PAGESIZE
 # A piece must not delay the end of a program for long: cold memory comes at 0.4 GB/s or faster.
 _WARMING_BYTES = 16 << 20
-# MADV_POPULATE_WRITE of Linux 5.14, which Python has no name for.
-_POPULATE_WRITE = 23
 
 
 class Block(Struct, frozen=True):
@@ -153,7 +152,7 @@ def _do_nothing() -> None:
 def _populate(region: mmap.mmap, start: int, length: int) -> bool:
     """Fault pages in without changing them; return whether the system can."""
     try:
-        region.madvise(_POPULATE_WRITE, start, length)
+        region.madvise(POPULATE_WRITE, start, length)
     except (OSError, ValueError):
         return False
     return True

@@ -27,7 +27,7 @@ POPULATE_WRITE = 23
 
 
 def choose_pages(regions: Sequence[Memory]) -> None:
-    """Ask for huge pages in regions that nobody has touched yet, if they are quick here.
+    """Ask for huge pages in regions that nobody has touched yet, if filling one is quick.
 
     What is in the regions stays as it is.
     """
