@@ -93,6 +93,9 @@ def seaweed() -> Iterator[int]:
     """SeaweedFS, which checks signatures and rights; yields the port of its S3."""
     weed = _weed()
     assert weed is not None
+    # A bucket takes 7 volumes by default, and there are as many volumes as 64 MiB fit the disk:
+    # the 76th bucket found none on a disk with 30 GiB left. Volumes are as large as what they hold.
+    growth = environment() | {"WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"}
     actions = ["Admin", "Read", "Write", "List", "Tagging"]
     identities = [
         {
@@ -115,12 +118,13 @@ def seaweed() -> Iterator[int]:
             *(weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={directory}"),
             *("-filer", "-s3", f"-s3.config={config}", "-s3.autoCreateBucket=false"),
             *("-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"),
-            *("-master.volumeSizeLimitMB=64", "-volume.max=0"),
+            *("-master.volumeSizeLimitMB=64", "-volume.max=10000"),
             *(f"-{name}.port={port}" for name, port in ports.items()),
             *(f"-{name}.port.grpc={port}" for name, port in grpc.items()),
         ]
-        with open(Path(directory, "log"), "w") as log, _process(command, stderr=log) as process:
-            _wait_for_answer(process, ports["s3"], Path(directory, "log"))
+        log_path = Path(directory, "log")
+        with open(log_path, "w") as log, _process(command, stderr=log, env=growth) as process:
+            _wait_for_answer(process, ports["s3"], log_path)
             yield ports["s3"]
 
 
@@ -136,14 +140,16 @@ def _free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def _process(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+def _process(
+    command: list[str], stderr: Any, env: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
-        env=environment(),
-        **options,
+        env=env or environment(),
     )
     assert process.stdin is not None
     assert process.stdout is not None
