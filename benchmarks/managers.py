@@ -21,13 +21,18 @@ class CkptPeer(JaxTrees):
 
     is_asynchronous = True
 
-    def __init__(self, directory: Path, *, budget_bytes: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, *, budget_bytes: int | None = None, io: str = "direct"
+    ) -> None:
         sync = importlib.import_module("ckpt.sync")
         settings = importlib.import_module("ckpt")
+        storage = importlib.import_module("ckpt.storage")
         self._directory = directory
         self._stack = ExitStack()
         self._manager = self._stack.enter_context(
-            sync.CheckpointManager(directory, staging=settings.Staging(budget_bytes=budget_bytes))
+            sync.CheckpointManager(
+                storage.Local(directory, io=io), staging=settings.Staging(budget_bytes=budget_bytes)
+            )
         )
 
     def save(self, step: int, tree: PyTree) -> None:

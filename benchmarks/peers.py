@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -85,7 +86,10 @@ class Peer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerKind:
-    """How to open a peer, which package and distribution it needs, what its save promises."""
+    """How to open a peer, which package and distribution it needs, what its save promises.
+
+    A variant of another peer takes part in the scenarios that it is there for, and in no others.
+    """
 
     open: Callable[[Path], Peer]
     module: str | None
@@ -93,6 +97,7 @@ class PeerKind:
     promise: str
     is_asynchronous: bool = False
     takes_sharded: bool = True
+    scenarios: tuple[str, ...] | None = None
 
     def missing(self) -> str | None:
         """Returns the name of the package that is not installed, or None."""
@@ -113,6 +118,14 @@ PEERS: Mapping[str, PeerKind] = MappingProxyType(
             "ckpt-jax",
             "every file and directory fsynced before it is acknowledged",
             is_asynchronous=True,
+        ),
+        "ckpt, io=tensorstore": PeerKind(
+            partial(CkptPeer, io="tensorstore"),
+            "ckpt.sync",
+            "ckpt-jax",
+            "every file and directory fsynced before it is acknowledged",
+            is_asynchronous=True,
+            scenarios=("large",),
         ),
         "orbax": PeerKind(
             OrbaxPeer,

@@ -137,7 +137,7 @@ def _groups(names: Sequence[str], *, together: bool) -> list[list[str]]:
 
 def _setting(name: str, setting: Setting, amount: Amount) -> Setting:
     kind = SCENARIOS[name]
-    peers = setting.peers
+    peers = tuple(each for each in setting.peers if name in (PEERS[each].scenarios or (name,)))
     if kind.devices > 1:
         peers = tuple(each for each in peers if PEERS[each].takes_sharded)
     return replace(

@@ -1,4 +1,4 @@
-"""Places for checkpoints. `S3`, `GCS` and `Memory` say what a URL has no room for.
+"""Places for checkpoints. `Local`, `S3`, `GCS`, `Memory` say what a path or URL has no room for.
 
 A store of another package follows `Storage`; `ckpt.testing.conformance` tells whether it does.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckpt.storage._base import Attempt, Storage
+from ckpt.storage._local.config import Local
 from ckpt.storage._object.config import GCS, S3, Memory
 
 if TYPE_CHECKING:
     from ckpt.storage._resolve import open_root
 
-__all__ = ["GCS", "S3", "Attempt", "Memory", "Storage", "open_root"]
+__all__ = ["GCS", "S3", "Attempt", "Local", "Memory", "Storage", "open_root"]
 
 
 def __getattr__(name: str) -> Any:

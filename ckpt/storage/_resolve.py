@@ -14,12 +14,13 @@ from ckpt._arguments import invalid, shown
 from ckpt._settings import Timeouts
 from ckpt.errors import InvalidArgumentError
 from ckpt.storage._base import Storage
+from ckpt.storage._local.config import FileIo, Local
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._object.config import GCS, S3, Memory, StoreConfig, parent_of
 from ckpt.storage._plugins import open_installed, schemes
 
 # A path, a URL, or a store.
-PathLike = str | os.PathLike[str] | S3 | GCS | Memory
+PathLike = str | os.PathLike[str] | Local | S3 | GCS | Memory
 
 _DEFAULT_TIMEOUTS = Timeouts()
 # With the set-group bit, so that all files belong to the group, whichever user makes them.
@@ -68,7 +69,8 @@ def open_root(
         raise invalid("permission_mode", permission_mode, what)
     local = _place(path)
     if isinstance(local, Path):
-        return LocalStorage(local, timeouts, create=create, mode=permission_mode)
+        io = _io_of(path)
+        return LocalStorage(local, timeouts, create=create, mode=permission_mode, io=io)
     if permission_mode is not None:
         raise InvalidArgumentError(
             f"permission_mode={permission_mode:#o}: objects have no such permissions. Set the "
@@ -131,7 +133,11 @@ def open_step_dir(path: PathLike, *, follow: bool = False) -> tuple[Storage, str
     local = Path(os.path.realpath(given) if follow else os.path.abspath(given))
     if not local.name:
         raise invalid("path", path, "the path of a directory, not a root")
-    return LocalStorage(local.parent, _DEFAULT_TIMEOUTS), local.name
+    return LocalStorage(local.parent, _DEFAULT_TIMEOUTS, io=_io_of(path)), local.name
+
+
+def _io_of(path: PathLike) -> FileIo:
+    return path.io if isinstance(path, Local) else "direct"
 
 
 class _Url(Struct, frozen=True):

@@ -23,6 +23,8 @@ from tests.stores.gcs_fake import GcsFake
 from tests.stores.places import Place
 
 ALL = "CKPT_ALL_STORES" in os.environ
+# `tensorstore` is a local root whose data files TensorStore writes and reads.
+LOCAL = ("local", "tensorstore")
 SERVERS = ("moto", "snailmail", "seaweed", "gcs")
 _NUMBERS = itertools.count()
 
@@ -72,7 +74,7 @@ def make_place(started: Callable[[str], Any], tmp_path: Path) -> Callable[[str],
 
     def make(name: str) -> Place:
         bucket = f"ckpt-{next(_NUMBERS)}-{uuid.uuid4().hex[:8]}"
-        if name in ("local", "memory"):
+        if name in LOCAL or name == "memory":
             return Place(name, bucket, str(tmp_path), 0, None, None)
         backend, proxy = started(name)
         proxy.forget()
@@ -86,7 +88,7 @@ def make_place(started: Callable[[str], Any], tmp_path: Path) -> Callable[[str],
     return make
 
 
-@pytest.fixture(params=["local", "memory", *SERVERS])
+@pytest.fixture(params=[*LOCAL, "memory", *SERVERS])
 def store(request: pytest.FixtureRequest, make_place: Callable[[str], Place]) -> Place:
     """A bucket of every kind of store there is."""
     _skip_servers(request.param)

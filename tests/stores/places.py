@@ -24,7 +24,8 @@ class Place:
     """A bucket that is empty when a test begins.
 
     Attributes:
-        kind: `local`, `memory`, `gcs`, or the name of a server that speaks S3.
+        kind: `local`, `tensorstore` (local too), `memory`, `gcs`, or the name of a server that
+            speaks S3.
         bucket: Its name.
         directory: Where local roots lie.
         port: Of the server itself.
@@ -41,7 +42,7 @@ class Place:
 
     @property
     def is_s3(self) -> bool:
-        return self.kind not in ("local", "memory", "gcs")
+        return self.kind not in ("local", "tensorstore", "memory", "gcs")
 
     @property
     def endpoint(self) -> str:
@@ -53,6 +54,8 @@ class Place:
         name = name or uuid.uuid4().hex
         if self.kind == "local":
             return Path(self.directory, name)
+        if self.kind == "tensorstore":
+            return ckpt.storage.Local(Path(self.directory, name), io="tensorstore")
         if self.kind == "memory":
             return f"memory://{self.bucket}/{name}"
         if self.kind == "gcs":
@@ -106,7 +109,7 @@ def case_of(place: Place) -> StoreCase:
         root = place.root()
         return lambda timeouts: open_root(root, timeouts)
 
-    lease = {"local": 0.5, "memory": 0.4, "seaweed": 2.0}.get(place.kind, 1.2)
+    lease = {"local": 0.5, "tensorstore": 0.5, "memory": 0.4, "seaweed": 2.0}.get(place.kind, 1.2)
     return StoreCase(fresh, _abandon, lease)
 
 

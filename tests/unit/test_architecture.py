@@ -50,7 +50,7 @@ FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in room
 
 # Who may name a third-party library; `testing` stands aside.
 SEAMS = {
-    "tensorstore": {"_engine", "_engine.restore", "storage._object"},
+    "tensorstore": {"_engine", "_engine.restore", "storage._local", "storage._object"},
     "pydantic": {"_format"},
     "aiofiles": {"storage._local"},
     "xxhash": {"_format"},

@@ -33,7 +33,8 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _MOST_BYTES = 64 << 20
 # What is read at once where it has to be copied: it stays in the cache of a core.
 _PIECE_BYTES = 1 << 20
-_WITHOUT_DIRECT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+# What a file system answers that has no direct I/O.
+WITHOUT_DIRECT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 def write_block(path: Path, data: memoryview, mode: int | None = None) -> None:
@@ -76,7 +77,7 @@ def _write_direct(path: Path, fd: int, data: memoryview) -> int:
         _reserve(fd, len(data))
         direct = os.open(path, os.O_WRONLY | _DIRECT | os.O_CLOEXEC)
     except OSError as error:
-        if error.errno in _WITHOUT_DIRECT:
+        if error.errno in WITHOUT_DIRECT:
             return done
         raise
     try:
@@ -88,7 +89,7 @@ def _write_direct(path: Path, fd: int, data: memoryview) -> int:
                 break
     except OSError as error:
         # This is where a device or memory that needs another alignment shows.
-        if error.errno not in _WITHOUT_DIRECT:
+        if error.errno not in WITHOUT_DIRECT:
             raise
     finally:
         os.close(direct)
@@ -101,7 +102,7 @@ def _reserve(fd: int, nbytes: int) -> None:
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
-        if error.errno not in _WITHOUT_DIRECT:
+        if error.errno not in WITHOUT_DIRECT:
             raise
 
 
@@ -191,7 +192,7 @@ def _read_direct(fd: int, offset: int, target: memoryview) -> int:
             if count == 0 or count % _SECTOR:
                 break
     except OSError as error:
-        if error.errno not in _WITHOUT_DIRECT:
+        if error.errno not in WITHOUT_DIRECT:
             raise
     finally:
         # The rest, less than a sector, is read through the cache.

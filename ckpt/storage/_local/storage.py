@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -23,9 +23,9 @@ from ckpt._runtime.threads import run_in_thread, threads_of_loop
 from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError
 from ckpt.storage._base import Attempt, note_parts
-from ckpt.storage._local import attempts, notes, posix
+from ckpt.storage._local import attempts, data_files, notes, posix, tensorstore_files
 from ckpt.storage._local.attempts import LocalAttempt
-from ckpt.storage._local.data_files import read_block, write_block
+from ckpt.storage._local.config import FileIo
 from ckpt.storage._local.errors import of_each, translated
 from ckpt.storage._local.sweep import is_unfinished, sweep_root
 from ckpt.storage._local.trash import move_to_trash, prepare_trash, set_aside
@@ -39,11 +39,32 @@ _BATCH = 256
 _LARGEST_FILE_BYTES = 1 << 44
 
 
+class _DataFiles(Protocol):
+    """A module that writes and reads data files."""
+
+    def write_block(self, path: Path, data: memoryview, mode: int | None = None) -> None: ...
+
+    def read_block(
+        self,
+        top: Path,
+        path: str,
+        offset: int,
+        target: memoryview,
+        then: Callable[[], None] | None = None,
+    ) -> None: ...
+
+
 class LocalStorage:
     """A root directory in a file system with atomic rename."""
 
     def __init__(
-        self, root: Path, timeouts: Timeouts, *, create: bool = True, mode: int | None = None
+        self,
+        root: Path,
+        timeouts: Timeouts,
+        *,
+        create: bool = True,
+        mode: int | None = None,
+        io: FileIo = "direct",
     ) -> None:
         """Use `root`.
 
@@ -53,8 +74,10 @@ class LocalStorage:
             create: Whether `prepare` makes the directory.
             mode: Permissions of new directories; files get the same without execution. None lets
                 both follow the umask.
+            io: How data files are written and read; see `Local`.
         """
         self._root = root
+        self._files: _DataFiles = data_files if io == "direct" else tensorstore_files
         self._timeouts = timeouts
         self._create = create
         self._mode = mode
@@ -219,7 +242,7 @@ class LocalStorage:
         with translated("write", target), attempts.noticing_removal(own):
             if target.parent not in own.made:
                 await self._in_thread(attempts.make_directories, own, target.parent)
-            await run_in_thread(write_block, target, data, own.mode)
+            await run_in_thread(self._files.write_block, target, data, own.mode)
 
     async def link(self, attempt: Attempt, path: str, folder: str = "") -> None:
         own = _local(attempt)
@@ -254,7 +277,7 @@ class LocalStorage:
         with translated("read", source):
             try:
                 await run_in_thread(
-                    read_block, self._root, f"{step_dir}/{path}", offset, target, follow
+                    self._files.read_block, self._root, f"{step_dir}/{path}", offset, target, follow
                 )
             except (
                 FileNotFoundError,

@@ -84,7 +84,7 @@ def test_what_is_mostly_in_the_page_cache_is_read_from_there(
     path = uncached / "x"
     write_block(path, filled(4 * MIB))
     refuse_direct(monkeypatch)
-    monkeypatch.setattr(blocks, "_WITHOUT_DIRECT", set[int]())
+    monkeypatch.setattr(blocks, "WITHOUT_DIRECT", set[int]())
     for offset, cached, tries_direct in (
         (0, 0, True),
         (0, 64 * KIB, True),
