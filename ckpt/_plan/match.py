@@ -217,9 +217,10 @@ class _ToTarget:
         self._adapt = adapt
         self._is_adapted = adapt.cast is not None or adapt.resize is not None
         self._hints = 0
-        # Thousands of leaves are equal in everything that matters here, and looking at one takes 8
+        # Thousands of leaves are equal in everything that matters here, and looking at one takes 40
         # us.
         self._known: dict[_Likeness, ArrayTarget] = {}
+        self._shardings = _Shardings()
         # One array at several places of the target is restored as one.
         self._shared: dict[tuple[int, int], int] = {}
 
@@ -297,7 +298,7 @@ class _ToTarget:
 
     def _array(self, name: str, leaf: Any, source: VirtualArray) -> None:
         self.match.used.extend(source.used)
-        likeness = _likeness(leaf, source) if not self._is_adapted else None
+        likeness = None if self._is_adapted else _likeness(leaf, source, self._shardings)
         target = self._known.get(likeness) if likeness is not None else None
         shape = source.shape
         if target is None:
@@ -374,20 +375,39 @@ def _cast_of(adapt: Adapt, name: str, source: VirtualArray) -> Any:
     return dtype if same_category(dtype, DTYPES[source.entry.dtype or ""]) else None
 
 
-def _likeness(leaf: Any, source: VirtualArray) -> _Likeness | None:
+class _Shardings:
+    """Shardings by number: equal ones have the same.
+
+    Every array of jax has a sharding object of its own, and comparing two takes longer than all
+    else of a likeness.
+    """
+
+    def __init__(self) -> None:
+        # By identity first: the target keeps them alive.
+        self._by_identity: dict[int, int] = {}
+        self._by_value: dict[jax.sharding.Sharding | None, int] = {}
+
+    def number(self, sharding: jax.sharding.Sharding | None) -> int:
+        number = self._by_identity.get(id(sharding))
+        if number is None:
+            number = self._by_value.setdefault(sharding, len(self._by_value))
+            self._by_identity[id(sharding)] = number
+        return number
+
+
+def _likeness(leaf: Any, source: VirtualArray, shardings: _Shardings) -> _Likeness | None:
     """Return a key that is equal only for pairs that match in the same way, or None."""
-    # By identity: the target keeps its shardings alive, and hashing one is slow. So it does the
-    # abstract values, which are dtype, shape and weak type of an array.
     wanted: _Likeness
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        wanted = (leaf.dtype, leaf.shape, id(leaf.sharding), getattr(leaf, "weak_type", False))
+        wanted = (leaf.dtype, leaf.shape, getattr(leaf, "weak_type", False))
     elif isinstance(leaf, jax.Array):
-        wanted = (id(leaf.aval), id(leaf.sharding))
+        # The abstract value is dtype, shape and weak type.
+        wanted = (leaf.aval,)
     else:
         return None
     entry = source.entry
     stored = (entry.kind, entry.committed, entry.dtype, entry.impl, source.shape)
-    return (type(leaf), *wanted, *stored)
+    return (type(leaf), shardings.number(leaf.sharding), *wanted, *stored)
 
 
 def _is_kind(leaf: Any, kind: str) -> bool:
