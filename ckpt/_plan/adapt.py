@@ -193,6 +193,10 @@ class _AsStored(Mapping[str, VirtualArray]):
         entry = self._leaves[number]
         return VirtualArray.of(entry, number if entry.same_as is None else entry.same_as, path)
 
+    def get(self, path: str, default: Any = None) -> Any:
+        # The one of `Mapping` catches an exception for each leaf that is looked up.
+        return self[path] if path in self._numbers else default
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._numbers)
 

@@ -131,36 +131,45 @@ def is_read_whole(leaf: LeafEntry) -> bool:
 
 
 def plan_chunk_reads(leaves: Sequence[LeafEntry], reads: Sequence[ArrayRead]) -> list[ChunkRead]:
-    """Return the chunks that `reads` need, in the order of the first array that needs each leaf.
+    """Return the chunks that `reads` need, each once: those of packed leaves, then all others.
+
+    Both are in the order of the first array that needs each leaf.
 
     Raises:
         TargetMismatchError: A chunk is on the disk of another process.
     """
     wanted: dict[int, _Places] = {}
+    packed: dict[int, ChunkRead] = {}
     leaves = list(leaves)
     for number, read in enumerate(reads):
-        everything = whole(read.shape)
         pieces = read.pieces
         if read.leaf is not None:
+            everything = whole(read.shape)
             leaf = leaves[read.leaf]
             if is_read_whole(leaf):
+                # Thousands of leaves are one chunk for one array, and take a short way.
                 use = Use(number, 0, everything, everything)
-                places = wanted.get(read.leaf)
-                if places is None:
-                    wanted[read.leaf] = {everything.offset: [use]}
+                known = packed.get(read.leaf)
+                if known is None:
+                    packed[read.leaf] = _chunk_read(leaf, everything.offset, (use,))
                 else:
-                    places.setdefault(everything.offset, []).append(use)
+                    known.uses = (*known.uses, use)
                 continue
             pieces = (ArraySlice(read.leaf, everything, everything),)
         for position, region in enumerate(regions_of(read)):
             for piece in pieces:
                 places = wanted.setdefault(piece.leaf, {})
                 _add_uses(places, leaves[piece.leaf], piece, number, position, region)
-    return [
+    # A leaf of which another array wants a part is read once, too.
+    for leaf_number in packed.keys() & wanted.keys():
+        for uses in wanted.pop(leaf_number).values():
+            packed[leaf_number].uses += tuple(uses)
+    large = [
         _chunk_read(leaves[leaf], place, tuple(uses))
         for leaf, places in wanted.items()
         for place, uses in sorted(places.items())
     ]
+    return [*packed.values(), *large]
 
 
 def _add_uses(

@@ -221,18 +221,20 @@ class _ToTarget:
         # us.
         self._known: dict[_Likeness, ArrayTarget] = {}
         self._shardings = _Shardings()
+        self._are_arrays: dict[type, bool] = {}
         # One array at several places of the target is restored as one.
         self._shared: dict[tuple[int, int], int] = {}
 
     def add(self, name: str, leaf: Any) -> None:
-        if isinstance(leaf, jax.core.Tracer):
+        is_array = self._is_array(leaf)
+        if not is_array and isinstance(leaf, jax.core.Tracer):
             raise InvalidArgumentError(
                 "like= has a traced value here: call restore() outside jit, grad and vmap",
                 leaf=name,
             )
         source = self._stored.sources.get(name)
         if source is not None and source.entry.kind in ARRAY_KINDS and leaf is not ...:
-            self._array(name, leaf, source)
+            self._array(name, leaf, source, is_array)
         elif is_function(leaf) and (source is None or source.entry.kind == CALLABLE):
             # Code is not stored; a target has its own.
             self.match.values.append(leaf)
@@ -296,9 +298,20 @@ class _ToTarget:
             self.problems.append(f"{name}: {text}, wanted {wanted_text(leaf)}{hint}")
             self.match.values.append(None)
 
-    def _array(self, name: str, leaf: Any, source: VirtualArray) -> None:
+    def _is_array(self, leaf: Any) -> bool:
+        """Tell whether a leaf is an array of jax; asking jax takes a microsecond for each."""
+        kind = type(leaf)
+        found = self._are_arrays.get(kind)
+        if found is None:
+            found = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+            self._are_arrays[kind] = found
+        return found
+
+    def _array(self, name: str, leaf: Any, source: VirtualArray, is_array: bool) -> None:
         self.match.used.extend(source.used)
-        likeness = None if self._is_adapted else _likeness(leaf, source, self._shardings)
+        likeness: _Likeness | None = None
+        if not self._is_adapted:
+            likeness = _likeness(leaf, source, self._shardings, is_array)
         target = self._known.get(likeness) if likeness is not None else None
         shape = source.shape
         if target is None:
@@ -328,7 +341,7 @@ class _ToTarget:
                 return
             if likeness is not None:
                 self._known[likeness] = target
-        if source.leaf is None or not isinstance(leaf, jax.Array):
+        if source.leaf is None or not is_array:
             self.match.read(name, source, target, shape)
             return
         same = (id(leaf), source.leaf)
@@ -395,14 +408,16 @@ class _Shardings:
         return number
 
 
-def _likeness(leaf: Any, source: VirtualArray, shardings: _Shardings) -> _Likeness | None:
+def _likeness(
+    leaf: Any, source: VirtualArray, shardings: _Shardings, is_array: bool
+) -> _Likeness | None:
     """Return a key that is equal only for pairs that match in the same way, or None."""
     wanted: _Likeness
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        wanted = (leaf.dtype, leaf.shape, getattr(leaf, "weak_type", False))
-    elif isinstance(leaf, jax.Array):
+    if is_array:
         # The abstract value is dtype, shape and weak type.
         wanted = (leaf.aval,)
+    elif isinstance(leaf, jax.ShapeDtypeStruct):
+        wanted = (leaf.dtype, leaf.shape, getattr(leaf, "weak_type", False))
     else:
         return None
     entry = source.entry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import jax
@@ -25,9 +26,13 @@ def check_memory(reads: Sequence[ArrayRead], leaves: Sequence[LeafEntry]) -> Non
         InvalidArgumentError: The arrays take more host memory than there is.
     """
     available = host_memory_bytes()
-    if sum(math.prod(read.shape) * parse_dtype(read.stored).itemsize for read in reads) <= (
-        available
-    ):
+    # Thousands of arrays have a few shapes.
+    counts = Counter((read.shape, read.stored) for read in reads)
+    everything = sum(
+        count * math.prod(shape) * parse_dtype(stored).itemsize
+        for (shape, stored), count in counts.items()
+    )
+    if everything <= available:
         return
     # For devices with memory of their own a host buffer is temporary, and only the part of a
     # sharded array that this process has counts.

@@ -16,49 +16,76 @@ from typing import Any
 
 import jax
 import numpy as np
+from msgspec import Struct
 
 logger = logging.getLogger("ckpt")
 
 Array = np.ndarray[Any, Any]
-# Of one array: its shape, dtype, sharding, and the host memory of each of this process's devices.
-Shards = tuple[tuple[int, ...], np.dtype[Any], jax.sharding.Sharding, Sequence[tuple[Any, Array]]]
+Devices = Sequence[jax.Device]
+# Of one array: the host memory of what each device is given.
+Hosts = list[Array]
+_Put = Callable[["ArrayKind", Devices, Sequence[Hosts], bool], list[jax.Array]]
 
 
-def make_arrays(arrays: Sequence[Shards], *, committed: bool, copies: bool) -> list[jax.Array]:
+class ArrayKind(Struct, frozen=True):
+    """What arrays that are made in one call have in common.
+
+    Attributes:
+        shape: Their shape.
+        dtype: Their dtype.
+        sharding: Their sharding.
+        committed: Whether jax must leave them where they are put.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    sharding: jax.sharding.Sharding
+    committed: bool
+
+
+def make_arrays(
+    kind: ArrayKind, devices: Devices, arrays: Sequence[Hosts], *, copies: bool
+) -> list[jax.Array]:
     """Return arrays of the shards that this process holds.
 
     Args:
-        arrays: The arrays. Shards are in the order of the sharding's addressable devices.
-        committed: Whether jax must leave them where they are put.
+        kind: What they are.
+        devices: The sharding's devices of this process.
+        arrays: What the devices are given of each array, in the same order.
         copies: Whether the host memory is used again after the call. On CPU devices the arrays then
             have memory of their own, which jax can donate; otherwise they may be the host memory.
     """
     put = _runtime_put()
     if put is not None:
         try:
-            return [put(array, committed, copies) for array in arrays]
+            return put(kind, devices, arrays, copies)
         except (TypeError, AttributeError, ValueError, RuntimeError) as error:
             _say_once(f"{error!s:.200}")
-    return [_public_put(array, committed, copies) for array in arrays]
+    return [_public_put(kind, devices, hosts, copies) for hosts in arrays]
 
 
-def _public_put(array: Shards, committed: bool, copies: bool) -> jax.Array:
-    shape, dtype, sharding, shards = array
-    hosts = [host.copy() if copies else host for _, host in shards]
-    if not committed:
+def _public_put(kind: ArrayKind, devices: Devices, hosts: Hosts, copies: bool) -> jax.Array:
+    hosts = [host.copy() if copies else host for host in hosts]
+    if not kind.committed:
         free: jax.Array = jax.device_put(hosts[0])
         return free
-    places = [
-        jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-        for device, _ in shards
-    ]
-    parts = jax.device_put(hosts, places)
-    return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)
+    parts = jax.device_put(hosts, [_at_device(device, kind) for device in devices])
+    return _joined(kind, parts)
+
+
+def _joined(kind: ArrayKind, parts: Sequence[jax.Array]) -> jax.Array:
+    return jax.make_array_from_single_device_arrays(
+        kind.shape, kind.sharding, parts, dtype=kind.dtype
+    )
+
+
+def _at_device(device: jax.Device, kind: ArrayKind) -> jax.sharding.Sharding:
+    return jax.sharding.SingleDeviceSharding(device, memory_kind=kind.sharding.memory_kind)
 
 
 @functools.cache
-def _runtime_put() -> Callable[..., jax.Array] | None:
-    """Return a function with the arguments of `_public_put`, or None where jax does not have it."""
+def _runtime_put() -> _Put | None:
+    """Return a function that makes arrays, or None where jax does not have it."""
     try:
         from jax._src import core
         from jax._src.lib import xla_client  # type: ignore[attr-defined]
@@ -70,35 +97,31 @@ def _runtime_put() -> Callable[..., jax.Array] | None:
         _say_once(f"{error!s:.200}")
         return None
 
-    @functools.lru_cache(maxsize=4096)
-    def at_device(device: jax.Device, kind: str | None) -> jax.sharding.Sharding:
-        return jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+    def put(
+        kind: ArrayKind, devices: Devices, arrays: Sequence[Hosts], copies: bool
+    ) -> list[jax.Array]:
+        if copies and len(devices) > 1:
+            return in_parts(kind, devices, arrays)
+        abstract, given = core.ShapedArray(kind.shape, kind.dtype), list(devices)
+        sharding, committed, how = kind.sharding, kind.committed, during if copies else kept
+        return [raw(abstract, sharding, hosts, given, committed, False, how) for hosts in arrays]
 
-    @functools.lru_cache(maxsize=4096)
-    def abstract(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        return core.ShapedArray(shape, dtype)
+    def in_parts(kind: ArrayKind, devices: Devices, arrays: Sequence[Hosts]) -> list[jax.Array]:
+        """Make arrays of parts: asked for several shards, the runtime refuses to copy them.
 
-    def put(array: Shards, committed: bool, copies: bool) -> jax.Array:
-        shape, dtype, sharding, shards = array
-        if copies and len(shards) > 1:
-            # With other shards than one, the runtime (jaxlib 0.10 to 0.12) copies nothing, and
-            # raises `bad_function_call`.
-            kind = sharding.memory_kind
-            parts = [
-                put((host.shape, dtype, at_device(device, kind), [(device, host)]), True, True)
-                for device, host in shards
-            ]
-            return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)
-        made: jax.Array = raw(
-            abstract(shape, dtype),
-            sharding,
-            [host for _, host in shards],
-            [device for device, _ in shards],
-            committed,
-            False,
-            during if copies else kept,
-        )
-        return made
+        It (jaxlib 0.10 to 0.12) raises `bad_function_call`.
+        """
+        shape = kind.sharding.shard_shape(kind.shape)
+        parts = [
+            put(
+                ArrayKind(shape, kind.dtype, _at_device(device, kind), True),
+                [device],
+                [[hosts[position]] for hosts in arrays],
+                True,
+            )
+            for position, device in enumerate(devices)
+        ]
+        return [_joined(kind, each) for each in zip(*parts, strict=True)]
 
     return put
 

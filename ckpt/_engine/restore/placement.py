@@ -7,18 +7,20 @@ nothing is compared with the other processes, and none of them is waited for.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from msgspec import Struct, field
 
 from ckpt._engine.memory.casts import cast
 from ckpt._engine.restore.blank_arrays import memory_of
 from ckpt._engine.restore.destinations import Destination
-from ckpt._engine.restore.device_arrays import Shards, make_arrays
+from ckpt._engine.restore.device_arrays import ArrayKind, Hosts, make_arrays
+from ckpt._format.dtypes import parse_dtype
 from ckpt._format.regions import Region, addressable_regions
 from ckpt._plan.targets import PYTHON_TYPES, ArrayRead, ArrayTarget, default_device
 from ckpt.errors import TargetMismatchError
@@ -30,6 +32,49 @@ _ZEROS = {"i": 0, "f": 0.0, "c": 0j}
 _SLACK = 4096
 
 
+class _Alike(Struct):
+    """Arrays that are made in one call.
+
+    Attributes:
+        kind: What they are.
+        devices: Those of this process that hold them.
+        regions: What these devices hold, and the positions of those that hold it.
+        copies: Whether the memory that they were read into is lent.
+        is_cast: Whether they are stored in another dtype.
+        numbers: Their numbers.
+        hosts: Of each array, what the devices are given.
+    """
+
+    kind: ArrayKind
+    devices: Sequence[jax.Device]
+    regions: Sequence[tuple[Region, Sequence[int]]]
+    copies: bool
+    is_cast: bool
+    numbers: list[int] = field(default_factory=list)
+    hosts: list[Hosts] = field(default_factory=list)
+
+    def add(self, number: int, complete: Destination) -> None:
+        regions = complete.regions
+        if self.is_cast:
+            regions = [(region, _cast(buffer, complete.read)) for region, buffer in regions]
+        self.numbers.append(number)
+        is_one = len(self.devices) == 1 and regions[0][0] == self.regions[0][0]
+        self.hosts.append([regions[0][1]] if is_one else self._shards(regions))
+
+    def _shards(self, found: Sequence[tuple[Region, Array]]) -> Hosts:
+        """Return what each device is given of an array: a part, or one of what was read whole."""
+        buffers, shape = dict(found), self.kind.shape
+        whole = next((buffer for region, buffer in found if region.shape == shape), None)
+        shards: list[Any] = [None] * len(self.devices)
+        for region, positions in self.regions:
+            # The dots: without axes, indexing would give a value instead of a view.
+            index: tuple[Any, ...] = (*region.slices, ...)
+            part = buffers[region] if whole is None else whole[index]
+            for position in positions:
+                shards[position] = part
+        return shards
+
+
 def place(complete: Sequence[Destination]) -> list[Any]:
     """Return arrays as they are wanted, from the memory that they were read into.
 
@@ -39,41 +84,53 @@ def place(complete: Sequence[Destination]) -> list[Any]:
         TargetMismatchError: A value does not fit the integer dtype wanted; names the leaf.
     """
     placed: list[Any] = [None] * len(complete)
-    free = default_device()
-    # Those that are made in the same way are made in one call.
-    going: dict[tuple[bool, bool], tuple[list[int], list[Shards]]] = {}
+    # Thousands of arrays have a few targets, which are the same objects.
+    groups: dict[tuple[object, ...], _Alike] = {}
     for number, each in enumerate(complete):
-        read, found, target, is_lent = each.read, each.regions, each.read.target, each.is_lent
+        read = each.read
         if each.blanks:
             placed[number] = _joined(read, each.blanks)
-            continue
-        hosts = [_cast(buffer, read) for _, buffer in found]
-        if target.kind in ("jax", "key"):
-            way = (target.sharding is not None, is_lent)
-            numbers, arrays = going.setdefault(way, ([], []))
-            numbers.append(number)
-            if target.sharding is None:
-                (host,) = hosts
-                arrays.append((read.shape, target.dtype, _at_device(free), [(free, host)]))
-            else:
-                buffers = dict(zip((region for region, _ in found), hosts, strict=True))
-                shards = _shards(target.sharding, read.shape, buffers)
-                arrays.append((read.shape, target.dtype, target.sharding, shards))
-            continue
-        (host,) = hosts
-        if target.kind == "numpy":
-            # Memory of its own: a part of a larger buffer would keep all of that alive.
-            is_own = _owns(host) and host.flags.writeable and not is_lent
-            placed[number] = host if is_own else host.copy()
-        elif target.kind == "numpy_scalar":
-            placed[number] = host[()]
+        elif read.target.kind in ("jax", "key"):
+            likeness = (id(read.target), read.shape, read.stored, each.packed)
+            alike = groups.get(likeness)
+            if alike is None:
+                alike = groups[likeness] = _alike(each)
+            alike.add(number, each)
         else:
-            placed[number] = PYTHON_TYPES[target.kind](host[()])
-    for (committed, copies), (numbers, arrays) in going.items():
-        made = make_arrays(arrays, committed=committed, copies=copies)
-        for number, array in zip(numbers, made, strict=True):
-            placed[number] = _finished(array, complete[number].read.target)
+            placed[number] = _on_host(each)
+    for alike in groups.values():
+        target = complete[alike.numbers[0]].read.target
+        arrays = make_arrays(alike.kind, alike.devices, alike.hosts, copies=alike.copies)
+        for number, array in zip(alike.numbers, arrays, strict=True):
+            placed[number] = _finished(array, target)
     return placed
+
+
+def _alike(each: Destination) -> _Alike:
+    """Return the arrays that are like one, without any."""
+    read, target = each.read, each.read.target
+    sharding, devices = target.sharding, [default_device()]
+    is_committed = sharding is not None
+    if sharding is None:
+        sharding = _at_device(devices[0])
+    else:
+        devices = list(sharding.addressable_devices_indices_map(read.shape))
+    kind = ArrayKind(read.shape, target.dtype, sharding, is_committed)
+    regions = addressable_regions(sharding, read.shape)
+    is_cast = parse_dtype(read.stored) != target.dtype
+    return _Alike(kind, devices, regions, each.is_lent, is_cast)
+
+
+def _on_host(each: Destination) -> Any:
+    """Return an array of numpy, or a scalar."""
+    kind = each.read.target.kind
+    ((_, buffer),) = each.regions
+    host = _cast(buffer, each.read)
+    if kind == "numpy":
+        # Memory of its own: a part of a larger buffer would keep all of that alive.
+        is_own = _owns(host) and host.flags.writeable and not each.is_lent
+        return host if is_own else host.copy()
+    return host[()] if kind == "numpy_scalar" else PYTHON_TYPES[kind](host[()])
 
 
 def _joined(read: ArrayRead, parts: Sequence[jax.Array]) -> jax.Array:
@@ -88,25 +145,6 @@ def _joined(read: ArrayRead, parts: Sequence[jax.Array]) -> jax.Array:
     return jax.make_array_from_single_device_arrays(
         read.shape, sharding, list(parts), dtype=read.target.dtype
     )
-
-
-def _shards(
-    sharding: jax.sharding.Sharding, shape: tuple[int, ...], buffers: Mapping[Region, Array]
-) -> list[tuple[jax.Device, Array]]:
-    """Return what each device of this process is given of an array."""
-    whole = next((buffer for region, buffer in buffers.items() if region.shape == shape), None)
-    if whole is not None and isinstance(sharding, jax.sharding.SingleDeviceSharding):
-        (device,) = sharding.device_set
-        return [(device, whole)]
-    devices = list(sharding.addressable_devices_indices_map(shape))
-    shards: list[Any] = [None] * len(devices)
-    for region, positions in addressable_regions(sharding, shape):
-        # The dots: without axes, indexing would give a value instead of a view.
-        index: tuple[Any, ...] = (*region.slices, ...)
-        part = buffers[region] if whole is None else whole[index]
-        for position in positions:
-            shards[position] = (devices[position], part)
-    return shards
 
 
 @functools.lru_cache(maxsize=64)
