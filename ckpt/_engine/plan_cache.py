@@ -30,11 +30,15 @@ from ckpt._plan.ownership import ProcessGroup
 from ckpt._plan.save_plan import SavePlan, plan_save
 from ckpt._plan.write_batches import FileSpans
 from ckpt._tree.flatten import Structure, unboxed_names
-from ckpt._tree.leaf_specs import SHAREABLE, Classifier, LeafSpec
+from ckpt._tree.leaf_specs import ARRAY_KINDS, SHAREABLE, Classifier, LeafSpec
 from ckpt.errors import CheckpointError
 
 # How many problems of one tree one error names.
 _MOST_PROBLEMS = 20
+
+
+# Files by path relative to their item, with their entries.
+Files = dict[str, tuple[bytes, FileEntry]]
 
 
 class ItemPlan(Struct, frozen=True):
@@ -42,31 +46,74 @@ class ItemPlan(Struct, frozen=True):
 
     Attributes:
         save: Where its bytes go.
-        index: Index of its database; None if it stores no array, or if it depends on what is
-            encoded, or on what other writers write.
-        view: Its files for Orbax, by path relative to the item, with their entries; of several
-            processes only the primary has them.
+        others: What other readers need, and this library does not; None if this process does not
+            write it.
         formatted: What the formats came to, if there are any.
         keys: Numbers of the leaves that are PRNG keys.
         fingerprint: What the processes that save together compare; None for one alone.
     """
 
     save: SavePlan
-    index: DatabaseIndex | None
-    view: dict[str, tuple[bytes, FileEntry]]
+    others: ForOthers | None = None
     formatted: Formatted | None = None
     keys: tuple[int, ...] = ()
     fingerprint: TreeFingerprint | None = None
 
-    def index_over(self, spans: FileSpans) -> DatabaseIndex:
-        """Return the index of a database that one process writes; encoded chunks are at `spans`."""
-        leaves, batches = self.save.leaves, self.save.batches
-        report = report_chunks(batches, [""] * len(batches), spans=spans)
-        return DatabaseIndex(key_values(leaves, merge_reports(leaves, [report])))
-
     def new_data_files(self) -> list[str]:
         """Return fresh names for the files of the batches, relative to the item."""
         return [new_data_file() for _ in self.save.batches]
+
+
+class ForOthers:
+    """What other readers need of an item: made at the first save of a structure, and kept.
+
+    They take several times as long as the plan itself. So they are made when they are written, and
+    not while the caller of the first save waits.
+    """
+
+    def __init__(self, plan: SavePlan, structure: Structure) -> None:
+        """Make the parts of the tree `structure`, which is saved as `plan` says."""
+        self._plan = plan
+        # It outlives the save, and must not keep the caller's arrays alive.
+        values = [
+            None if leaf.spec.kind in ARRAY_KINDS else value
+            for leaf, value in zip(plan.leaves, structure.leaves, strict=True)
+        ]
+        self._tree = PlannedTree(structure.nodes, plan.leaves, values)
+        self._index: DatabaseIndex | None = None
+        self._view: Files | None = None
+
+    def index(self) -> DatabaseIndex | None:
+        """Return the index of the database.
+
+        None if the item stores no array, or if the index depends on what is encoded, or on what
+        other writers write.
+        """
+        plan = self._plan
+        stores_arrays = any(leaf.metadata is not None for leaf in plan.leaves)
+        if plan.group is not None or plan.is_encoded or not stores_arrays:
+            return None
+        if self._index is None:
+            self._index = index_over(plan, {})
+        return self._index
+
+    def view(self) -> Files:
+        """Return the files for Orbax; of several processes only the primary writes them."""
+        if self._view is None:
+            # It depends on nothing that changes: the places of the chunks are left out.
+            blank = StoredChunks.blank(len(self._plan.leaves))
+            item = fill_entry(ItemEntry(handler=""), self._tree, blank)
+            self._view = {
+                path: (data, FileEntry(size=len(data), digest=digest(data)))
+                for path, data in item_view(item).items()
+            }
+        return self._view
+
+
+def index_over(plan: SavePlan, spans: FileSpans) -> DatabaseIndex:
+    """Return the index of a database that one process writes; encoded chunks are at `spans`."""
+    report = report_chunks(plan.batches, [""] * len(plan.batches), spans=spans)
+    return DatabaseIndex(key_values(plan.leaves, merge_reports(plan.leaves, [report])))
 
 
 class _PlanKey(Struct, frozen=True):
@@ -186,17 +233,7 @@ def _plan(structure: Structure, specs: Sequence[LeafSpec], key: _PlanKey) -> Ite
         plan = replace(plan, fingerprint=tree_fingerprint(save, structure.nodes))
         if group.index and group.mode == "shared":
             return plan
-    stores_arrays = any(leaf.metadata is not None for leaf in save.leaves)
-    index = plan.index_over({}) if group is None and stores_arrays and not save.is_encoded else None
-    # The view depends on nothing that changes: the places of the chunks are left out.
-    blank = StoredChunks.blank(len(save.leaves))
-    tree = PlannedTree(structure.nodes, save.leaves, structure.leaves)
-    item = fill_entry(ItemEntry(handler=""), tree, blank)
-    view = {
-        path: (data, FileEntry(size=len(data), digest=digest(data)))
-        for path, data in item_view(item).items()
-    }
-    return replace(plan, index=index, view=view)
+    return replace(plan, others=ForOthers(save, structure))
 
 
 def _plan_part(structure: Structure, specs: Sequence[LeafSpec], key: _PlanKey) -> ItemPlan:
@@ -207,4 +244,4 @@ def _plan_part(structure: Structure, specs: Sequence[LeafSpec], key: _PlanKey) -
         specs = formatted.specs
     save = plan_save(structure.names, specs, key.budget, key.group, key.largest, key.usual)
     keys = tuple(number for number, leaf in enumerate(save.leaves) if leaf.spec.kind == "key")
-    return ItemPlan(save, None, {}, formatted, keys)
+    return ItemPlan(save, None, formatted, keys)

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import google_crc32c
-
-# The format's own limit; TensorStore refuses a node with a longer key.
+import numpy as np
 from msgspec import Struct
 
+# The format's own limit; TensorStore refuses a node with a longer key.
 MAX_KEY_BYTES = 65_535
 _MANIFEST_MAGIC = 0x0CDB3A2A
 _NODE_MAGIC = 0x0CDB20DE
@@ -254,12 +254,14 @@ def _framed(magic: int, body: bytes) -> bytes:
 
 def _varints(numbers: Sequence[int]) -> bytes:
     """Encode numbers as base-128 varints, least significant group first."""
-    if all(number < 0x80 for number in numbers):
+    if not numbers or max(numbers) < 0x80:
         return bytes(numbers)
-    out = bytearray()
-    for number in numbers:
-        while number > 0x7F:
-            out.append(number & 0x7F | 0x80)
-            number >>= 7
-        out.append(number)
-    return bytes(out)
+    values = np.array(numbers, np.uint64)
+    groups = -(-max(numbers).bit_length() // 7)
+    # A row of seven bits each for every number; all but its last group are marked.
+    shifted = values[:, None] >> np.arange(0, 7 * groups, 7, dtype=np.uint64)
+    is_used = shifted > 0
+    is_used[:, 0] = True
+    marks = np.zeros(shifted.shape, np.uint8)
+    marks[:, :-1] = is_used[:, 1:].astype(np.uint8) << 7
+    return ((shifted & np.uint64(0x7F)).astype(np.uint8) | marks)[is_used].tobytes()

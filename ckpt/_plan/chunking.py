@@ -99,27 +99,57 @@ def limits_of(
     return Limits(batch, min(batch, largest // 4), min(budget_bytes // 2, largest))
 
 
-def plan_leaf(
+class LeafPlanner:
+    """Plans leaf by leaf. Thousands of leaves are alike in all but their names."""
+
+    def __init__(self, limits: Limits) -> None:
+        """Plan for chunks and batches of at most that size."""
+        self._limits = limits
+        # By identity: leaves that are alike have the same spec, and the plans keep it alive.
+        self._alike: dict[int, tuple[LeafPlan, int]] = {}
+        # The `zarr.json` of all kinds of arrays so far.
+        self._documents: dict[tuple[object, ...], bytes] = {}
+
+    def plan(self, name: str, spec: LeafSpec, placement: ArrayPlacement | None) -> LeafPlan:
+        """Return where one leaf goes.
+
+        Args:
+            name: Its stored name.
+            spec: What it is.
+            placement: How it is placed on several processes, or None where it is on this one alone.
+
+        Raises:
+            UnsupportedLeafError: Its name is too long to be a key of a database.
+        """
+        if spec.dtype is None:
+            return LeafPlan(name, spec, (), (), packed=False, metadata=None)
+        known = self._alike.get(id(spec)) if placement is None else None
+        if known is None:
+            first = _plan_leaf(name, spec, self._limits, self._documents, placement)
+            known = first, _longest_name(first.grid)
+            if placement is None:
+                self._alike[id(spec)] = known
+        like, longest = known
+        nbytes = len(name) if name.isascii() else len(name.encode())
+        if nbytes > longest:
+            raise UnsupportedLeafError(
+                f"the leaf's name has {nbytes} bytes, of which at most {longest} can be stored; "
+                "use shorter keys",
+                leaf=name,
+            )
+        return LeafPlan(
+            name, spec, like.chunk, like.grid, like.packed, like.metadata, like.compression
+        )
+
+
+def _plan_leaf(
     name: str,
     spec: LeafSpec,
     limits: Limits,
     documents: dict[tuple[object, ...], bytes],
     placement: ArrayPlacement | None,
 ) -> LeafPlan:
-    """Return where one leaf goes.
-
-    Args:
-        name: Its stored name.
-        spec: What it is.
-        limits: How large chunks and batches may be.
-        documents: The `zarr.json` of all kinds of arrays so far; thousands of leaves share a few.
-        placement: How it is placed on several processes, or None where it is on this one alone.
-
-    Raises:
-        UnsupportedLeafError: Its name is too long to be a key of a database.
-    """
-    if spec.dtype is None:
-        return LeafPlan(name, spec, (), (), packed=False, metadata=None)
+    assert spec.dtype is not None
     itemsize = DTYPES[spec.dtype].itemsize
     chosen = spec.format or _NO_FORMAT
     batch_bytes = limits.batch
@@ -142,7 +172,6 @@ def plan_leaf(
     if key not in documents:
         documents[key] = zarr_metadata_bytes(spec.shape, chunk, spec.dtype, compression)
     grid = chunk_grid(spec.shape, chunk)
-    _check_name(name, grid)
     return LeafPlan(name, spec, chunk, grid, packed, documents[key], compression)
 
 
@@ -156,16 +185,10 @@ def _axes_first(spec: LeafSpec, chosen: ArrayFormat, shard: Sequence[int]) -> tu
     return tuple(axis for axis, (part, length) in enumerate(lengths) if part < length)
 
 
-def _check_name(name: str, grid: tuple[int, ...]) -> None:
+def _longest_name(grid: tuple[int, ...]) -> int:
+    """Return the most bytes of the name of a leaf whose chunks have keys in a database."""
     last = chunk_key([max(n - 1, 0) for n in grid])
-    longest = MAX_KEY_BYTES - 1 - max(len(last), len(METADATA_KEY))
-    nbytes = len(name.encode())
-    if nbytes > longest:
-        raise UnsupportedLeafError(
-            f"the leaf's name has {nbytes} bytes, of which at most {longest} can be stored; use "
-            "shorter keys",
-            leaf=name,
-        )
+    return MAX_KEY_BYTES - 1 - max(len(last), len(METADATA_KEY))
 
 
 def has_chunks(leaf: LeafPlan) -> bool:

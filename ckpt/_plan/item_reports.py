@@ -232,6 +232,8 @@ def _leaf_table(tree: PlannedTree, stored: StoredChunks) -> tuple[LeafTable, lis
     # Hashing a sharding is slow, and thousands of leaves share a few.
     known: dict[int, int] = {}
     forms: dict[LeafForm, int] = {}
+    # By what decides about a form: thousands of leaves are of one.
+    alike: dict[tuple[int, tuple[int, ...], bool, int], int] = {}
     form: list[int] = []
     same_as: dict[int, int] = {}
     values: dict[int, str | bool | None] = {}
@@ -243,13 +245,17 @@ def _leaf_table(tree: PlannedTree, stored: StoredChunks) -> tuple[LeafTable, lis
             values[number] = encode_scalar(spec.kind, value) if is_scalar else _function_name(value)
             form.append(forms.setdefault(LeafForm(spec.kind), len(forms)))
             continue
+        source = number
+        if spec.same_as is not None:
+            source = same_as[number] = spec.same_as
+        likeness = (id(spec), leaf.chunk, leaf.packed, counts[source])
+        if likeness in alike:
+            form.append(alike[likeness])
+            continue
         sharding = known.get(id(spec.sharding))
         if sharding is None and spec.sharding is not None:
             sharding = shardings.setdefault(spec.sharding, len(shardings))
             known[id(spec.sharding)] = sharding
-        source = number
-        if spec.same_as is not None:
-            source = same_as[number] = spec.same_as
         made = LeafForm(
             kind=spec.kind,
             dtype=spec.dtype,
@@ -263,7 +269,7 @@ def _leaf_table(tree: PlannedTree, stored: StoredChunks) -> tuple[LeafTable, lis
             weak_type=spec.weak_type,
             impl=spec.impl,
         )
-        form.append(forms.setdefault(made, len(forms)))
+        form.append(alike.setdefault(likeness, forms.setdefault(made, len(forms))))
     digests = stored.digests
     offsets, files, lengths = stored.offsets, stored.files, stored.lengths
     if values and stored.firsts[-1]:

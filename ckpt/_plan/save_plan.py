@@ -15,10 +15,10 @@ from msgspec import Struct
 
 from ckpt._plan.chunking import (
     LeafPlan,
+    LeafPlanner,
     add_leaf,
     has_chunks,
     limits_of,
-    plan_leaf,
     shared_chunks,
     whole_leaf_chunks,
 )
@@ -92,7 +92,7 @@ def plan_save(
     nbytes = sum(spec.nbytes for spec in stored)
     processes = 1 if group is None else group.count
     limits = limits_of(nbytes, budget_bytes, processes, largest_file_bytes, usual_file_bytes)
-    documents: dict[tuple[object, ...], bytes] = {}
+    planner = LeafPlanner(limits)
     leaves = []
     own = []
     placements: dict[int, ArrayPlacement] = {}
@@ -102,7 +102,7 @@ def plan_save(
         placement = None
         if ownership is not None:
             placement = ownership.placement(spec.sharding, spec.shape, name)
-        leaf = plan_leaf(name, spec, limits, documents, placement)
+        leaf = planner.plan(name, spec, placement)
         leaves.append(leaf)
         if placement is not None:
             placements[number] = placement

@@ -27,7 +27,7 @@ from ckpt._engine.memory.staging import (
     sources_of,
     wait_until_computed,
 )
-from ckpt._engine.plan_cache import ItemPlan
+from ckpt._engine.plan_cache import ForOthers, ItemPlan, index_over
 from ckpt._engine.save.encoding import encode_batch
 from ckpt._engine.save.merged_items import database_files
 from ckpt._engine.save.request import SaveCall
@@ -35,6 +35,7 @@ from ckpt._engine.save.session import ENCODERS, LANES, STAGERS, SaveSession
 from ckpt._events import timed
 from ckpt._format.digests import digest
 from ckpt._format.manifest import FileEntry
+from ckpt._format.ocdbt import DatabaseIndex
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.item_reports import ItemReport, report_chunks
 from ckpt._plan.write_batches import FileSpan, WriteBatch
@@ -57,8 +58,9 @@ class ItemWrite:
     # room in the arena * lanes, which free the block of a        stagers, before they copy
     #                     written batch
     # ready *             a stager that has copied the batch      the next free lane
-    # call.returned       pipeline, when all items of the call    encoding and digests, which leave
-    #                     are staged                              the cores to the copies until then
+    # call.returned       pipeline, when all items of the call    encoding, digests, and files for
+    #                     are staged                              other readers, which leave the
+    #                                                             cores to the copies until then
     # call.pressed        `SaveSession.allocate` without room,    the same: a batch that is never
     #                     or `digested`                           encoded never frees its block
     # encoded             the lane that encodes the last batch    `write_index`
@@ -223,10 +225,13 @@ class ItemWrite:
         """Write what covers the batches of an only writer: the database's index and the view."""
         async with anyio.create_task_group() as writers:
             writers.start_soon(self.write_view)
-            index = self._plan.index
+            others = await self._for_others()
+            index: DatabaseIndex | None
             if self._unencoded:
                 await self._encoded.wait()
-                index = await run_in_thread(self._plan.index_over, self._spans)
+                index = await run_in_thread(index_over, self._plan.save, self._spans)
+            else:
+                index = await run_in_thread(lambda: others.index())
             if index is not None:
                 files = await run_in_thread(
                     database_files, index, self._files, self._session.created_ns
@@ -236,9 +241,18 @@ class ItemWrite:
 
     async def write_view(self) -> None:
         """Write the files for Orbax that do not depend on values."""
+        others = await self._for_others()
+        view = await run_in_thread(others.view)
         async with anyio.create_task_group() as writers:
-            for path, (data, entry) in self._plan.view.items():
+            for path, (data, entry) in view.items():
                 writers.start_soon(self._session.write, f"{self._item}/{path}", data, entry)
+
+    async def _for_others(self) -> ForOthers:
+        """Return what other readers need, once the caller does not wait any more."""
+        others = self._plan.others
+        assert others is not None
+        await _first_of(self._call.returned, self._call.pressed)
+        return others
 
     async def digested(self) -> None:
         """Wait until `report` can be made, which is while the last batches are being written."""
