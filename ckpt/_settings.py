@@ -12,6 +12,9 @@ from typing import Literal, get_args
 from ckpt._arguments import instance_of, number_of_seconds, one_of, whole_number
 
 StagingMode = Literal["auto", "copy", "view", "device"]
+# Whose memory restored arrays have on CPU devices: jax's own, buffers that the library uses again,
+# or the files themselves.
+ArrayMemory = Literal["jax", "buffers", "files"]
 
 MIN_BUDGET_BYTES = 1 << 20
 # A quarter of the machine's memory leaves room for the state itself, the input pipeline and the

@@ -29,7 +29,7 @@ from ckpt._plan.format_rules import Formats
 from ckpt._runtime.futures import settled_here
 from ckpt._runtime.loop import EngineLoop
 from ckpt._runtime.tracebacks import outcome
-from ckpt._settings import Staging, StagingMode, Timeouts
+from ckpt._settings import ArrayMemory, Staging, StagingMode, Timeouts
 from ckpt._steps.pins import Pin
 from ckpt._steps.saves.requests import make_request
 from ckpt._steps.step_metadata import StepMetadata
@@ -186,11 +186,12 @@ class CheckpointManager(ManagerBase):
         adapt: Adapt | Mapping[str, Adapt] | None = None,
         broadcast_bytes: int | None = None,
         fallback: bool = False,
+        memory: ArrayMemory = "jax",
     ) -> State:
         """Load a committed step; see `ckpt.CheckpointManager.restore`."""
         restore = self._service.reader.restore
         found: State = self._loop.call_served(
-            restore, step, like, items, at, adapt, broadcast_bytes, fallback
+            restore, step, like, items, at, adapt, broadcast_bytes, fallback, memory
         )
         return found
 
@@ -385,9 +386,10 @@ def load(
     adapt: Adapt | Mapping[str, Adapt] | None = None,
     handlers: HandlersLike = (),
     coordinator: Coordinator | None = None,
+    memory: ArrayMemory = "jax",
 ) -> State:
     """Load a one-shot checkpoint, or a step from a manager's root. See `ckpt.load`."""
-    found: State = _run(load_call(path, like, items, at, adapt, handlers, coordinator))
+    found: State = _run(load_call(path, like, items, at, adapt, handlers, coordinator, memory))
     return found
 
 

@@ -20,6 +20,7 @@ from ckpt._plan.adapt import Adapt
 from ckpt._runtime.futures import settled
 from ckpt._runtime.threads import run_in_thread
 from ckpt._runtime.tracebacks import outcome
+from ckpt._settings import ArrayMemory
 from ckpt._steps.pins import Pin
 from ckpt._steps.step_metadata import StepMetadata
 from ckpt._steps.watcher import Until, WatchOptions
@@ -222,6 +223,7 @@ class CheckpointManager(ManagerBase):
         adapt: Adapt | Mapping[str, Adapt] | None = None,
         broadcast_bytes: int | None = None,
         fallback: bool = False,
+        memory: ArrayMemory = "jax",
     ) -> State:
         """Load a committed step.
 
@@ -241,6 +243,10 @@ class CheckpointManager(ManagerBase):
                 it over the devices, using this much host memory. All processes pass the same value.
             fallback: Without a step, take the newest one that is whole: a warning names each step
                 that is damaged and passed over. If all are, the error of the newest is raised.
+            memory: Whose memory the arrays have on CPU devices. `"jax"`: its own, which the next
+                step can donate. `"buffers"`: memory of this library, which it uses again for the
+                next restore once the arrays are gone; for evaluators, which donate nothing.
+                `"files"`: the files themselves, mapped without a copy; see the guide on restoring.
 
         Returns:
             The tree of a step that was saved without item names, else a dict by item name.
@@ -261,7 +267,7 @@ class CheckpointManager(ManagerBase):
         """
         restore = self._service.reader.restore
         return await self._loop.run_served(
-            restore, step, like, items, at, adapt, broadcast_bytes, fallback
+            restore, step, like, items, at, adapt, broadcast_bytes, fallback, memory
         )
 
     @overload

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import anyio
 from msgspec.structs import replace
@@ -14,7 +14,7 @@ from ckpt._api.background import background_saves
 from ckpt._api.coroutines import awaited
 from ckpt._api.resumption import State
 from ckpt._api.wrong_paths import explained
-from ckpt._arguments import instance_of
+from ckpt._arguments import instance_of, one_of
 from ckpt._commit import Commit, CommitHooks, StepInfo
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import restore_items
@@ -30,7 +30,7 @@ from ckpt._runtime.futures import settled
 from ckpt._runtime.loop import EngineLoop, end_loop
 from ckpt._runtime.threads import run_in_thread
 from ckpt._runtime.tracebacks import outcome
-from ckpt._settings import Staging, StagingMode, Timeouts, as_staging
+from ckpt._settings import ArrayMemory, Staging, StagingMode, Timeouts, as_staging
 from ckpt._steps.factory import job_of, make_engine, make_peers
 from ckpt._steps.restore_requests import result_of, wanted_items
 from ckpt._steps.saves.one_shot import finished, prepared, processes_of
@@ -173,6 +173,7 @@ async def load(
     adapt: Adapt | Mapping[str, Adapt] | None = None,
     handlers: HandlersLike = (),
     coordinator: Coordinator | None = None,
+    memory: ArrayMemory = "jax",
 ) -> State:
     """Load a one-shot checkpoint, or a step from a manager's root (`runs/a/100`).
 
@@ -187,6 +188,7 @@ async def load(
         adapt: How the checkpoint may differ from the target. By default they must agree.
         handlers: Handlers for more kinds of items; or a mapping of item names to handlers.
         coordinator: The processes of the job; None uses those of `jax.distributed`.
+        memory: Whose memory the arrays have on CPU devices; see `CheckpointManager.restore`.
 
     Returns:
         The tree of a checkpoint that was saved without item names, else a dict by item name.
@@ -202,7 +204,7 @@ async def load(
         params = await ckpt.load("runs/a/100", like=params, at="params")
         ```
     """
-    return await _run(load_call(path, like, items, at, adapt, handlers, coordinator))
+    return await _run(load_call(path, like, items, at, adapt, handlers, coordinator, memory))
 
 
 @awaited("ckpt.metadata", "ckpt.sync.metadata")
@@ -295,8 +297,10 @@ def load_call(
     adapt: Adapt | Mapping[str, Adapt] | None,
     handlers: HandlersLike,
     coordinator: Coordinator | None,
+    memory: ArrayMemory,
 ) -> Call[Any]:
     """Return the call behind `load`."""
+    one_of("memory", memory, get_args(ArrayMemory))
     storage, step_dir = open_step_dir(path, follow=True)
     job = job_of(coordinator)
     engine = make_engine(Staging(), handlers, ())
@@ -313,6 +317,7 @@ def load_call(
                 engine.observers,
                 job.process_index,
                 job.process_count,
+                memory=memory,
             )
             loaded = await restore_items(restore, wanted_items(manifest, like, items, adapt, at))
         logger.info(

@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
-from ckpt._arguments import check_step, shown, true_or_false
+from ckpt._arguments import check_step, one_of, shown, true_or_false
 from ckpt._engine.engine import Engine
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import restore_items
@@ -19,6 +19,7 @@ from ckpt._plan.adapt import Adapt
 from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
+from ckpt._settings import ArrayMemory
 from ckpt._steps.index import PassedOver, StepIndex
 from ckpt._steps.previous_steps import saved_step
 from ckpt._steps.processes import Processes
@@ -169,6 +170,7 @@ class StepReader:
         adapt: Adapt | Mapping[str, Adapt] | None,
         broadcast_bytes: int | None,
         fallback: bool,
+        memory: ArrayMemory,
         caller: CallingThread,
     ) -> Any:
         """Load a step, or the latest one: then the next one where it is deleted meanwhile.
@@ -178,6 +180,7 @@ class StepReader:
         `fallback`, a damaged step is passed over for the one before it.
         """
         true_or_false("fallback", fallback)
+        one_of("memory", memory, get_args(ArrayMemory))
         step = None if step is None else check_step(step)
         # It may be asked for more than once.
         items = list(items) if isinstance(items, Iterator) else items
@@ -189,6 +192,7 @@ class StepReader:
             adapt=adapt,
             broadcast_bytes=broadcast_bytes,
             caller=caller,
+            memory=memory,
         )
         if fallback and step is not None:
             raise InvalidArgumentError(
@@ -237,6 +241,7 @@ class StepReader:
         adapt: Adapt | Mapping[str, Adapt] | None,
         broadcast_bytes: int | None,
         caller: CallingThread,
+        memory: ArrayMemory = "jax",
     ) -> tuple[int | None, Any]:
         began = time.perf_counter_ns()
         engine, processes = self._engine, self._processes
@@ -255,6 +260,7 @@ class StepReader:
                                 processes.process,
                                 processes.count,
                                 found.broadcast,
+                                memory=memory,
                             )
                             wanted = wanted_items(manifest, like, items, adapt, at)
                             loaded = await restore_items(context, wanted)

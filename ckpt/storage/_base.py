@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from ckpt.errors import InvalidArgumentError
 
@@ -40,6 +40,34 @@ class Attempt(Protocol):
     @property
     def folder(self) -> str:
         """Folder in the step directory that will hold its files; empty for the directory itself."""
+
+
+@runtime_checkable
+class MapsFiles(Protocol):
+    """A storage whose data files can be mapped into memory."""
+
+    async def map_block(
+        self,
+        step_dir: str,
+        path: str,
+        offset: int,
+        nbytes: int,
+        then: Callable[[memoryview], None],
+    ) -> None:
+        """Map the bytes of a step directory's data file from `offset` on into memory.
+
+        Args:
+            step_dir: The step directory.
+            path: The file in it.
+            offset: Where in the file to begin.
+            nbytes: How many bytes.
+            then: Called with them, in a worker thread. They stay mapped as long as the memoryview
+                or anything made of it lives, and can be written to, which changes nothing but the
+                memory of this process. What it raises is raised here.
+
+        Raises:
+            CorruptCheckpointError: The file is missing, too short, or not a regular file.
+        """
 
 
 class Storage(Protocol):

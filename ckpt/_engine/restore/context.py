@@ -9,6 +9,7 @@ from ckpt._engine.engine import Engine
 from ckpt._engine.restore.shared_reads import Broadcast
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.manifest import Manifest
+from ckpt._settings import ArrayMemory
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import lies_in
 
@@ -30,6 +31,7 @@ class RestoreContext(Struct, frozen=True):
         broadcast: How they share what they read; None where each reads what it needs.
         slots: Taken by every request in progress.
         moved: Bytes of array data that the reads of each item take from the storage.
+        memory: Whose memory the arrays have on CPU devices.
     """
 
     storage: Storage
@@ -42,6 +44,7 @@ class RestoreContext(Struct, frozen=True):
     broadcast: Broadcast | None = None
     slots: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(CONCURRENT_REQUESTS))
     moved: list[int] = field(default_factory=list)
+    memory: ArrayMemory = "jax"
 
     @property
     def folder(self) -> str:

@@ -19,10 +19,13 @@ from ckpt._format.dtypes import parse_dtype
 from ckpt._format.regions import Region, addressable_regions, whole
 from ckpt._plan.chunk_reads import ChunkRead, ReadRequest, Use, regions_of
 from ckpt._plan.targets import ArrayRead, ArrayTarget, default_device
+from ckpt._settings import ArrayMemory
 from ckpt.errors import CorruptCheckpointError
 
 Array = np.ndarray[Any, Any]
 
+# What stands for a part of a file that is not mapped yet.
+_NOTHING = np.empty(0, np.uint8)
 # Of the buffers of larger arrays, jax may take over the memory.
 _MOST_LENT = 64 << 20
 # For less, the compiler that makes blank arrays costs more time and memory than copies do.
@@ -38,6 +41,8 @@ class Destination(Struct, gc=False):
     Attributes:
         read: What is read.
         packed: Whether that is a packed leaf, which is read as one region.
+        memory: Whose memory it has on CPU devices; `files` only if all its regions can be parts of
+            files.
         left: Chunks still to be read.
         regions: The distinct regions that this process needs, each with its memory. They are
             made by `open`; a packed leaf has none before it is read.
@@ -47,6 +52,7 @@ class Destination(Struct, gc=False):
 
     read: ArrayRead
     packed: bool
+    memory: ArrayMemory = "jax"
     left: int = 0
     regions: Sequence[tuple[Region, Array]] = ()
     blanks: Sequence[jax.Array] = ()
@@ -59,6 +65,9 @@ class Destination(Struct, gc=False):
         restore would allocate the state a second time. A copy costs less, and the buffer is warm
         for the next array; but of a large array, it would take the memory twice.
         """
+        if self.memory != "jax":
+            # Packed leaves are read into the arena.
+            return self.packed and self.memory == "buffers"
         nbytes = math.prod(self.read.shape) * parse_dtype(self.read.stored).itemsize
         return self.packed or (nbytes <= _MOST_LENT and _is_on_cpu(self.read.target))
 
@@ -82,6 +91,9 @@ class Destination(Struct, gc=False):
             self.regions = [(region, _view(value, region)) for region in regions_of(self.read)]
             return False
         kind = parse_dtype(self.read.stored)
+        if self.memory == "files":
+            self.regions = [(region, _NOTHING) for region in regions_of(self.read)]
+            return False
         if self.blanks:
             held = addressable_regions(self.read.target.sharding, self.read.shape)
             self.regions = [
@@ -105,6 +117,12 @@ class Destination(Struct, gc=False):
             # It is placed before the memory of the request is used again.
             self.regions = ((use.target, data),)
             return
+        if self.memory == "files":
+            self.regions = [
+                (region, data if number == use.region else buffer)
+                for number, (region, buffer) in enumerate(self.regions)
+            ]
+            return
         _, buffer = self.regions[use.region]
         view = _view(buffer, use.target)
         view[...] = data[use.source.slices].reshape(view.shape)
@@ -118,7 +136,7 @@ def add_blanks(destinations: Sequence[Destination]) -> None:
     groups: dict[Devices, list[tuple[Destination, Blank]]] = {}
     nbytes = 0
     for each in destinations:
-        found = None if each.packed else _blank_of(each.read)
+        found = None if each.packed or each.memory != "jax" else _blank_of(each.read)
         if found is not None:
             devices, (shape, dtype) = found
             groups.setdefault(devices, []).append((each, (shape, dtype)))
@@ -131,6 +149,23 @@ def add_blanks(destinations: Sequence[Destination]) -> None:
             choose_pages([memory_of(array) for arrays in made for array in arrays])
             for (each, _), arrays in zip(members, made, strict=True):
                 each.blanks = arrays
+
+
+def map_files(destinations: Sequence[Destination], chunks: Sequence[ChunkRead]) -> None:
+    """Let arrays be parts of their files where each of their regions is one chunk as it is."""
+    whole_chunks: set[int] = set()
+    others: set[int] = set()
+    for chunk in chunks:
+        for use in chunk.uses:
+            destination = destinations[use.read]
+            is_part = chunk.is_plain and use.source.shape == chunk.covered.shape
+            if not destination.packed and is_part:
+                region = regions_of(destination.read)[use.region]
+                is_part = use.target.shape == region.shape
+            (whole_chunks if is_part else others).add(use.read)
+    for number in whole_chunks - others:
+        if destinations[number].read.leaf is not None:
+            destinations[number].memory = "files"
 
 
 def _blank_of(read: ArrayRead) -> tuple[Devices, Blank] | None:
@@ -170,7 +205,8 @@ def _direct_view(chunk: ChunkRead, destinations: Sequence[Destination]) -> Array
         return None
     (use,) = chunk.uses
     destination = destinations[use.read]
-    if destination.packed or use.source.shape != chunk.covered.shape:
+    has_buffers = not destination.packed and destination.memory != "files"
+    if not has_buffers or use.source.shape != chunk.covered.shape:
         return None
     region, buffer = destination.regions[use.region]
     if not use.target.is_contiguous_in(region.shape):

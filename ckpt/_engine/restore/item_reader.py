@@ -19,7 +19,13 @@ import numpy as np
 from ckpt._engine.memory.limits import check_memory
 from ckpt._engine.restore.checks import DamagedLeaves
 from ckpt._engine.restore.context import CONCURRENT_REQUESTS, RestoreContext
-from ckpt._engine.restore.destinations import Destination, add_blanks, deliver, direct_memory
+from ckpt._engine.restore.destinations import (
+    Destination,
+    add_blanks,
+    deliver,
+    direct_memory,
+    map_files,
+)
 from ckpt._engine.restore.item_files import read_item_file
 from ckpt._engine.restore.placement import cannot_be_weak, place
 from ckpt._engine.restore.shared_reads import BlockReader, SharedReads
@@ -36,7 +42,9 @@ from ckpt._plan.multihost.per_process import ProcessPart, own_path
 from ckpt._plan.multihost.read_groups import Grouping
 from ckpt._plan.targets import ArrayRead
 from ckpt._runtime.threads import run_in_thread
+from ckpt._settings import ArrayMemory
 from ckpt.errors import CorruptCheckpointError, located
+from ckpt.storage._base import MapsFiles
 
 logger = logging.getLogger("ckpt")
 
@@ -54,15 +62,27 @@ class _ReadState:
         damage: The damage found so far.
     """
 
-    def __init__(self, entry: ItemEntry, reads: Sequence[ArrayRead]) -> None:
+    def __init__(self, entry: ItemEntry, reads: Sequence[ArrayRead], memory: ArrayMemory) -> None:
         leaves = list(entry.leaves)
+        # Those that can be are mapped later; all others have buffers then.
+        until_mapped: ArrayMemory = "buffers" if memory == "files" else memory
         self.destinations = [
-            Destination(read, read.leaf is not None and is_read_whole(leaves[read.leaf]))
+            Destination(
+                read, read.leaf is not None and is_read_whole(leaves[read.leaf]), until_mapped
+            )
             for read in reads
         ]
         self.requests: dict[Grouping | None, list[ReadRequest]] = {}
         self.results: list[Any] = [None] * len(reads)
         self.damage = DamagedLeaves()
+
+    def is_mapped(self, request: ReadRequest) -> bool:
+        """Tell whether arrays of a request are parts of their files."""
+        return any(
+            self.destinations[use.read].memory == "files"
+            for chunk in request.chunks
+            for use in chunk.uses
+        )
 
     def count(self, request: ReadRequest) -> list[int]:
         """Count the chunks of a request as done; return the arrays that are complete with them."""
@@ -125,11 +145,14 @@ class EngineItemReader:
 
     def _planned(self, entry: ItemEntry, reads: Sequence[ArrayRead]) -> _ReadState:
         """Return the requests that read the arrays, and the arrays before anything is read."""
-        work = _ReadState(entry, reads)
+        memory = self._restore.memory
+        work = _ReadState(entry, reads, memory)
         chunks = plan_chunk_reads(entry.leaves, reads)
         for chunk in chunks:
             for number in {use.read for use in chunk.uses}:
                 work.destinations[number].left += 1
+        if memory == "files":
+            map_files(work.destinations, chunks)
         add_blanks(work.destinations)
         limit = min(BATCH_BYTES, self._restore.engine.arena.capacity // CONCURRENT_REQUESTS)
         limits: dict[Grouping | None, int] = {None: limit}
@@ -200,6 +223,9 @@ class EngineItemReader:
     ) -> None:
         """Read the bytes of a request, check them, bring them to their places, free the slot."""
         engine, nbytes = self._restore.engine, request.source.nbytes
+        if work.is_mapped(request):
+            await self._map_request(request, work)
+            return
         block = None
         try:
             with work.damage.noted():
@@ -227,6 +253,27 @@ class EngineItemReader:
         finally:
             if block is not None:
                 engine.arena.free(block)
+            self._restore.slots.release()
+
+    async def _map_request(self, request: ReadRequest, work: _ReadState) -> None:
+        """Map the bytes of a request, check them, make arrays of them, free the slot."""
+        storage, source = self._restore.storage, request.source
+        assert isinstance(storage, MapsFiles)
+
+        def take(mapped: memoryview) -> None:
+            memory = np.frombuffer(mapped, np.uint8)
+            deliver(request, memory, work.destinations, self._restore.engine.buffers, False)
+
+        try:
+            with work.damage.noted(), self._recorder.phase("read", request.nbytes):
+                folder, nbytes = self._restore.folder, source.nbytes
+                try:
+                    await storage.map_block(folder, source.path, source.start, nbytes, take)
+                except CorruptCheckpointError as error:
+                    _locate(error, request)
+                    raise
+                await self._place(work.count(request), work)
+        finally:
             self._restore.slots.release()
 
     async def _place(self, numbers: Sequence[int], work: _ReadState) -> None:
@@ -262,9 +309,7 @@ async def _read_singly(
     """
     chunks, source = request.chunks, request.source
     if len(chunks) == 1 or isinstance(first.__cause__, FileNotFoundError | NotADirectoryError):
-        first.locate(leaf=chunks[0].leaf.name)
-        if len(chunks) > 1:
-            first.add_note(f"{len(chunks)} chunks are in it")
+        _locate(first, request)
         raise first
     damage = DamagedLeaves()
     for chunk in chunks:
@@ -272,6 +317,14 @@ async def _read_singly(
             part = memory[chunk.start - source.start : chunk.end - source.start]
             await read_block(source.path, chunk.start, part.data, _nothing)
     damage.raise_if_any()
+
+
+def _locate(error: CorruptCheckpointError, request: ReadRequest) -> None:
+    """Name the first leaf of a request that could not be read, and say how many there are."""
+    chunks = request.chunks
+    error.locate(leaf=chunks[0].leaf.name)
+    if len(chunks) > 1:
+        error.add_note(f"{len(chunks)} chunks are in it")
 
 
 def _nothing() -> None:

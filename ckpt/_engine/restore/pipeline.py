@@ -27,12 +27,14 @@ from typing import Any
 import anyio
 from msgspec import Struct
 
+from ckpt._arguments import shown
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.item_reader import EngineItemReader
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.multihost.per_process import pick
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import errors_of
+from ckpt.storage._base import MapsFiles
 
 
 class ItemTarget(Struct, frozen=True):
@@ -74,6 +76,8 @@ async def restore_items(
         raise InvalidArgumentError(
             f"there is no item {', '.join(unknown)}; {has}", step=manifest.step
         )
+    if restore.memory == "files":
+        _check_mappable(restore)
     found: dict[str, Any] = dict.fromkeys(wanted)
 
     async def load(name: str, want: ItemTarget) -> None:
@@ -93,3 +97,17 @@ async def restore_items(
             for name, want in wanted.items():
                 tasks.start_soon(load, name, want)
     return found
+
+
+def _check_mappable(restore: RestoreContext) -> None:
+    advice = "Leave memory= out, or pass memory='buffers'"
+    if not isinstance(restore.storage, MapsFiles):
+        raise InvalidArgumentError(
+            "memory='files' maps files of a local file system, which "
+            f"{shown(restore.storage.location)} is not on. {advice}"
+        )
+    if restore.broadcast is not None:
+        raise InvalidArgumentError(
+            "memory='files' and broadcast_bytes exclude each other: what is exchanged over the "
+            f"devices is not mapped. {advice}"
+        )

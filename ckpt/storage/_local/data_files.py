@@ -17,6 +17,7 @@ import fcntl
 import functools
 import mmap
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +34,8 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _MOST_BYTES = 64 << 20
 # What is read at once where it has to be copied: it stays in the cache of a core.
 _PIECE_BYTES = 1 << 20
+# MADV_POPULATE_READ of Linux 5.14, which Python has no name for.
+_POPULATE_READ = 22
 # What a file system answers that has no direct I/O.
 WITHOUT_DIRECT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -138,6 +141,63 @@ def read_block(
         then()
 
 
+def map_block(
+    top: Path, path: str, offset: int, nbytes: int, then: Callable[[memoryview], None]
+) -> None:
+    """Map the bytes of a file below `top` from `offset` on, and call `then` with them.
+
+    The mapping is private: what is written to it goes into memory of this process. All pages are
+    looked up here, so that a sector that cannot be read is an error now, and not the end of the
+    process when somebody touches it. A file that is cut short later is.
+
+    Raises:
+        EOFError: The file is shorter.
+        ValueError: It is not a regular file; see `open_regular`.
+        FileNotFoundError, NotADirectoryError: It does not exist.
+        OSError: It cannot be read or mapped.
+    """
+    fd, size = open_regular(top, path)
+    try:
+        if offset + nbytes > size:
+            raise EOFError(f"it has {size} bytes, {offset + nbytes} are needed")
+        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        region = _mapped(fd, start, offset + nbytes - start)
+    finally:
+        os.close(fd)
+    then(region[offset - start :])
+
+
+def _mapped(fd: int, offset: int, nbytes: int) -> memoryview:
+    """Return a private mapping that is undone when nobody refers to it.
+
+    Python's own `mmap` keeps a descriptor for each, of which a process may have a thousand.
+    """
+    library = _library()
+    library.mmap.restype = ctypes.c_void_p
+    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
+    size = ctypes.c_size_t(nbytes)
+    address = library.mmap(None, size, access, flags, fd, ctypes.c_int64(offset))
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise _error_of_system()
+    region = (ctypes.c_uint8 * nbytes).from_address(address)
+    undo = weakref.finalize(region, library.munmap, ctypes.c_void_p(address), size)
+    # At exit a thread may still read it.
+    undo.atexit = False
+    if library.madvise(ctypes.c_void_p(address), size, _POPULATE_READ):
+        error = _error_of_system()
+        if error.errno != errno.EINVAL:
+            undo()
+            # Touching a page would have ended the process.
+            number = errno.EIO if error.errno == errno.EFAULT else error.errno or 0
+            raise OSError(number, os.strerror(number))
+    return memoryview(region).cast("B")
+
+
+def _error_of_system() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
 def _is_cached(fd: int, offset: int, nbytes: int) -> bool:
     """Tell whether most of a part of a file is in the page cache.
 
@@ -163,7 +223,7 @@ def _is_cached(fd: int, offset: int, nbytes: int) -> bool:
 @functools.cache
 def _library() -> ctypes.CDLL:
     # Loading it again makes a new class.
-    return ctypes.CDLL(None)
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def _read_direct(fd: int, offset: int, target: memoryview) -> int:

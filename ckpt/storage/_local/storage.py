@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -37,6 +38,10 @@ T = TypeVar("T")
 # Files read by one call of a thread: a cancelled call waits for it.
 _BATCH = 256
 _LARGEST_FILE_BYTES = 1 << 44
+
+
+def _nothing() -> None:
+    pass
 
 
 class _DataFiles(Protocol):
@@ -263,22 +268,37 @@ class LocalStorage:
         target: memoryview,
         then: Callable[[], None] | None = None,
     ) -> None:
+        read = partial(self._files.read_block, self._root, f"{step_dir}/{path}", offset, target)
+        await self._read(step_dir, path, read, then or _nothing)
+
+    async def map_block(
+        self,
+        step_dir: str,
+        path: str,
+        offset: int,
+        nbytes: int,
+        then: Callable[[memoryview], None],
+    ) -> None:
+        read = partial(data_files.map_block, self._root, f"{step_dir}/{path}", offset, nbytes)
+        await self._read(step_dir, path, read, then)
+
+    async def _read(
+        self, step_dir: str, path: str, read: Callable[..., None], then: Callable[..., None]
+    ) -> None:
+        """Have `read` read a data file and call `then`, in a thread of its own."""
         source = self._root / step_dir / path
         failed: list[Exception] = []
 
-        def follow() -> None:
+        def follow(*found: memoryview) -> None:
             try:
-                if then is not None:
-                    then()
+                then(*found)
             except Exception as error:
                 # It says nothing about the file.
                 failed.append(error)
 
         with translated("read", source):
             try:
-                await run_in_thread(
-                    self._files.read_block, self._root, f"{step_dir}/{path}", offset, target, follow
-                )
+                await run_in_thread(read, follow)
             except (
                 FileNotFoundError,
                 NotADirectoryError,
