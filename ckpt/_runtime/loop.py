@@ -6,10 +6,12 @@ stall a commit, and the plain, the threaded and the asyncio API are the same cal
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
 import math
 import os
+import selectors
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -35,6 +37,8 @@ from ckpt.errors import (
 )
 
 T = TypeVar("T")
+# Handlers of users may have files of their own on the engine's loop.
+_LOOKS_EVERY = 16
 
 
 class _Running(Struct, frozen=True):
@@ -260,6 +264,24 @@ async def end_loop(loop: EngineLoop) -> None:
             loop.stop()
 
 
+class _IdleSelector(selectors.DefaultSelector):
+    """Looks at files only when the loop has nothing to do, and now and then when it has.
+
+    What other threads schedule is in the loop's queue before they wake it. So a busy loop need not
+    look, and each look gives the interpreter lock away, which takes milliseconds to come back
+    beside a thread that computes in Python.
+    """
+
+    _passed = 0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is not None and timeout <= 0 and self._passed < _LOOKS_EVERY:
+            self._passed += 1
+            return []
+        self._passed = 0
+        return super().select(timeout)
+
+
 def _run_loop(started: Future[_Running]) -> None:
     async def main() -> None:
         loop: Any = anyio.lowlevel.current_token().native_token
@@ -281,7 +303,8 @@ def _run_loop(started: Future[_Running]) -> None:
 
     try:
         # asyncio, because TensorStore's callbacks and aiofiles are used from here only.
-        anyio.run(main, backend="asyncio")
+        options = {"loop_factory": lambda: asyncio.SelectorEventLoop(_IdleSelector())}
+        anyio.run(main, backend="asyncio", backend_options=options)
     except BaseException as error:
         if started.done():
             raise

@@ -32,6 +32,7 @@ from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.item_reader import EngineItemReader
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.multihost.per_process import pick
+from ckpt._runtime.interpreter import quick_switches
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import errors_of
 from ckpt.storage._base import MapsFiles
@@ -87,7 +88,7 @@ async def restore_items(
             reader = EngineItemReader(restore, name, part)
             found[name] = await handler.load(part.entry, want.like, want.adapt, reader)
 
-    with located(step=manifest.step):
+    with located(step=manifest.step), quick_switches():
         if restore.broadcast is not None:
             for name in sorted(wanted):
                 await load(name, wanted[name])

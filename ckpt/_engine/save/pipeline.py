@@ -22,6 +22,7 @@ from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._engine.save.session import SaveSession
 from ckpt._events import EventRecorder
 from ckpt._format.manifest import ItemEntry, Manifest
+from ckpt._runtime.interpreter import quick_switches
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import StorageError, located
 from ckpt.handlers._base import Handler, errors_of, is_per_process
@@ -73,7 +74,7 @@ async def save_step(
     created_ns = engine.now_ns()
     recorder = EventRecorder("save", request.step, engine.observers)
     try:
-        with located(step=request.step):
+        with located(step=request.step), quick_switches():
             async with anyio.create_task_group() as tasks:
                 session = SaveSession(
                     storage,
