@@ -16,7 +16,7 @@ import anyio
 import numpy as np
 from msgspec import Struct
 
-from ckpt._engine.memory.pages import POPULATE_WRITE
+from ckpt._engine.memory.pages import LEAST_BYTES, POPULATE_WRITE, choose_pages
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import address_space
 from ckpt.errors import StorageError
@@ -46,6 +46,8 @@ class Arena:
         """Reserve (not touch) `capacity` bytes, rounded up to whole pages."""
         self.capacity = _round_up(capacity)
         self._region: mmap.mmap | None = None
+        # Whether its pages were chosen, small or huge.
+        self._has_pages = False
         self._free: list[tuple[int, int]] = [(0, self.capacity)]
         self._waiting: deque[tuple[int, anyio.Event]] = deque()
         self.high_water = 0
@@ -123,6 +125,10 @@ class Arena:
 
     def _grow(self, end: int) -> None:
         if end > self.high_water:
+            if self._region is not None and not self._has_pages and end >= LEAST_BYTES:
+                # Not earlier: one page is filled to choose, which a small save would not need.
+                self._has_pages = True
+                choose_pages([np.frombuffer(self._region, np.uint8)[self.high_water :]])
             self.high_water = end
             self.on_growth()
 
@@ -187,6 +193,4 @@ def _reserve(nbytes: int) -> mmap.mmap:
     if hasattr(mmap, "MADV_DONTFORK"):
         # A forked data loader would otherwise turn every write here into a copy of the page.
         region.madvise(mmap.MADV_DONTFORK)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        region.madvise(mmap.MADV_HUGEPAGE)
     return region

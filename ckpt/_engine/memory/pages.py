@@ -19,6 +19,8 @@ import numpy as np
 Memory = np.ndarray[Any, np.dtype[np.uint8]]
 
 _HUGE_BYTES = 2 << 20
+# A region of this size has a whole huge page in it, wherever it begins.
+LEAST_BYTES = 2 * _HUGE_BYTES
 # 0.2 ms is usual for a page that is quick, 4 ms for one that is not; small pages take 1 ms.
 _QUICK_SECONDS = 1e-3
 _HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
@@ -31,10 +33,10 @@ def choose_pages(regions: Sequence[Memory]) -> None:
 
     What is in the regions stays as it is.
     """
-    large = [region for region in regions if len(region) >= 2 * _HUGE_BYTES]
+    large = [region for region in regions if len(region) >= LEAST_BYTES]
     if _HUGEPAGE is None or not large or not _are_quick(large[0]):
         return
-    for region in large[1:]:
+    for region in large:
         start = region.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
         _advise(start, region.ctypes.data + len(region) - start, _HUGEPAGE)
 

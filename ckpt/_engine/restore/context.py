@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import anyio
 from msgspec import Struct, field
 
@@ -13,8 +15,11 @@ from ckpt._settings import ArrayMemory
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import lies_in
 
-# Requests in progress, of all items: enough to keep two cores and the queue of a disk busy.
-CONCURRENT_REQUESTS = 4
+# Requests in progress, of all items: enough to keep the cores and the queue of a disk busy. What is
+# compressed is decoded by the thread that has read it.
+CONCURRENT_REQUESTS = max(4, min(os.cpu_count() or 1, 16))
+# Of shared ones, of which the sizes have to be the same in all processes.
+SHARED_REQUESTS = 4
 
 
 class RestoreContext(Struct, frozen=True):

@@ -18,7 +18,7 @@ import numpy as np
 
 from ckpt._engine.memory.limits import check_memory
 from ckpt._engine.restore.checks import DamagedLeaves
-from ckpt._engine.restore.context import CONCURRENT_REQUESTS, RestoreContext
+from ckpt._engine.restore.context import CONCURRENT_REQUESTS, SHARED_REQUESTS, RestoreContext
 from ckpt._engine.restore.destinations import (
     Destination,
     add_blanks,
@@ -161,7 +161,7 @@ class EngineItemReader:
         if broadcast is not None:
             groupings = broadcast.groupings(entry.leaves, reads)
             for grouping in groupings.values():
-                limits[grouping] = broadcast.request_bytes(grouping, CONCURRENT_REQUESTS)
+                limits[grouping] = broadcast.request_bytes(grouping, SHARED_REQUESTS)
         files = [f"{self.item}/{path}" for path in entry.data_files]
         for readers, limit in limits.items():
             own = chunks

@@ -33,7 +33,7 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 # Linux moves at most 2 GiB - 4 KiB in one call. Smaller calls can be interrupted sooner.
 _MOST_BYTES = 64 << 20
 # What is read at once where it has to be copied: it stays in the cache of a core.
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 2 << 20
 # MADV_POPULATE_READ of Linux 5.14, which Python has no name for.
 _POPULATE_READ = 22
 # What a file system answers that has no direct I/O.

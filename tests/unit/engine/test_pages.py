@@ -6,10 +6,12 @@ import mmap
 from itertools import pairwise
 from pathlib import Path
 
+import anyio
 import numpy as np
 import pytest
 
 from ckpt._engine.memory import pages
+from ckpt._engine.memory.arena import Arena, Block
 
 MIB = 1 << 20
 SMAPS = Path("/proc/self/smaps")
@@ -47,8 +49,39 @@ def test_one_page_decides(limit: float, huge: bool, monkeypatch: pytest.MonkeyPa
     pages.choose_pages(regions)
     if not wants_huge_pages(-(-regions[0].ctypes.data // (2 * MIB)) * 2 * MIB):
         pytest.skip("this kernel has no huge pages")
-    found = [wants_huge_pages(region.ctypes.data + 4 * MIB) for region in regions[1:]]
-    assert found == [huge, huge]
+    found = [wants_huge_pages(region.ctypes.data + 4 * MIB) for region in regions]
+    assert found == [huge, huge, huge]
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="there are no huge pages")
+@pytest.mark.parametrize(("limit", "huge"), [(1e9, True), (0.0, False)])
+def test_staging_memory_is_chosen_too(
+    limit: float, huge: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "_QUICK_SECONDS", limit)
+
+    async def blocks() -> list[Block]:
+        arena = Arena(64 * MIB)
+        return [await arena.allocate(nbytes) for nbytes in (MIB, 30 * MIB, 20 * MIB)]
+
+    small, *large = anyio.run(blocks)
+    if not wants_huge_pages(-(-large[0].memory.ctypes.data // (2 * MIB)) * 2 * MIB):
+        pytest.skip("this kernel has no huge pages")
+    assert [wants_huge_pages(each.memory.ctypes.data + 10 * MIB) for each in large] == [huge] * 2
+    # What a small save needs is touched by itself only.
+    assert not wants_huge_pages(small.memory.ctypes.data)
+
+
+def test_a_small_save_touches_no_more_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(pages, "_advise", lambda *advice: asked.append(advice))
+
+    async def blocks() -> list[Block]:
+        arena = Arena(64 * MIB)
+        return [await arena.allocate(nbytes) for nbytes in (100, MIB, MIB)]
+
+    assert len(anyio.run(blocks)) == 3
+    assert not asked
 
 
 def test_without_large_regions_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
