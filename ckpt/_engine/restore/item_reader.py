@@ -223,7 +223,7 @@ class EngineItemReader:
     ) -> None:
         """Read the bytes of a request, check them, bring them to their places, free the slot."""
         engine, nbytes = self._restore.engine, request.source.nbytes
-        if work.is_mapped(request):
+        if self._restore.memory == "files" and work.is_mapped(request):
             await self._map_request(request, work)
             return
         block = None
