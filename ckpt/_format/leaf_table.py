@@ -215,13 +215,10 @@ class LeafTable(Sequence[LeafEntry]):
             # By number: a form may be long, and many leaves may have it.
             if self.form[number] != self.form[first]:
                 raise ValueError(f"leaf {number} is not like leaf {first}, which it is to be")
-        chunks = np.array([form.count for form in forms] or [0], np.int64)
-        # The sum fits, too: a file has fewer than 2^31 leaves.
-        counts = chunks[self.form]
-        if self.same_as:
-            counts[list(self.same_as)] = 0
-        self.firsts = np.concatenate(([0], np.cumsum(counts)))
-        total = int(self.firsts[-1])
+        # Before anything is made that is as long as there are leaves.
+        members = np.bincount(self.form, minlength=len(forms)).tolist()
+        total = sum(form.count * times for form, times in zip(forms, members, strict=True))
+        total -= sum(forms[int(self.form[number])].count for number in self.same_as)
         found = (len(digests) // DIGEST_BYTES, len(offsets), len(files), len(lengths))
         if (
             len(digests) != total * DIGEST_BYTES
@@ -233,6 +230,11 @@ class LeafTable(Sequence[LeafEntry]):
                 f"{total} chunks and {found[0]} digests, {found[1]} offsets, {found[2]} files, "
                 f"{found[3]} lengths do not fit each other"
             )
+        counts = np.array([form.count for form in forms] or [0], np.int64)[self.form]
+        if self.same_as:
+            counts[list(self.same_as)] = 0
+        self.firsts = np.zeros(count + 1, np.int64)
+        np.cumsum(counts, out=self.firsts[1:])
 
     @classmethod
     def of(cls, entries: Iterable[LeafEntry]) -> LeafTable:
