@@ -7,6 +7,7 @@ several devices: jax would keep that copy alive on the array.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -38,6 +39,8 @@ _EXPORTED = frozenset(
         *("float16", "float32", "float64", "complex64", "complex128"),
     }
 )
+# An array may be saved by several managers, each with threads of its own.
+_ASKING = threading.Lock()
 # Narrower than a byte: jax packs several elements into one, and unpacks them for the host.
 _UNPACKED = frozenset({"float4_e2m1fn", "int2", "int4", "uint2", "uint4"})
 
@@ -235,8 +238,18 @@ def to_page_locked(array: jax.Array) -> jax.Array:
 def _shard(source: Source, part: ChunkPart) -> Any:
     """Return the shard of an array that holds a part; anything but a jax array is taken whole."""
     if isinstance(source, jax.Array) and not _is_single(source):
-        return source.addressable_shards[part.shard].data
+        return shards_of(source)[part.shard].data
     return source
+
+
+def shards_of(array: jax.Array) -> Sequence[jax.Shard]:
+    """Return the shards of an array that are on devices of this process.
+
+    jax makes their list when it is asked for the first time, and gives a thread that asks meanwhile
+    the part of it that is made (jaxlib 0.10 to 0.12). So one of ours asks at a time.
+    """
+    with _ASKING:
+        return array.addressable_shards
 
 
 def _is_single(array: jax.Array) -> bool:
@@ -309,13 +322,11 @@ def _begin_gather(leaf: jax.Array) -> list[tuple[tuple[slice, ...], jax.Array]]:
 
 def _distinct_shards(leaf: jax.Array) -> list[tuple[tuple[slice, ...], jax.Array]]:
     if leaf.is_fully_addressable:
-        return [
-            (shard.index, shard.data) for shard in leaf.addressable_shards if not shard.replica_id
-        ]
+        return [(shard.index, shard.data) for shard in shards_of(leaf) if not shard.replica_id]
     # The replicas with id 0 may be on devices of another process.
     found = {
         tuple((part.start, part.stop) for part in shard.index): (shard.index, shard.data)
-        for shard in reversed(leaf.addressable_shards)
+        for shard in reversed(shards_of(leaf))
     }
     return list(found.values())
 

@@ -6,6 +6,8 @@ What is expected is worked out with numpy alone from the values on the host.
 from __future__ import annotations
 
 import math
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -428,6 +430,29 @@ def test_a_host_copy_would_be_noticed() -> None:
         assert host_copies([array]) == []
         np.asarray(array)
         assert host_copies([array]) == [array]
+
+
+def test_threads_that_ask_at_the_same_time_get_all_shards() -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(100):
+            array = sharded(np.arange(80, dtype=np.float32), ("data", "model"))
+            found: list[int] = []
+            barrier = threading.Barrier(4)
+
+            def ask(array: Any, found: list[int], barrier: threading.Barrier) -> None:
+                barrier.wait()
+                found.append(len(staging.shards_of(array)))
+
+            asking = [threading.Thread(target=ask, args=(array, found, barrier)) for _ in range(4)]
+            for thread in asking:
+                thread.start()
+            for thread in asking:
+                thread.join()
+            assert found == [len(jax.devices())] * 4
+    finally:
+        sys.setswitchinterval(before)
 
 
 @pytest.mark.parametrize("kind", KEPT)
