@@ -12,10 +12,10 @@ from typing import Any, Literal, get_args
 from ckpt._arguments import invalid, one_of, whole_number
 from ckpt._format.dtypes import UNROUNDED, storable_dtype
 
-BloscName = Literal["blosclz", "lz4", "lz4hc", "snappy", "zlib", "zstd"]
+BloscName = Literal["blosclz", "lz4", "lz4hc", "zlib", "zstd"]
 BloscShuffle = Literal["noshuffle", "shuffle", "bitshuffle"]
-# Names of codecs in manifests; a closed list.
-CODECS = frozenset({"zstd", "blosc"})
+# Names of codecs in manifests; a closed list. Old checkpoints of Orbax have the last one.
+CODECS = frozenset({"zstd", "blosc", "gzip"})
 # A chunk costs a key in the index and a few tens of bytes in the manifest.
 MIN_CHUNK_BYTES = 4096
 

@@ -15,8 +15,8 @@ from ckpt._format.regions import Region
 CHUNK_ALIGNMENT = 64
 SECTOR = 4096
 DIRECT_BYTES = 1 << 20
-# Chunks to be compressed are held three times meanwhile.
-_ENCODING_COPIES = 3
+# Beside a chunk in its block: the memory that it is encoded into, and the bytes cut from that.
+_ENCODING_COPIES = 2
 
 
 class ChunkPart(Struct, frozen=True):

@@ -214,7 +214,7 @@ from tests.support.damage import files_of
 calls = (ckpt.sync.load, ckpt.sync.metadata, ckpt.sync.verify)
 # Root may read everything; what has to be imported is, before it is somebody else.
 for call in calls:
-    for path in (sys.argv[1], sys.argv[1] + "-none"):
+    for path in (*sys.argv[1:], sys.argv[1] + "-none"):
         try:
             call(path)
         except ckpt.CheckpointError:

@@ -50,7 +50,8 @@ FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in room
 
 # Who may name a third-party library; `testing` stands aside.
 SEAMS = {
-    "tensorstore": {"_engine", "_engine.restore", "storage._local", "storage._object"},
+    "tensorstore": {"storage._local", "storage._object"},
+    "numcodecs": {"_engine"},
     "pydantic": {"_format"},
     "aiofiles": {"storage._local"},
     "xxhash": {"_format"},

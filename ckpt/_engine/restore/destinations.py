@@ -279,7 +279,7 @@ def _elements(chunk: ChunkRead, stored: Array, view: Array | None, buffers: Buff
     elif covered != tuple(leaf.chunks):
         padded = buffers.empty(leaf.chunks, dtype)
     if leaf.codec is not None:
-        decode_chunk(leaf, stored.tobytes(), padded.reshape(-1).view(np.uint8))
+        decode_chunk(leaf, stored, padded.reshape(-1).view(np.uint8))
     if padded is not view:
         view[...] = padded[whole(covered).slices]
     return view

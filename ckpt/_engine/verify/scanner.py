@@ -150,10 +150,10 @@ class Scanner:
         nbytes = _nbytes_of(leaf)
         if nbytes > _MOST_DECODED_BYTES:
             raise CorruptCheckpointError(f"{nbytes} bytes are too many to be decoded for a check")
-        encoded = bytearray(place.end - place.start)
-        await self._storage.read_block(self._step_dir, path, place.start, memoryview(encoded))
+        encoded = np.empty(place.end - place.start, np.uint8)
+        await self._storage.read_block(self._step_dir, path, place.start, encoded.data)
         chunk = np.empty(nbytes, np.uint8)
-        await run_in_thread(partial(decode_chunk, leaf, bytes(encoded), chunk))
+        await run_in_thread(partial(decode_chunk, leaf, encoded, chunk))
         return chunk
 
     async def _read(self, path: str, start: int, nbytes: int, lane: int) -> memoryview:

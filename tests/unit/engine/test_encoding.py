@@ -33,7 +33,7 @@ CODECS = [
     Zstd(19),
     Blosc(),
     Blosc("zstd", 9, "bitshuffle"),
-    Blosc("snappy", 1, "noshuffle"),
+    Blosc("blosclz", 1, "noshuffle"),
 ]
 
 
@@ -46,7 +46,7 @@ def test_a_chunk_comes_back_and_is_never_longer_than_its_bound(
 ) -> None:
     random = np.random.default_rng(length)
     chunk = random.integers(0, 256 if noise else 2, length, np.uint8)
-    encoded = encode_chunk(chunk, compression, itemsize)
+    encoded = np.frombuffer(encode_chunk(chunk, compression, itemsize), np.uint8)
     assert len(encoded) <= encoded_bound(length)
     found = np.zeros_like(chunk)
     leaf = LeafEntry(name="x", kind="numpy", codec=compression.name)
@@ -89,7 +89,7 @@ def test_an_encoded_batch_is_a_file_of_its_chunks_and_zeros(
         entry = LeafEntry(name="x", kind="numpy", codec=compression.name)
         for place, chunk in zip(done.spans, chunks, strict=True):
             found = np.zeros_like(chunk)
-            encoded = memory[place.offset : place.offset + place.length].tobytes()
+            encoded = memory[place.offset : place.offset + place.length].copy()
             decode_chunk(entry, encoded, found)
             np.testing.assert_array_equal(found, chunk)
             rest[place.offset : place.offset + place.length] = 0
