@@ -18,6 +18,7 @@ from ckpt._arguments import instance_of, one_of
 from ckpt._commit import Commit, CommitHooks, StepInfo
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import restore_items
+from ckpt._engine.restore.step_files import StepFiles
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._engine.verify.pipeline import verify_step_dir
@@ -307,7 +308,7 @@ def load_call(
 
     async def call() -> Any:
         began = time.perf_counter()
-        manifest = await _manifest_at(path, storage, step_dir)
+        manifest, foreign = await _opened(path, storage, step_dir)
         async with while_read(storage, step_dir, manifest):
             restore = RestoreContext(
                 storage,
@@ -318,6 +319,7 @@ def load_call(
                 job.process_index,
                 job.process_count,
                 memory=memory,
+                foreign=foreign,
             )
             loaded = await restore_items(restore, wanted_items(manifest, like, items, adapt, at))
         logger.info(
@@ -336,7 +338,7 @@ def metadata_call(path: PathLike) -> Call[StepMetadata]:
     storage, step_dir = open_step_dir(path, follow=True)
 
     async def call() -> StepMetadata:
-        manifest = await _manifest_at(path, storage, step_dir)
+        manifest, _ = await _opened(path, storage, step_dir)
         where = f"{storage.location}/{step_dir}"
         return await run_in_thread(describe_step, manifest, where)
 
@@ -356,8 +358,17 @@ def verify_call(path: PathLike, deep: bool) -> Call[VerifyReport]:
     return call
 
 
-async def _manifest_at(path: PathLike, storage: Storage, step_dir: str) -> Manifest:
+async def _opened(
+    path: PathLike, storage: Storage, step_dir: str
+) -> tuple[Manifest, StepFiles | None]:
+    """Return what a checkpoint holds, and its files if Orbax wrote it."""
     try:
-        return await read_manifest(storage, step_dir)
+        return await read_manifest(storage, step_dir), None
     except NotACheckpointError as error:
-        raise await explained(path, error) from None
+        # Only here, since most programs never need it.
+        from ckpt._interop.orbax.step import open_orbax
+
+        found = await open_orbax(storage, step_dir)
+        if found is None:
+            raise await explained(path, error) from None
+        return found.manifest, found.files

@@ -7,8 +7,9 @@ import os
 from pathlib import PurePath
 
 from ckpt._arguments import shown
+from ckpt._format.manifest import FILE_NAME
 from ckpt._redaction import redact
-from ckpt._steps.unreadable import ORBAX_METADATA, shortened
+from ckpt._steps.unreadable import shortened
 from ckpt.errors import CheckpointError, NotACheckpointError, StorageError
 from ckpt.step_names import Standard
 from ckpt.storage._resolve import PathLike, open_root
@@ -57,6 +58,15 @@ async def _found_at(path: PathLike) -> str | None:
             f"{where} is a root with the steps {shortened(steps)}, not one checkpoint: give one of "
             f"them, such as {last}, or use a manager"
         )
-    if await root.read("", ORBAX_METADATA, _MOST_BYTES) is not None:
-        return f"{where} is a checkpoint of Orbax, which this library does not read: use Orbax"
+    # Only here, since most programs never need it.
+    from ckpt._interop.orbax.step import STEP_FILE, SUCCESS, names_a_path
+
+    success = await root.read("", SUCCESS, _MOST_BYTES)
+    if success is not None and not names_a_path(success):
+        return f"{where} has lost its {FILE_NAME}; copy it again, or take another step"
+    if await root.read("", STEP_FILE, _MOST_BYTES) is not None:
+        return (
+            f"{where} is a checkpoint of Orbax. ckpt.load and ckpt.metadata read the items of it "
+            "that they know; it has no digests to verify"
+        )
     return None

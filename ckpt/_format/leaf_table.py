@@ -22,6 +22,8 @@ Number = Annotated[int, Meta(ge=0, le=1 << 31)]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 DIGEST_BYTES = 16
+# Stands for the digest of a chunk that another library wrote, which has none.
+UNCHECKED = "unchecked"
 # The offset of a chunk that is not on this disk.
 _ABSENT = -1
 _OFFSET = np.dtype("<i8")
@@ -284,6 +286,24 @@ class LeafTable(Sequence[LeafEntry]):
             {n: leaf.same_as for n, leaf in enumerate(leaves) if leaf.same_as is not None},
             {n: leaf.value for n, leaf in enumerate(leaves) if leaf.value is not None},
         )
+
+    @classmethod
+    def unchecked(cls, entries: Sequence[LeafEntry]) -> LeafTable:
+        """Return the table of leaves whose chunks have no digests; it cannot be written.
+
+        Example:
+            ```python
+            table = ckpt.manifest.LeafTable.unchecked(list(manifest.items["default"].leaves))
+            ```
+        """
+        table = cls.of(
+            [
+                replace(each, digests=("0" * 2 * DIGEST_BYTES,) * len(each.digests))
+                for each in entries
+            ]
+        )
+        table._entries = list(entries)
+        return table
 
     @classmethod
     def read(cls, columns: LeafColumns) -> LeafTable:

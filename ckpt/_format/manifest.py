@@ -26,6 +26,8 @@ from ckpt._format.leaf_table import LeafColumns, LeafTable
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
 
 FILE_NAME = "ckpt.json"
+# Manifests of checkpoints that other libraries wrote are of another format, and never written.
+OWN_FORMAT = "ckpt"
 FORMAT_VERSION = 1
 # Chunks may be compressed.
 COMPRESSION = "compression"
@@ -57,7 +59,8 @@ Size = Annotated[int, Meta(ge=0, le=1 << 62)]
 UnixTime = Annotated[int, Meta(ge=0, le=1 << 62)]
 Step = Annotated[int, Meta(ge=0)]
 _MOST_STEPS = 10**19
-# A name from a file: it must not point anywhere else.
+# Names from a file: they must not point anywhere else.
+DataFile = Annotated[str, Meta(pattern=r"^d/[0-9a-f]{32}\Z")]
 Folder = Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 Seconds = Annotated[float, Meta(ge=0, lt=1e12)]
 Metrics = dict[str, float | Literal["nan", "inf", "-inf"]]
@@ -146,7 +149,7 @@ class Manifest(Struct, frozen=True):
     """Everything there is to know of a step without reading an array byte.
 
     Attributes:
-        format: Always `ckpt`.
+        format: `ckpt`; another name for a checkpoint that another library wrote.
         version: Format version; a reader refuses one it does not know.
         requires: Names of features a reader must know to read the step.
         step: The step, or None for a one-shot checkpoint.
@@ -233,7 +236,7 @@ class _Item(Struct, frozen=True, omit_defaults=True):
     nodes: list[Node] = []
     leaves: LeafColumns | None = None
     shardings: list[ShardingEntry] = []
-    data_files: list[str] = []
+    data_files: list[DataFile] = []
     nbytes: Size = 0
     data: JsonValue = None
 
@@ -470,7 +473,7 @@ def decode(data: bytes, *, where: str) -> Manifest:
         raise _not_ours(data, where, "it has no head")
     try:
         front = msgspec.json.decode(head, type=Summary)
-        is_ours = front.format == "ckpt" and front.version == FORMAT_VERSION
+        is_ours = front.format == OWN_FORMAT and front.version == FORMAT_VERSION
         if not is_ours or not SUPPORTED_FEATURES.issuperset(front.requires):
             raise _not_ours(head, where, "")
         if not _is_step(front.step) or len(data) != end + front.rest:

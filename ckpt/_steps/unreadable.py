@@ -75,7 +75,7 @@ def described(found: Sequence[UnreadableStep]) -> list[str]:
             problem = "is damaged" if each.kind == "damaged" else "cannot be read"
             texts.append(f"step {each.step} {problem} and is left out: {each.reason}")
     for kind, what, advice in (
-        ("orbax", "of Orbax", "which this library does not read; load them with Orbax"),
+        ("orbax", "of Orbax", "which a manager does not list; ckpt.load reads one by its path"),
         ("other", "of another program", f"without a {FILE_NAME}; they are left out"),
     ):
         steps = sorted({each.step for each in found if each.kind == kind})

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from ckpt._format.item_file_names import is_item_name
-from ckpt._format.manifest import FILE_NAME, MAX_BYTES, Manifest, decode
+from ckpt._format.manifest import FILE_NAME, MAX_BYTES, OWN_FORMAT, Manifest, decode
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import (
     CheckpointError,
@@ -118,6 +118,8 @@ async def refuse_deleted(
 async def _fate_of(storage: Storage, step_dir: str, manifest: Manifest) -> str | None:
     """Return what happened to the checkpoint of `manifest`; None if it is still there."""
     try:
+        if manifest.format != OWN_FORMAT:
+            return None if await storage.exists(step_dir) else "deleted"
         data = await storage.read(step_dir, FILE_NAME, MAX_BYTES)
         if data is None:
             return "deleted"

@@ -9,6 +9,7 @@ from msgspec import Struct, field
 
 from ckpt._engine.engine import Engine
 from ckpt._engine.restore.shared_reads import Broadcast
+from ckpt._engine.restore.step_files import OwnFiles, StepFiles
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.manifest import Manifest
 from ckpt._settings import ArrayMemory
@@ -37,6 +38,7 @@ class RestoreContext(Struct, frozen=True):
         slots: Taken by every request in progress.
         moved: Bytes of array data that the reads of each item take from the storage.
         memory: Whose memory the arrays have on CPU devices.
+        foreign: The files of a step that another library wrote; None for one of this library.
     """
 
     storage: Storage
@@ -50,6 +52,12 @@ class RestoreContext(Struct, frozen=True):
     slots: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(CONCURRENT_REQUESTS))
     moved: list[int] = field(default_factory=list)
     memory: ArrayMemory = "jax"
+    foreign: StepFiles | None = None
+
+    @property
+    def files(self) -> StepFiles:
+        """The files of the step."""
+        return self.foreign or OwnFiles(self.storage, self.folder)
 
     @property
     def folder(self) -> str:

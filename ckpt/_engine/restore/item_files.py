@@ -31,7 +31,7 @@ async def read_item_file(restore: RestoreContext, item: str, path: str) -> bytes
         )
     storage, folder = restore.storage, restore.folder
     with restore.recorder.phase("read", known.size):
-        data = await storage.read(folder, name, known.size)
+        data = await restore.files.read(name, known.size)
     problem = None
     if data is None:
         problem = "is missing"

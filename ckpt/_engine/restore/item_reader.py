@@ -110,7 +110,7 @@ class EngineItemReader:
         self._restore = restore
         self._part = part
         self._recorder = restore.recorder
-        self._read_block: BlockReader = partial(restore.storage.read_block, restore.folder)
+        self._read_block: BlockReader = restore.files.read_block
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Run a slow pure function off the engine's loop."""
@@ -188,7 +188,7 @@ class EngineItemReader:
         assert self._restore.broadcast is not None
         shared = SharedReads(
             self._restore.broadcast,
-            partial(self._restore.storage.read_block, self._restore.folder),
+            self._restore.files.read_block,
             self._restore.engine.buffers,
             self._recorder,
         )

@@ -102,6 +102,11 @@ async def restore_items(
 
 def _check_mappable(restore: RestoreContext) -> None:
     advice = "Leave memory= out, or pass memory='buffers'"
+    if restore.foreign is not None:
+        raise InvalidArgumentError(
+            "memory='files' maps files of this library; these were written by another one. "
+            + advice
+        )
     if not isinstance(restore.storage, MapsFiles):
         raise InvalidArgumentError(
             "memory='files' maps files of a local file system, which "

@@ -60,7 +60,6 @@ def an_empty_folder(path: Path) -> Path:
         (nothing, "there is no directory .*nothing"),
         (a_root, "is a root with the steps 1, 2, 3, .*/run/3'"),
         (a_file, r"is a file; .*safetensors\.flax\.load_file"),
-        (of_orbax, "is a checkpoint of Orbax"),
         (an_empty_folder, r"there is no ckpt\.json in it"),
     ],
 )
@@ -71,6 +70,11 @@ def test_what_is_at_a_wrong_path(
     path = make(tmp_path)
     with pytest.raises(errors.NotACheckpointError, match=message):
         call(path)
+
+
+def test_a_checkpoint_of_orbax_cannot_be_verified(tmp_path: Path) -> None:
+    with pytest.raises(errors.NotACheckpointError, match=r"of Orbax.*no digests to verify"):
+        ckpt.sync.verify(of_orbax(tmp_path))
 
 
 # --- Arguments ------------------------------------------------------------------------------------

@@ -314,7 +314,7 @@ def test_a_path_that_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "_METADATA").write_text("{}")
+    (tmp_path / "other" / "manifest.json").write_text("{}")
     for name in ("empty", "file", "other", "missing"):
         for call in (ckpt.sync.load, ckpt.sync.metadata):
             with pytest.raises(errors.NotACheckpointError, match=name):

@@ -1,0 +1,1 @@
+"""Checkpoints of other libraries, read where they are."""

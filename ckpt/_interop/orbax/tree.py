@@ -1,0 +1,131 @@
+"""`_METADATA`: the tree of an item, and what its leaves are. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from ckpt.errors import CorruptCheckpointError
+
+TREE_FILE = "_METADATA"
+_SEQUENCE = 1
+# How empty nodes are made again; what class a namedtuple was is not written.
+_EMPTY: Mapping[str, Callable[[], Any]] = {
+    "Dict": dict,
+    "List": list,
+    "Tuple": tuple,
+    "NamedTuple": tuple,
+    "None": lambda: None,
+}
+
+
+class Param:
+    """A leaf of a tree of Orbax, in whose place it stands.
+
+    Attributes:
+        name: Its name in Orbax: its keys with dots between them.
+        kind: What Orbax calls it: `jax.Array`, `np.ndarray`, `scalar`, `string` and others.
+    """
+
+    __slots__ = ("kind", "name")
+
+    def __init__(self, name: str, kind: str) -> None:
+        """Describe a leaf."""
+        self.name = name
+        self.kind = kind
+
+
+class OrbaxTree(Struct, frozen=True):
+    """What `_METADATA` says.
+
+    Attributes:
+        tree: The tree, with a `Param` for every leaf that is stored.
+        is_v3: Whether arrays are zarr v3.
+        has_all_chunks: Whether chunks are stored that hold nothing but the fill value.
+    """
+
+    tree: Any
+    is_v3: bool
+    has_all_chunks: bool
+
+
+class _Key(Struct):
+    key: str
+    key_type: int = 2
+
+
+class _Value(Struct):
+    value_type: str = "unknown"
+    skip_deserialize: bool = False
+
+
+class _TreeLeaf(Struct):
+    key_metadata: list[_Key] = []
+    value_metadata: _Value = msgspec.field(default_factory=_Value)
+
+
+class _TreeFile(Struct):
+    tree_metadata: dict[str, _TreeLeaf]
+    use_zarr3: bool = False
+    store_array_data_equal_to_fill_value: bool = False
+
+
+def parse_tree(data: bytes, path: str = TREE_FILE) -> OrbaxTree:
+    """Return the tree that a file `_METADATA`, which is at `path`, describes.
+
+    Tuples come back as lists, which is all that Orbax writes of them; a target has its own.
+
+    Raises:
+        CorruptCheckpointError: The file is damaged.
+    """
+    try:
+        found = msgspec.json.decode(data, type=_TreeFile)
+        tree = _built([(leaf.key_metadata, _value(leaf)) for leaf in found.tree_metadata.values()])
+    except (msgspec.MsgspecError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path} is damaged: {error!s:.200}") from error
+    return OrbaxTree(tree, found.use_zarr3, found.store_array_data_equal_to_fill_value)
+
+
+def _value(leaf: _TreeLeaf) -> Any:
+    about = leaf.value_metadata
+    if about.skip_deserialize and about.value_type in _EMPTY:
+        return _EMPTY[about.value_type]()
+    return Param(".".join(each.key for each in leaf.key_metadata), about.value_type)
+
+
+class _OpenNode(dict[str, Any]):
+    """A node while its children are collected."""
+
+    is_sequence = False
+
+
+def _built(leaves: Sequence[tuple[Sequence[_Key], Any]]) -> Any:
+    # The tree itself has the key "" there.
+    top = _OpenNode()
+    for keys, value in leaves:
+        parent, name = top, ""
+        for key in keys:
+            node = parent.setdefault(name, _OpenNode())
+            if not isinstance(node, _OpenNode):
+                raise ValueError(f"{name!r:.60} is a leaf, and has leaves")
+            node.is_sequence = node.is_sequence or key.key_type == _SEQUENCE
+            parent, name = node, key.key
+        if name in parent:
+            raise ValueError(f"{name!r:.60} is there twice")
+        parent[name] = value
+    return _finished(top.get("", {}))
+
+
+def _finished(node: Any) -> Any:
+    if not isinstance(node, _OpenNode):
+        return node
+    children = {key: _finished(child) for key, child in node.items()}
+    if not node.is_sequence:
+        return children
+    numbered = {int(key): child for key, child in children.items()}
+    if sorted(numbered) != list(range(len(children))):
+        raise ValueError(f"a list has the places {sorted(numbered)[:8]}")
+    return [numbered[place] for place in range(len(numbered))]
