@@ -18,12 +18,10 @@ from ckpt._arguments import instance_of, one_of
 from ckpt._commit import Commit, CommitHooks, StepInfo
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import restore_items
-from ckpt._engine.restore.step_files import StepFiles
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._engine.verify.pipeline import verify_step_dir
 from ckpt._engine.verify.report import VerifyReport
-from ckpt._format.manifest import Manifest
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.format_rules import Formats
 from ckpt._redaction import redact
@@ -33,6 +31,7 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._runtime.tracebacks import outcome
 from ckpt._settings import ArrayMemory, Staging, StagingMode, Timeouts, as_staging
 from ckpt._steps.factory import job_of, make_engine, make_peers
+from ckpt._steps.opened import OpenedStep, open_step
 from ckpt._steps.restore_requests import result_of, wanted_items
 from ckpt._steps.saves.one_shot import finished, prepared, processes_of
 from ckpt._steps.saves.requests import make_request
@@ -42,7 +41,7 @@ from ckpt.coordination._base import Coordinator
 from ckpt.errors import NotACheckpointError
 from ckpt.handlers._registry import HandlersLike
 from ckpt.storage._base import Storage
-from ckpt.storage._manifests import read_manifest, while_read
+from ckpt.storage._manifests import no_manifest, while_read
 from ckpt.storage._resolve import PathLike, open_step_dir
 
 logger = logging.getLogger("ckpt")
@@ -308,7 +307,8 @@ def load_call(
 
     async def call() -> Any:
         began = time.perf_counter()
-        manifest, foreign = await _opened(path, storage, step_dir)
+        opened = await _opened(path, storage, step_dir)
+        manifest = opened.manifest
         async with while_read(storage, step_dir, manifest):
             restore = RestoreContext(
                 storage,
@@ -319,7 +319,7 @@ def load_call(
                 job.process_index,
                 job.process_count,
                 memory=memory,
-                foreign=foreign,
+                foreign=opened.foreign,
             )
             loaded = await restore_items(restore, wanted_items(manifest, like, items, adapt, at))
         logger.info(
@@ -338,9 +338,9 @@ def metadata_call(path: PathLike) -> Call[StepMetadata]:
     storage, step_dir = open_step_dir(path, follow=True)
 
     async def call() -> StepMetadata:
-        manifest, _ = await _opened(path, storage, step_dir)
+        opened = await _opened(path, storage, step_dir)
         where = f"{storage.location}/{step_dir}"
-        return await run_in_thread(describe_step, manifest, where)
+        return await run_in_thread(describe_step, opened.manifest, where)
 
     return call
 
@@ -358,17 +358,8 @@ def verify_call(path: PathLike, deep: bool) -> Call[VerifyReport]:
     return call
 
 
-async def _opened(
-    path: PathLike, storage: Storage, step_dir: str
-) -> tuple[Manifest, StepFiles | None]:
-    """Return what a checkpoint holds, and its files if Orbax wrote it."""
-    try:
-        return await read_manifest(storage, step_dir), None
-    except NotACheckpointError as error:
-        # Only here, since most programs never need it.
-        from ckpt._interop.orbax.step import open_orbax
-
-        found = await open_orbax(storage, step_dir)
-        if found is None:
-            raise await explained(path, error) from None
-        return found.manifest, found.files
+async def _opened(path: PathLike, storage: Storage, step_dir: str) -> OpenedStep:
+    opened = await open_step(storage, step_dir)
+    if opened is None:
+        raise await explained(path, no_manifest(f"{storage.location}/{step_dir}"))
+    return opened

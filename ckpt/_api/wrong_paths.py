@@ -59,7 +59,7 @@ async def _found_at(path: PathLike) -> str | None:
             f"them, such as {last}, or use a manager"
         )
     # Only here, since most programs never need it.
-    from ckpt._interop.orbax.step import STEP_FILE, SUCCESS, names_a_path
+    from ckpt._interop.orbax.layout import STEP_FILE, SUCCESS, names_a_path
 
     success = await root.read("", SUCCESS, _MOST_BYTES)
     if success is not None and not names_a_path(success):

@@ -7,27 +7,28 @@ with 10,000 steps the first look takes about 0.2 s, and every later one 0.06 s.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Literal, TypeVar
 
 from msgspec import Struct
 
 from ckpt._arguments import check_step
-from ckpt._format.manifest import FILE_NAME, HEAD_BYTES, MAX_BYTES, Manifest, Summary, peek
+from ckpt._format.manifest import FILE_NAME, HEAD_BYTES, MAX_BYTES, Summary, peek
 from ckpt._redaction import redact
+from ckpt._steps.opened import OpenedStep, open_step
 from ckpt._steps.unreadable import UnreadableStep, described, look_closely, shortened
 from ckpt.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
+    NotACheckpointError,
     StepNotFoundError,
     StorageError,
 )
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage
-from ckpt.storage._manifests import read_manifest
 
 logger = logging.getLogger("ckpt")
 
@@ -39,6 +40,8 @@ _PLAIN = Standard()
 _MOST_CLOSE_LOOKS = 24
 # Of a step with many files, the largest ones: their copy takes longest.
 _MOST_FILES = 256
+# Stands before the stamps of steps that another library wrote.
+_FOREIGN = "foreign"
 # Errors that are about one step, not about the whole root.
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
 
@@ -54,6 +57,7 @@ class IndexedStep(Struct, frozen=True):
         committed_ns: When it was committed, in Unix nanoseconds.
         metrics: The metrics it was saved with, or None.
         save: As in `Manifest`.
+        is_foreign: Whether Orbax wrote it, not this library.
     """
 
     step: int
@@ -63,6 +67,7 @@ class IndexedStep(Struct, frozen=True):
     committed_ns: int
     metrics: Mapping[str, float] | None
     save: str = ""
+    is_foreign: bool = False
 
 
 class PassedOver(Struct, frozen=True):
@@ -204,26 +209,27 @@ class StepIndex:
                 new[_MOST_CLOSE_LOOKS],
             )
 
-    async def found(self, step: int | None) -> tuple[str, Manifest]:
-        """Return step directory and manifest of `step`, or of the latest one.
+    async def found(self, step: int | None) -> OpenedStep:
+        """Open `step`, or the latest one.
 
         Raises:
             StepNotFoundError: There is no such step; says which there are.
         """
         if step is None:
-            latest = await self.latest_manifest()
+            latest = await self._open_latest()
             if latest is None:
                 raise self.no_step()
             return latest
         step = check_step(step)
         # The one that counts comes first; of damaged or foreign ones, the first raises its error.
         for step_dir in await self.step_dirs_of(step):
-            with contextlib.suppress(StepNotFoundError):
-                return step_dir, await read_manifest(self._storage, step_dir, step=step)
+            opened = await open_step(self._storage, step_dir, step)
+            if opened is not None:
+                return opened
         raise await self.not_found(step)
 
-    async def latest_manifest(self) -> tuple[str, Manifest] | None:
-        """Return directory and manifest of the greatest committed step, or None; reads each once.
+    async def _open_latest(self) -> OpenedStep | None:
+        """Open the greatest committed step; None if there is none. Reads each manifest once.
 
         Raises:
             CorruptCheckpointError: That step is committed, and its manifest contradicts itself.
@@ -231,15 +237,16 @@ class StepIndex:
         """
         left_out: list[str] = []
 
-        async def look(candidates: Sequence[str]) -> tuple[str, Manifest] | None:
+        async def look(candidates: Sequence[str]) -> OpenedStep | None:
             left_out.clear()
             for name in candidates:
                 step = self._names.step(name)
                 try:
-                    manifest = await read_manifest(self._storage, name, step=step)
-                    if name in self._known or (await self._look_at([name]))[0] is not None:
-                        return name, manifest
-                except StepNotFoundError:
+                    opened = await open_step(self._storage, name, step)
+                    is_known = name in self._known or (await self._look_at([name]))[0] is not None
+                    if opened is not None and is_known:
+                        return opened
+                except NotACheckpointError:
                     pass
                 except CorruptCheckpointError:
                     if (await self._look_at([name]))[0] is not None:
@@ -329,11 +336,14 @@ class StepIndex:
         # The answers are this call's own: others may forget or replace what is known meanwhile.
         found: dict[str, IndexedStep | None] = {}
         new = []
+        without = [name for name, stamp in zip(names, stamps, strict=True) if stamp is None]
+        if without:
+            found |= await self._look_at_foreign(without)
         for name, stamp in zip(names, stamps, strict=True):
             known = self._known.get(name)
             if stamp is None:
-                found[name] = None
-            elif known is not None and known[0] == stamp:
+                continue
+            if known is not None and known[0] == stamp:
                 found[name] = known[1]
             else:
                 new.append((name, stamp))
@@ -352,6 +362,36 @@ class StepIndex:
         if cut:
             found |= await self._looked_again({name: stamp for name, stamp in new if name in cut})
         return [found[name] for name in names]
+
+    async def _look_at_foreign(self, names: Sequence[str]) -> dict[str, IndexedStep | None]:
+        """Return what those directories are that hold nothing of this library."""
+        # Only here, since most programs never need it.
+        from ckpt._interop.orbax.listing import heads_of, stamps_of
+
+        stamps = await self._readable(names, partial(stamps_of, self._storage))
+        found: dict[str, IndexedStep | None] = dict.fromkeys(names)
+        new = {}
+        for name, stamp in zip(names, stamps, strict=True):
+            known = self._known.get(name)
+            if known is not None and known[0] == (_FOREIGN, stamp):
+                found[name] = known[1]
+            elif stamp is not None:
+                new[name] = stamp
+        heads = await self._readable(list(new), partial(heads_of, self._storage))
+        for (name, stamp), head in zip(new.items(), heads, strict=True):
+            if head is not None:
+                step = check_step(self._names.step(name))
+                found[name] = IndexedStep(
+                    step,
+                    name,
+                    head.attempt,
+                    head.created_ns,
+                    head.committed_ns,
+                    head.metrics,
+                    is_foreign=True,
+                )
+            self._known[name] = ((_FOREIGN, stamp), found[name])
+        return found
 
     async def _looked_again(self, cut: Mapping[str, Hashable]) -> Mapping[str, IndexedStep | None]:
         """Return what those are of which a file is missing or short: no steps, or replaced ones.

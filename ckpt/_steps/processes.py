@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
@@ -27,17 +28,22 @@ from ckpt._arguments import check_step
 from ckpt._engine.restore.shared_reads import Broadcast
 from ckpt._engine.save.multihost import JointSave, MultihostSave, SoloSave
 from ckpt._events import Observer
-from ckpt._format.manifest import JsonValue, Manifest
+from ckpt._format.manifest import JsonValue
+from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.loop import EngineLoop
 from ckpt._steps.index import IndexedStep, StepIndex
+from ckpt._steps.opened import OpenedStep
 from ckpt._steps.restore_requests import check_broadcast
 from ckpt._steps.retention import Retention
+from ckpt._steps.unreadable import shortened
 from ckpt.coordination._collectives import gathered
 from ckpt.coordination._heartbeat import beating
 from ckpt.coordination._operation import Operation
 from ckpt.coordination._peers import Peers
 from ckpt.errors import CheckpointError, CoordinationError, StepDeletedError, StepNotFoundError
+
+logger = logging.getLogger("ckpt")
 
 Act = Callable[[], Awaitable[JsonValue]]
 
@@ -46,13 +52,11 @@ class FoundStep(Struct, frozen=True):
     """The step that all processes restore.
 
     Attributes:
-        step_dir: Its directory.
-        manifest: Its manifest.
+        opened: The step, as this process has opened it.
         broadcast: How they share what they read; None where each reads what it needs.
     """
 
-    step_dir: str
-    manifest: Manifest
+    opened: OpenedStep
     broadcast: Broadcast | None = None
 
 
@@ -86,7 +90,7 @@ class OneProcess:
     ) -> AsyncIterator[FoundStep]:
         """Find `step`, or the latest one, for the body to restore."""
         check_broadcast(broadcast_bytes, own_disks=False)
-        yield FoundStep(*await self.steps.found(step))
+        yield FoundStep(await self.steps.found(step))
 
     async def on_primary(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
         """Return what `act` gives."""
@@ -169,21 +173,22 @@ class SharedRoot(_SeveralProcesses):
         """Agree on the step that the primary finds; the body succeeds on all processes or none."""
         async with self.peers.all_of("restore", _restore_of(step)) as operation:
             check_broadcast(broadcast_bytes, own_disks=False)
-            step_dir, manifest = await self._find_with_primary(step, broadcast_bytes, operation)
+            opened = await self._find_with_primary(step, broadcast_bytes, operation)
             broadcast = None
             if broadcast_bytes is not None:
                 broadcast = Broadcast(self.peers, operation, broadcast_bytes, caller)
-            yield FoundStep(step_dir, manifest, broadcast)
+            yield FoundStep(opened, broadcast)
 
     async def _find_with_primary(
         self, step: int | None, nbytes: int | None, operation: Operation
-    ) -> tuple[str, Manifest]:
-        """Return step directory and manifest of the step that the primary finds."""
+    ) -> OpenedStep:
+        """Open the step that the primary finds."""
         if self.process == 0:
-            step_dir, manifest = await self._index.found(step)
+            opened = await self._index.found(step)
+            manifest = opened.manifest
             about = {"step": manifest.step, "attempt": manifest.attempt, "broadcast": nbytes}
             await operation.lead(json.dumps(about).encode())
-            return step_dir, manifest
+            return opened
         about = json.loads(await operation.lead(None))
         self._check_same(step, about["step"])
         if about["broadcast"] != nbytes:
@@ -193,7 +198,7 @@ class SharedRoot(_SeveralProcesses):
                 step=about["step"],
             )
         try:
-            step_dir, manifest = await self._index.found(about["step"])
+            opened = await self._index.found(about["step"])
         except StepNotFoundError as error:
             # It was there a moment ago.
             raise StepDeletedError(
@@ -201,13 +206,13 @@ class SharedRoot(_SeveralProcesses):
                 f"{self.process} sees another root than process 0",
                 step=about["step"],
             ) from error
-        if manifest.attempt != about["attempt"]:
+        if opened.manifest.attempt != about["attempt"]:
             raise StepDeletedError(
-                f"{self._index.location}/{step_dir} was replaced while it was read, or process "
-                f"{self.process} sees another root than process 0",
-                step=manifest.step,
+                f"{self._index.location}/{opened.step_dir} was replaced while it was read, or "
+                f"process {self.process} sees another root than process 0",
+                step=opened.manifest.step,
             )
-        return step_dir, manifest
+        return opened
 
     on_step = everywhere = delete = _SeveralProcesses.on_primary
 
@@ -219,6 +224,11 @@ class SeparateRoots(_SeveralProcesses):
     """Several processes with a root each. Only what all of them have counts as a step."""
 
     owns_root = True
+
+    def __init__(self, peers: Peers, index: StepIndex) -> None:
+        """Use the root that `index` lists, and those of `peers`."""
+        super().__init__(peers, index)
+        self._said_foreign = False
 
     @property
     def steps(self) -> SeparateRoots:
@@ -243,8 +253,8 @@ class SeparateRoots(_SeveralProcesses):
         """Return the greatest step that all processes have, or None."""
         return next(reversed((await self.refresh()).values()), None)
 
-    async def found(self, step: int | None) -> tuple[str, Manifest]:
-        """Return directory and manifest of `step`, or of the latest one that all processes have."""
+    async def found(self, step: int | None) -> OpenedStep:
+        """Open `step`, or the latest one that all processes have."""
         if step is None:
             latest = await self.latest()
             if latest is None:
@@ -259,7 +269,7 @@ class SeparateRoots(_SeveralProcesses):
         """Find a step that all processes have; the body succeeds on all of them or none."""
         async with self.peers.all_of("restore", _restore_of(step)) as operation:
             check_broadcast(broadcast_bytes, own_disks=True)
-            yield FoundStep(*await self._index.found(await self._common(step, operation)))
+            yield FoundStep(await self._index.found(await self._common(step, operation)))
 
     async def on_step(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
         """Do something to a step on every disk.
@@ -318,12 +328,23 @@ class SeparateRoots(_SeveralProcesses):
             found = await self._index.refresh()
         # A step that not all have published does not count, nor one whose parts are from
         # different saves.
+        self._say_foreign([each.step for each in found.values() if each.is_foreign])
         own: JsonValue = [[each.step, each.save] for each in found.values()]
         every = await gathered(operation, [asked, own], "steps")
         for other, _ in every:
             self._check_same(asked, other)
         common = set.intersection(*({tuple(each) for each in steps} for _, steps in every))
         return {step: found[step] for step in sorted(step for step, save in common if save)}
+
+    def _say_foreign(self, steps: list[int]) -> None:
+        """Say once that steps of Orbax are left out: it is not known which belong together."""
+        if steps and not self._said_foreign:
+            self._said_foreign = True
+            logger.warning(
+                "%s: steps that Orbax wrote are left out, since every process has its own disk: %s",
+                redact(self._index.location),
+                shortened(steps),
+            )
 
     async def _common(self, step: int | None, operation: Operation) -> int:
         """Return the step that all processes have; None finds the greatest.

@@ -30,6 +30,7 @@ from ckpt._tree.table import size_text
 from ckpt.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
+    NotACheckpointError,
     StepDeletedError,
     StepNotFoundError,
 )
@@ -98,9 +99,9 @@ class StepReader:
 
     async def metadata(self, step: int | None) -> StepMetadata:
         """Return the metadata of `step`, or of the latest one."""
-        step_dir, manifest = await self._processes.steps.found(step)
-        path = f"{self._storage.location}/{step_dir}"
-        return await run_in_thread(describe_step, manifest, path)
+        opened = await self._processes.steps.found(step)
+        path = f"{self._storage.location}/{opened.step_dir}"
+        return await run_in_thread(describe_step, opened.manifest, path)
 
     async def verify(self, step: int | None, deep: bool) -> VerifyReport:
         """Compare `step`, or the latest one, with its manifest; see `engine.verification`."""
@@ -113,6 +114,13 @@ class StepReader:
                 step_dirs = await self._index.step_dirs_of(chosen)
                 if not step_dirs:
                     raise await self._index.not_found(chosen)
+                looked = await self._index.look(step_dirs[0])
+                if looked is not None and looked.is_foreign:
+                    raise NotACheckpointError(
+                        f"{self._storage.location}/{step_dirs[0]} was written by Orbax, without "
+                        "digests: there is nothing to compare it with. A restore reads it",
+                        step=chosen,
+                    )
                 try:
                     report = await verify_step_dir(
                         self._storage, step_dirs[0], chosen, deep, self._engine.observers
@@ -249,11 +257,12 @@ class StepReader:
             for _ in range(_LATEST_TRIES if step is None else 1):
                 try:
                     async with processes.restoring(step, broadcast_bytes, caller) as found:
-                        manifest = found.manifest
-                        async with while_read(self._storage, found.step_dir, manifest):
+                        opened = found.opened
+                        manifest = opened.manifest
+                        async with while_read(self._storage, opened.step_dir, manifest):
                             context = RestoreContext(
                                 self._storage,
-                                found.step_dir,
+                                opened.step_dir,
                                 manifest,
                                 engine,
                                 (*engine.observers, *processes.observers),
@@ -261,6 +270,7 @@ class StepReader:
                                 processes.count,
                                 found.broadcast,
                                 memory=memory,
+                                foreign=opened.foreign,
                             )
                             wanted = wanted_items(manifest, like, items, adapt, at)
                             loaded = await restore_items(context, wanted)

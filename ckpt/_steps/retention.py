@@ -6,20 +6,24 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import anyio
 
-from ckpt._arguments import check_step
+from ckpt._arguments import check_step, shown
 from ckpt._engine.save.item_removal import delete_item
 from ckpt._events import EventRecorder, Observer
-from ckpt._format.manifest import FILE_NAME, MAX_BYTES, Manifest, peek_files
+from ckpt._format.manifest import FILE_NAME, MAX_BYTES, peek_files
+from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep, StepIndex
+from ckpt._steps.opened import OpenedStep
 from ckpt._steps.pins import deletion_of, pins, refuse_pinned
 from ckpt._steps.previous_steps import saved_step
+from ckpt._steps.unreadable import shortened
 from ckpt.errors import (
     CorruptCheckpointError,
+    InvalidArgumentError,
     StepNotFoundError,
     StepPinnedError,
     StorageError,
@@ -105,6 +109,8 @@ class Retention:
         self._policy = policy
         self._concurrency = deletion.concurrency
         self._keeps_latest = deletion.keep_latest
+        self._spares_foreign = not deletion.orbax_steps
+        self._said_spared = False
         self._trash = None if deletion.trash is None else os.fspath(deletion.trash)
         self._observers = observers
         self._now_ns = now_ns
@@ -160,8 +166,23 @@ class Retention:
         going = {
             step: each for step, each in found.items() if step not in kept and step not in always
         }
+        if self._spares_foreign:
+            spared = [step for step, each in going.items() if each.is_foreign]
+            self._say_spared(spared)
+            going = {step: each for step, each in going.items() if step not in spared}
         pinned = await pins(self._storage) if going else {}
         return {step: each for step, each in going.items() if step not in pinned}
+
+    def _say_spared(self, steps: Sequence[int]) -> None:
+        """Say once that steps of Orbax stay though the policy does not keep them."""
+        if steps and not self._said_spared:
+            self._said_spared = True
+            logger.warning(
+                "%s: steps that Orbax wrote stay, though the preservation policy does not keep "
+                "them: %s. With Deletion(orbax_steps=True) they are deleted, too",
+                redact(self._storage.location),
+                shortened(sorted(steps)),
+            )
 
     async def _delete_all(self, going: Mapping[int, IndexedStep]) -> None:
         limiter = anyio.CapacityLimiter(self._concurrency)
@@ -196,8 +217,9 @@ class Retention:
         chosen = looked[step_dirs[0]] if step_dirs else None
         if chosen is None or chosen.attempt != attempt:
             return {}
+        # What Orbax wrote has no manifest to compare.
         return {
-            step_dir: None if each is None else each.attempt
+            step_dir: None if each is None or each.is_foreign else each.attempt
             for step_dir, each in looked.items()
             if each is not None or await is_ours(self._storage, step_dir)
         }
@@ -214,7 +236,7 @@ class Retention:
         await self._delete(step, dict.fromkeys(reversed(step_dirs)))
 
     async def _deletable(self, step: int) -> list[str]:
-        """Return the step directories of a step that is to be deleted, those that are ours."""
+        """Return the step directories of a step that is to be deleted."""
         step_dirs = await self._index.step_dirs_of(step)
         if not step_dirs:
             raise await self._index.not_found(step)
@@ -225,16 +247,22 @@ class Retention:
                 f"{self._storage.location}/{step_dirs[0]} is a file or a link, not a step",
                 step=step,
             )
-        ours = [each for each in step_dirs if each in listed and await is_ours(self._storage, each)]
-        if not ours:
+        found = [each for each in step_dirs if each in listed and await self._is_step(each)]
+        if not found:
             raise StepNotFoundError(
                 f"{self._storage.location}/{step_dirs[0]} is not a checkpoint of this library, so "
                 "it is not deleted",
                 step=step,
             )
-        return ours
+        return found
 
-    async def delete_item(self, step_dir: str, manifest: Manifest, item: str) -> None:
+    async def _is_step(self, step_dir: str) -> bool:
+        """Tell whether a directory is a step of this library, damaged or not, or one of Orbax."""
+        return (
+            await is_ours(self._storage, step_dir) or await self._index.look(step_dir) is not None
+        )
+
+    async def delete_item(self, opened: OpenedStep, item: str) -> None:
         """Delete one item of a step; see `engine.items.delete_item`.
 
         Raises:
@@ -242,7 +270,14 @@ class Retention:
             StepPinnedError: The step is pinned.
             StepDeletedError: It was deleted or replaced meanwhile.
         """
+        step_dir, manifest = opened.step_dir, opened.manifest
         step = check_step(manifest.step)
+        if opened.foreign is not None:
+            raise InvalidArgumentError(
+                f"delete(item={shown(item)}): Orbax wrote this step, so it can only be deleted as "
+                "a whole",
+                step=step,
+            )
         async with self._deletion(step):
             async with while_read(self._storage, step_dir, manifest):
                 await spare_others(self._storage, step_dir)

@@ -184,7 +184,7 @@ class RootService:
             if item is None:
                 await root.retention.delete(step)
             else:
-                await root.retention.delete_item(*await root.index.found(step), item)
+                await root.retention.delete_item(await root.index.found(step), item)
 
         if not root.processes.owns_root:
             await self.saves.idle()

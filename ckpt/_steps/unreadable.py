@@ -17,11 +17,11 @@ from ckpt.storage._base import Storage
 from ckpt.storage._manifests import read_manifest
 
 # What such a directory is: a damaged step of this library, one of a later version, one that may not
-# be read, a step of Orbax, or something else.
+# be read, one that Orbax began and did not finish, or something else.
 Kind = Literal["damaged", "later", "forbidden", "orbax", "other"]
 
 # Orbax puts the one into every step, and the whole path of the step into the other.
-ORBAX_METADATA = "_CHECKPOINT_METADATA"
+_ORBAX_METADATA = "_CHECKPOINT_METADATA"
 _SUCCESS = "commit_success.txt"
 _MOST_BYTES = 16 << 20
 _SHOWN = 12
@@ -55,8 +55,9 @@ async def look_closely(storage: Storage, step_dir: str, step: int) -> Unreadable
         success = await storage.read(step_dir, _SUCCESS, _MOST_BYTES)
         if success is not None and success.endswith(f" {step_dir}".encode()):
             return UnreadableStep(step, "damaged", f"{where} has lost {FILE_NAME}")
-        if await storage.read(step_dir, ORBAX_METADATA, _MOST_BYTES) is not None:
-            return UnreadableStep(step, "orbax", f"{where} was written by Orbax")
+        if await storage.read(step_dir, _ORBAX_METADATA, _MOST_BYTES) is not None:
+            reason = f"Orbax never finished {where}, or its {_ORBAX_METADATA} is damaged"
+            return UnreadableStep(step, "orbax", reason)
         # In a store, the objects of a save under way have names like this, too.
         if storage.keeps_others or not await storage.exists(step_dir):
             return None
@@ -71,17 +72,17 @@ def described(found: Sequence[UnreadableStep]) -> list[str]:
     """Return a sentence for each kind of unreadable step, for messages."""
     texts = []
     for each in found:
-        if each.kind not in ("orbax", "other"):
+        if each.kind != "other":
             problem = "is damaged" if each.kind == "damaged" else "cannot be read"
             texts.append(f"step {each.step} {problem} and is left out: {each.reason}")
-    for kind, what, advice in (
-        ("orbax", "of Orbax", "which a manager does not list; ckpt.load reads one by its path"),
-        ("other", "of another program", f"without a {FILE_NAME}; they are left out"),
-    ):
-        steps = sorted({each.step for each in found if each.kind == kind})
-        if steps:
-            noun = "step" if len(steps) == 1 else "steps"
-            texts.append(f"it holds {len(steps)} {noun} {what} ({shortened(steps)}), {advice}")
+    steps = sorted({each.step for each in found if each.kind == "other"})
+    if steps:
+        what = "a step" if len(steps) == 1 else f"{len(steps)} steps"
+        are = "it is" if len(steps) == 1 else "they are"
+        texts.append(
+            f"it holds {what} of another program ({shortened(steps)}), without a {FILE_NAME}; "
+            f"{are} left out"
+        )
     return texts
 
 

@@ -20,11 +20,11 @@ from ckpt._commit import StepInfo, step_info
 from ckpt._format.manifest import Manifest
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep, StepIndex
+from ckpt._steps.opened import open_step
 from ckpt._steps.pins import PinLease, hold
-from ckpt.errors import InvalidArgumentError, StepNotFoundError, StorageError
+from ckpt.errors import InvalidArgumentError, NotACheckpointError, StorageError
 from ckpt.step_names import StepNames
 from ckpt.storage._base import Storage
-from ckpt.storage._manifests import read_manifest
 
 logger = logging.getLogger("ckpt")
 
@@ -223,10 +223,12 @@ class Watcher:
 
         async def look() -> Manifest | None:
             try:
-                manifest = await read_manifest(self._storage, each.step_dir, step=each.step)
-            except StepNotFoundError:
+                opened = await open_step(self._storage, each.step_dir, each.step)
+            except NotACheckpointError:
+                opened = None
+            if opened is None or self._seen.get(each.step) == opened.manifest.attempt:
                 return None
-            return None if self._seen.get(each.step) == manifest.attempt else manifest
+            return opened.manifest
 
         try:
             if not self._options.pin:

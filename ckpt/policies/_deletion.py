@@ -29,6 +29,8 @@ class Deletion:
             of a folder below the root, or an absolute path. None removes them.
         keep_latest: Keep the greatest step whatever the preservation policy says. With False, the
             step to resume from can be deleted.
+        orbax_steps: Delete steps that Orbax wrote by the same policy. By default they stay, and
+            only `delete(step)` removes one.
 
     Raises:
         InvalidArgumentError: `concurrency` is out of its range, or `trash` could be the name of a
@@ -44,11 +46,13 @@ class Deletion:
     concurrency: int = 2
     trash: str | os.PathLike[str] | None = None
     keep_latest: bool = True
+    orbax_steps: bool = False
 
     def __post_init__(self) -> None:
         count = whole_number("concurrency", self.concurrency, of="Deletion", most=_MOST_AT_ONCE)
         object.__setattr__(self, "concurrency", count)
         true_or_false("keep_latest", self.keep_latest, of="Deletion")
+        true_or_false("orbax_steps", self.orbax_steps, of="Deletion")
         if self.trash is not None:
             # As text, so that equal ones are equal.
             object.__setattr__(self, "trash", _checked_trash(self.trash))

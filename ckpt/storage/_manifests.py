@@ -47,10 +47,7 @@ async def read_manifest(storage: Storage, step_dir: str, *, step: int | None = N
     if data is None and step is not None:
         raise StepNotFoundError(f"there is no such step in {storage.location}", step=step)
     if data is None:
-        raise NotACheckpointError(
-            f"{where} holds no committed checkpoint: there is no {FILE_NAME} in it. Give the path "
-            "that ckpt.save wrote, or one step of a manager's root (runs/a/100)"
-        )
+        raise no_manifest(where)
     with located(step=step):
         manifest = await _decoded(data, f"{where}/{FILE_NAME}")
     if step is not None and manifest.step != step:
@@ -70,6 +67,14 @@ async def read_manifest(storage: Storage, step_dir: str, *, step: int | None = N
     if wrong is not None:
         raise CorruptCheckpointError(f"{where}: {wrong!r:.120} cannot be the name of an item")
     return manifest
+
+
+def no_manifest(where: str) -> NotACheckpointError:
+    """Return the error for a path without a manifest."""
+    return NotACheckpointError(
+        f"{where} holds no committed checkpoint: there is no {FILE_NAME} in it. Give the path that "
+        "ckpt.save wrote, or one step of a manager's root (runs/a/100)"
+    )
 
 
 async def _decoded(data: bytes, where: str) -> Manifest:

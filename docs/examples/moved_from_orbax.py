@@ -1,11 +1,10 @@
-"""A run that Orbax saved, and that goes on with ckpt.
+"""A run that Orbax began, and that goes on with ckpt in the same directory.
 
     python docs/examples/moved_from_orbax.py --orbax --steps 500    # the old trainer
     python docs/examples/moved_from_orbax.py --steps 1000           # the new one
 
-The new trainer loads the newest step of the old root with Orbax, once, saves it in a root of its
-own, and goes on. Stop either of them at any time, with Ctrl-C or `kill -9`, and start it again: it
-says at which step it goes on. The last line is that of the old trainer, had it made all the steps.
+Stop either of them at any time, with Ctrl-C or `kill -9`, and start it or the other one
+again: both say where they go on. The last line is the same, whoever made the steps.
 """
 
 import argparse
@@ -47,25 +46,17 @@ def train_step(state: State, number: int) -> tuple[State, jax.Array]:
     return {"params": params, "opt_state": opt_state}, loss
 
 
-def open_old(root: Path) -> Any:
-    """Open the root of the old trainer."""
-    options = ocp.CheckpointManagerOptions(
-        save_interval_steps=50, max_to_keep=3, best_fn=lambda found: found["loss"], best_mode="min"
-    )
-    return ocp.CheckpointManager(root.absolute(), options=options)
-
-
-def restore_old(manager: Any) -> State:
-    """Restore the newest step of the old trainer."""
-    target = ocp.args.StandardRestore(jax.eval_shape(init_state))
-    return manager.restore(manager.latest_step(), args=target)
-
-
 def train_old(root: Path, steps: int) -> State:
     """Train with Orbax."""
-    with open_old(root) as manager:
+    options = ocp.CheckpointManagerOptions(
+        save_interval_steps=50, best_fn=lambda found: found["loss"], best_mode="min"
+    )
+    with ocp.CheckpointManager(root.absolute(), options=options) as manager:
         latest = manager.latest_step()
-        start, state = (0, init_state()) if latest is None else (latest + 1, restore_old(manager))
+        start, state = 0, init_state()
+        if latest is not None:
+            target = ocp.args.StandardRestore(jax.eval_shape(init_state))
+            start, state = latest + 1, manager.restore(latest, args=target)
         print(f"resumed at step {start}" if start else "a new run", flush=True)
         for step in range(start, steps):
             state, loss = train_step(state, step)
@@ -74,23 +65,16 @@ def train_old(root: Path, steps: int) -> State:
     return state
 
 
-def train(root: Path, old_root: Path, steps: int) -> State:
-    """Train with ckpt, from the newest step of the old root if there is none in the new one."""
+def train(root: Path, steps: int) -> State:
+    """Train with ckpt, from the newest step, whoever wrote it."""
     last = policies.SpecificSteps([steps - 1])
     with ckpt.sync.CheckpointManager(
         root,
         save_policy=policies.AnySave(policies.FixedInterval(50), last),
-        preservation=policies.BestN(3, metric="loss", mode="min"),  # and the latest
+        preservation=policies.BestN(3, metric="loss", mode="min"),  # the latest, and all of Orbax
     ) as mgr:
-        if mgr.latest_step() is None:
-            with open_old(old_root) as old:
-                step = old.latest_step()
-                mgr.save(
-                    step, restore_old(old), metrics=old.metrics(step), force=True, durable=True
-                )
-            print(f"moved step {step} from {old_root}", flush=True)
         start, state = mgr.resume(init_state)
-        print(f"resumed at step {start}", flush=True)
+        print(f"resumed at step {start}" if start else "a new run", flush=True)
         for step in range(start, steps):
             state, loss = train_step(state, step)
             mgr.save(step, state, metrics={"loss": loss})
@@ -102,12 +86,8 @@ def train(root: Path, old_root: Path, steps: int) -> State:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--root", type=Path, default="runs/moved")
-    parser.add_argument("--old-root", type=Path, default="runs/orbax")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--orbax", action="store_true", help="be the old trainer")
     args = parser.parse_args()
-    if args.orbax:
-        state = train_old(args.old_root, args.steps)
-    else:
-        state = train(args.root, args.old_root, args.steps)
+    state = (train_old if args.orbax else train)(args.root, args.steps)
     print(f"done: step {args.steps - 1}, loss {loss_of(state['params'], TEST)}")

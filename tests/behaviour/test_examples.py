@@ -316,29 +316,29 @@ def test_another_mesh(tmp_path: Path) -> None:
 
 
 def test_moved_from_orbax(tmp_path: Path) -> None:
-    old, first, second = tmp_path / "old", tmp_path / "killed", tmp_path / "whole"
+    first, second = tmp_path / "killed", tmp_path / "whole"
     name = "moved_from_orbax"
-    with started(name, "--orbax", "--old-root", old, "--steps", 70) as child:
+    with started(name, "--orbax", "--root", first, "--steps", 70) as child:
         assert ended(child)[0] == "a new run"
-    left = sorted(file for file in old.rglob("*") if file.is_file())
-    moved = f"moved step 50 from {old}\nresumed at step 51\n"
-    at = killed(name, first, "--old-root", old, after=50, said=moved)
+    left = sorted(file for file in first.rglob("*") if file.is_file())
+    at = killed(name, first, after=50, said="resumed at step 51\n")
     steps = at + MORE
     with (
-        started(name, "--root", first, "--old-root", old, "--steps", steps) as one,
+        started(name, "--root", first, "--steps", steps) as one,
         # The old trainer, had it not been moved.
-        started(name, "--orbax", "--old-root", second, "--steps", steps) as other,
+        started(name, "--orbax", "--root", second, "--steps", steps) as other,
     ):
         lines, whole = ended(one), ended(other)
-    assert lines[0] == f"resumed at step {at + 1}", "moved again"
+    assert f"resumed at step {at + 1}" in lines
     assert whole[0] == "a new run"
     assert lines[-1] == whole[-1]
-    assert left == sorted(file for file in old.rglob("*") if file.is_file())
+    assert set(left) <= set(first.rglob("*"))
     with ckpt.sync.CheckpointManager(first, read_only=True) as mgr:
-        assert steps - 1 in mgr.all_steps()
-        assert len(mgr.all_steps()) <= 4
+        assert {0, 50, steps - 1} <= set(mgr.all_steps())
         best = mgr.best_step("loss", "min")
-    assert lines[1] == f"best: step {best}"
+    assert f"best: step {best}" in lines
+    with started(name, "--orbax", "--root", first, "--steps", steps + 20) as back:
+        assert ended(back)[0] == f"resumed at step {steps}"
 
 
 def test_fastapi_service(tmp_path: Path) -> None:

@@ -405,20 +405,6 @@ def test_orbax_does_not_list_what_was_left_behind(tmp_path: Path) -> None:
     assert steps_by_orbax(root) == [1]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
-def test_a_step_that_orbax_wrote_is_not_one_of_ours(tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    with ckpt.sync.CheckpointManager(root) as mgr:
-        mgr.save(1, {"w": np.ones(3)})
-    with ocp.training.Checkpointer(root) as checkpointer:
-        checkpointer.save(2, {"w": np.ones(3)})
-    assert steps_by_orbax(root) == [1, 2]
-    with ckpt.sync.CheckpointManager(root) as mgr:
-        assert mgr.all_steps() == [1]
-        with pytest.raises(ckpt.errors.StepExistsError, match="not a checkpoint of this library"):
-            mgr.save(2, {"w": np.ones(3)}, overwrite=True)
-
-
 # Leaves of every kind.
 
 

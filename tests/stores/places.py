@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import uuid
 from dataclasses import dataclass
@@ -92,6 +93,26 @@ class Place:
                 answer = client.get_object(Bucket=self.bucket, Key=each["Key"])
                 found[each["Key"]] = answer["Body"].read()
         return found
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write an object as another program does."""
+        if self.fake is not None:
+            self.fake.put(self.bucket, key, data)
+        else:
+            self.boto().upload_fileobj(io.BytesIO(data), self.bucket, key)
+
+    def drop(self, key: str) -> None:
+        """Remove an object as another program does."""
+        if self.fake is not None:
+            del self.fake.buckets[self.bucket][key]
+        else:
+            self.boto().delete_object(Bucket=self.bucket, Key=key)
+
+    def upload(self, directory: Path, prefix: str) -> None:
+        """Copy a local directory below a prefix, as any tool does."""
+        for path in directory.rglob("*"):
+            if path.is_file():
+                self.put(f"{prefix}/{path.relative_to(directory).as_posix()}", path.read_bytes())
 
     def download(self, prefix: str, target: Path) -> None:
         """Copy every object below a prefix to a local directory, as any tool does."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,7 +228,7 @@ def test_a_step_copied_to_a_disk_is_one_there(bucket: Place, tmp_path: Path) -> 
 def test_a_step_copied_from_a_disk_is_one_in_the_bucket(bucket: Place, tmp_path: Path) -> None:
     with ckpt.sync.CheckpointManager(tmp_path / "run", staging=STAGING) as mgr:
         mgr.save(7, state(7)).result()
-    upload(bucket, tmp_path / "run" / "7", "copied/7")
+    bucket.upload(tmp_path / "run" / "7", "copied/7")
     with plain(bucket, "copied") as mgr:
         assert mgr.all_steps() == [7]
         assert_same(mgr.restore(7, abstract(state(7))), state(7))
@@ -239,20 +238,6 @@ def test_a_step_copied_from_a_disk_is_one_in_the_bucket(bucket: Place, tmp_path:
         assert mgr.all_steps() == [8]
     left = keys_below(bucket, "copied/7/")
     assert left == [], "objects of a deleted step are left"
-
-
-def upload(place: Place, directory: Path, prefix: str) -> None:
-    for path in directory.rglob("*"):
-        if path.is_file():
-            put(place, f"{prefix}/{path.relative_to(directory).as_posix()}", path.read_bytes())
-
-
-def put(place: Place, key: str, data: bytes) -> None:
-    """Write an object as another program does."""
-    if place.fake is not None:
-        place.fake.put(place.bucket, key, data)
-    else:
-        place.boto().upload_fileobj(io.BytesIO(data), place.bucket, key)
 
 
 def test_orbax_reads_a_downloaded_attempt(bucket: Place, tmp_path: Path) -> None:
@@ -274,7 +259,7 @@ def test_damage_in_the_bucket_is_found(bucket: Place) -> None:
     for key in data_files:
         data = bytearray(bucket.objects()[key])
         data[len(data) // 2] ^= 1
-        put(bucket, key, bytes(data))
+        bucket.put(key, bytes(data))
     with plain(bucket) as mgr:
         report = mgr.verify(1)
         assert not report.ok

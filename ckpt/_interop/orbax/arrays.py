@@ -24,6 +24,7 @@ from ckpt._interop.orbax.ocdbt_nodes import ValuePlace
 from ckpt._interop.orbax.tree import OrbaxTree, Param
 from ckpt._interop.orbax.zarr_arrays import V2_FILE, V3_FILE, ZarrArray, parse_array
 from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, located
+from ckpt.storage._base import UNKNOWN_SIZE
 
 # A file that is kept in memory: what a database holds in its nodes, and chunks that nobody wrote.
 INLINE_FILE = ".inline"
@@ -70,17 +71,31 @@ class ArrayStore(Struct):
             raise CorruptCheckpointError(f"{key!r:.120} has {value.length} bytes")
         return await self.read(check_path(value.file), value.offset, value.length)
 
-    def place(self, value: bytes | ValuePlace) -> Found:
-        """Return file, offset and length of a value; one of the database is kept in memory."""
+    def place(self, value: bytes | ValuePlace, nbytes: int | None = None) -> Found:
+        """Return file, offset and length of a value; one of the database is kept in memory.
+
+        Args:
+            value: The value, or where it is.
+            nbytes: How long it has to be, if that is known.
+
+        Raises:
+            UnsupportedFormatError: Its length is needed, and the store does not tell it.
+        """
         if isinstance(value, bytes):
             self.inline += value
             return 0, len(self.inline) - len(value), len(value)
+        length = value.length
+        if length == UNKNOWN_SIZE and nbytes is None:
+            raise UnsupportedFormatError(
+                "its chunks are compressed files of a store that does not tell their sizes: copy "
+                "the checkpoint to a disk and load it from there"
+            )
         path = check_path(value.file)
         number = self.numbers.get(path)
         if number is None:
             number = self.numbers[path] = len(self.files)
             self.files.append(path)
-        return number, value.offset, value.length
+        return number, value.offset, nbytes if nbytes is not None and length < 0 else length
 
 
 class Described(Struct, frozen=True):
@@ -136,10 +151,12 @@ async def _described(store: ArrayStore, tree: OrbaxTree, param: Param) -> Descri
     if count > max(len(store.values) * 4096, 1 << 20):
         raise CorruptCheckpointError(f"it is said to have {count} chunks")
     places: list[Found | None] = [None] * count
+    nbytes = math.prod(array.chunks) * parse_dtype(array.dtype).itemsize
     if array.shards is None:
+        expected = nbytes if array.codec is None else None
         for number, place in enumerate(array.grid()):
             value = store.values.get(f"{name}/{array.key(place)}")
-            places[number] = None if value is None else store.place(value)
+            places[number] = None if value is None else store.place(value, expected)
     else:
         await _open_shards(store, name, array, places)
     missing = [number for number, place in enumerate(places) if place is None]
@@ -148,7 +165,6 @@ async def _described(store: ArrayStore, tree: OrbaxTree, param: Param) -> Descri
             f"{len(missing)} of its {count} chunks are missing; the checkpoint was damaged"
         )
     whole = [_fill(store, array) if place is None else place for place in places]
-    nbytes = math.prod(array.chunks) * parse_dtype(array.dtype).itemsize
     if array.codec is None and any(length != nbytes for _, _, length in whole):
         raise CorruptCheckpointError(
             f"a chunk of it has not the {nbytes} bytes that it should have"

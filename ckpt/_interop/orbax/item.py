@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import jax
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._format.dtypes import parse_dtype
@@ -17,37 +16,19 @@ from ckpt._format.leaf_table import LeafEntry, LeafTable
 from ckpt._format.manifest import ItemEntry, JsonValue
 from ckpt._interop.orbax.arrays import ArrayStore, describe_arrays, leaf_entry
 from ckpt._interop.orbax.database import MANIFEST, Values, read_database
+from ckpt._interop.orbax.layout import KEY_FOLDER, MOST_BYTES, OrbaxItem, Sizes
 from ckpt._interop.orbax.ocdbt_nodes import ValuePlace
 from ckpt._interop.orbax.shardings import SHARDING_FILE, parse_shardings
 from ckpt._interop.orbax.tree import TREE_FILE, Param, parse_tree
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.flatten import describe
 from ckpt.errors import CorruptCheckpointError, located
-from ckpt.storage._base import Storage
+from ckpt.storage._base import UNKNOWN_SIZE, Storage
 
-KEY_FOLDER = "jax_random_key"
 _KEY_ABOUT = "jax_random_key_metadata/metadata"
 _STRINGS, _ARRAY_METADATAS = "_strings.json", "array_metadatas/"
 # How Orbax calls the one leaf of an item that is an array.
 _ONE_LEAF = "checkpoint"
-MOST_BYTES = 256 << 20
-
-# The size of every file by path; None for what is not a regular file.
-Sizes = Mapping[str, int | None]
-
-
-class OrbaxItem(Struct, frozen=True):
-    """An item, and where it is.
-
-    Attributes:
-        kind: `tree`, `array`, `key` or `json`.
-        folder: Its directory, with `/` at the end; empty for that of the checkpoint.
-        file: Of an item of JSON, its file.
-    """
-
-    kind: str
-    folder: str
-    file: str = ""
 
 
 class OrbaxItemReader:
@@ -153,7 +134,9 @@ class OrbaxItemReader:
         size = self._sizes.get(full)
         if size is None:
             raise CorruptCheckpointError(f"{full:.200} is missing; the checkpoint was damaged")
-        if offset + length > size:
+        if length == UNKNOWN_SIZE:
+            return await self._storage.read(self._step_dir, full, MOST_BYTES) or b""
+        if size not in (UNKNOWN_SIZE, None) and offset + length > size:
             raise CorruptCheckpointError(
                 f"{full:.200} has {size} bytes, and {offset + length} are expected; it was damaged"
             )
@@ -190,10 +173,16 @@ async def json_file(storage: Storage, step_dir: str, path: str, sizes: Sizes) ->
         CorruptCheckpointError: It is damaged.
     """
     data = await storage.read(step_dir, path, MOST_BYTES) if path in sizes else None
-    if data is None:
-        return None
+    return None if data is None else parse_json(data, f"{storage.location}/{step_dir}/{path}")
+
+
+def parse_json(data: bytes, where: str) -> JsonValue:
+    """Return the content of a JSON file that is at `where`.
+
+    Raises:
+        CorruptCheckpointError: It is damaged.
+    """
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        where = f"{storage.location}/{step_dir}/{path}"
         raise CorruptCheckpointError(f"{where} is damaged: {error!s:.200}") from error

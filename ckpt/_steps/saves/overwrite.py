@@ -76,7 +76,7 @@ async def make_way(
                 continue
             raise StepExistsError(
                 f"{where} exists and is not a checkpoint of this library, so it is never replaced. "
-                "Move it away, or choose another name",
+                "Delete it or move it away, or choose another name",
                 step=request.step,
             )
         if not request.overwrite:
@@ -100,6 +100,9 @@ async def _damage_of(
     data = None if known is None else await storage.read(step_dir, FILE_NAME, MAX_BYTES)
     summary = None if data is None else await run_in_thread(peek, data)
     if known is not None and summary is not None and summary.attempt == known.attempt:
+        return known.reason
+    if known is not None and data is None and step_dir in await storage.step_dirs():
+        # Of Orbax. It is only moved, so it does not matter if it has become another one.
         return known.reason
     found = await look_closely(storage, step_dir, request.step)
     if found is None or found.kind != "damaged":

@@ -12,6 +12,7 @@ import time
 
 from ckpt._format.manifest import FILE_NAME
 from ckpt.storage._object.client import ObjectClient
+from ckpt.storage._object.foreign import MARKS
 from ckpt.storage._object.leases import record_names
 from ckpt.storage._object.names import NAMES
 
@@ -21,6 +22,8 @@ _LEAST_SECONDS = 60.0
 # Listing the whole root takes at most this share of the time.
 _SHARE = 0.01
 _OWN = ".ckpt-"
+# Files that make a directory a step.
+_MARKS = frozenset({FILE_NAME, *MARKS})
 
 
 class StepListing:
@@ -34,7 +37,10 @@ class StepListing:
         self._next = 0.0
 
     async def step_dirs(self) -> list[str]:
-        """Return the names of the step directories that have, or had a moment ago, a manifest."""
+        """Return the names of the step directories that have, or had a moment ago, a manifest.
+
+        What Orbax has marked as a step counts, too.
+        """
         if time.monotonic() < self._next:
             names = await self._keys.list(f"{NAMES}/")
             return sorted(self._copied | _step_dirs_of(names))
@@ -42,9 +48,9 @@ class StepListing:
         found = await self._keys.list("")
         start = f"{NAMES}/"
         named = _step_dirs_of([key.removeprefix(start) for key in found if key.startswith(start)])
-        end = f"/{FILE_NAME}"
-        there = {key.removesuffix(end) for key in found if key.endswith(end)}
-        there = {name for name in there if "/" not in name and not name.startswith(_OWN)}
+        pairs = (key.split("/") for key in found)
+        there = {pair[0] for pair in pairs if len(pair) == 2 and pair[1] in _MARKS}
+        there = {name for name in there if not name.startswith(_OWN)}
         self._copied = frozenset(there - named)
         if len(found) >= _ONE_REQUEST:
             now = time.monotonic()

@@ -15,6 +15,7 @@ from ckpt._format.manifest import FILE_NAME, peek, peek_files
 from ckpt.errors import StorageError
 from ckpt.storage._object import leases
 from ckpt.storage._object.client import ObjectClient, StoredObject, each
+from ckpt.storage._object.foreign import remove_foreign
 from ckpt.storage._object.leases import LeaseRecord
 from ckpt.storage._object.names import (
     NAMES,
@@ -39,7 +40,9 @@ async def remove(keys: ObjectClient, step_dir: str, attempt: str | None, seconds
     """
     key = f"{step_dir}/{FILE_NAME}"
     found = await keys.get(key)
-    if found is None or is_gone(found.data):
+    if found is None:
+        return attempt is None and await remove_foreign(keys, step_dir)
+    if is_gone(found.data):
         return False
     if attempt is not None and attempt_of(found.data) != attempt:
         return False

@@ -25,6 +25,7 @@ from ckpt.storage._object.client import KeyValueStore, ObjectClient, StoredObjec
 from ckpt.storage._object.config import Memory, StoreConfig
 from ckpt.storage._object.connection import connect
 from ckpt.storage._object.errors import RequestFailed
+from ckpt.storage._object.foreign import is_foreign
 from ckpt.storage._object.leases import Sightings
 from ckpt.storage._object.listing import StepListing
 from ckpt.storage._object.names import GONE, is_gone
@@ -126,7 +127,10 @@ class ObjectStorage:
         return await self._lists.step_dirs()
 
     async def exists(self, step_dir: str) -> bool:
-        return await self._stamp(step_dir, FILE_NAME) is not None
+        if await self._stamp(step_dir, FILE_NAME) is not None:
+            return True
+        # What Orbax has there must not be taken for a name that is free.
+        return await is_foreign(self._keys, step_dir)
 
     async def files(self, step_dir: str) -> dict[str, int | None]:
         return dict.fromkeys(await self._keys.list(f"{step_dir}/"), UNKNOWN_SIZE)

@@ -89,16 +89,16 @@ def test_a_one_shot_checkpoint_deleted_while_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deleted between its manifest and its data: there is nothing to observe in a load."""
-    from ckpt._api import oneshot
+    from ckpt._steps import opened
 
     ckpt.sync.save(tmp_path / "x", state(1))
-    real = oneshot.read_manifest  # type: ignore[attr-defined]
+    real = opened.read_manifest  # type: ignore[attr-defined]
 
     async def read_and_delete(*args: object, **named: object) -> object:
         manifest = await real(*args, **named)  # type: ignore[arg-type]
         shutil.rmtree(tmp_path / "x")
         return manifest
 
-    monkeypatch.setattr(oneshot, "read_manifest", read_and_delete)
+    monkeypatch.setattr(opened, "read_manifest", read_and_delete)
     with pytest.raises(ckpt.errors.StepDeletedError, match="was deleted while"):
         ckpt.sync.load(tmp_path / "x")

@@ -174,7 +174,7 @@ def test_a_watch_that_ends_while_it_pins_a_step_lets_go(
 ) -> None:
     save(tmp_path, 1)
     watch = ckpt.sync.watch(tmp_path)
-    face, read = watch._face, watcher.read_manifest  # type: ignore[attr-defined]
+    face, read = watch._face, watcher.open_step  # type: ignore[attr-defined]
 
     async def late(*args: Any, **options: Any) -> Any:
         # The lease is written by now.
@@ -189,7 +189,7 @@ def test_a_watch_that_ends_while_it_pins_a_step_lets_go(
                 await anyio.lowlevel.checkpoint()
         return found
 
-    monkeypatch.setattr(watcher, "read_manifest", late)
+    monkeypatch.setattr(watcher, "open_step", late)
     assert list(watch) == []
     assert pinned(tmp_path) == set()
 

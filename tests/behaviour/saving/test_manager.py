@@ -97,6 +97,8 @@ def test_a_failed_save_does_not_keep_the_state_alive(tmp_path: Path) -> None:
         alive = weakref.ref(state["w"])
         with pytest.raises(errors.UnsupportedLeafError):
             mgr.save(0, state)
+        # The call has its error a moment before the save has ended on the engine's thread.
+        mgr.wait_until_finished()
         del state
         gc.collect()
         assert alive() is None

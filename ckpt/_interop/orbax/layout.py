@@ -1,0 +1,106 @@
+"""A checkpoint of Orbax as a directory: its marks, and which items it holds. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from ckpt._format.item_file_names import is_item_name
+from ckpt._interop.orbax.tree import TREE_FILE
+
+STEP_FILE = "_CHECKPOINT_METADATA"
+SUCCESS = "commit_success.txt"
+METRICS = "metrics"
+KEY_FOLDER = "jax_random_key"
+MOST_BYTES = 256 << 20
+# A file with which this library marks its steps for the newer of Orbax's interfaces.
+MARK_V1 = "orbax.checkpoint"
+_UNFINISHED = ".orbax-checkpoint-tmp"
+_DEFAULT = "default"
+# Names of items that stand for a state without a name, in the newer interface.
+_UNNAMED_V1 = ("state", "pytree")
+_JSON_FILES = ("metadata", "data.json")
+_ARRAY_HANDLER = "ArrayCheckpointHandler"
+
+# The size of every file by path; None for what is not a regular file.
+Sizes = Mapping[str, int | None]
+
+
+class OrbaxItem(Struct, frozen=True):
+    """An item, and where it is.
+
+    Attributes:
+        kind: `tree`, `array`, `key` or `json`.
+        folder: Its directory, with `/` at the end; empty for that of the checkpoint.
+        file: Of an item of JSON, its file.
+    """
+
+    kind: str
+    folder: str
+    file: str = ""
+
+
+def names_a_path(success: bytes) -> bool:
+    """Tell whether a file `commit_success.txt` is Orbax's, which writes the path of the step.
+
+    This library writes the name of the step alone.
+    """
+    return b"/" in success
+
+
+def unfinished(step_dir: str, sizes: Sizes) -> str | None:
+    """Return what shows that a checkpoint was never finished, or None."""
+    return next((path for path in (step_dir, *sizes) if _UNFINISHED in path), None)
+
+
+def items_of(sizes: Sizes, handlers: object) -> tuple[dict[str, OrbaxItem], list[str]]:
+    """Return the items of a checkpoint, and the names of those that are not known here.
+
+    Args:
+        sizes: Its files.
+        handlers: What it says of the handlers of its items, if it does.
+    """
+    if TREE_FILE in sizes:
+        kind = "array" if str(handlers).endswith(_ARRAY_HANDLER) else "tree"
+        return {_DEFAULT: OrbaxItem(kind, "")}, []
+    if isinstance(handlers, str):
+        file = next((each for each in _JSON_FILES if each in sizes), "")
+        return ({_DEFAULT: OrbaxItem("json", "", file)} if file else {}), []
+    named = handlers if isinstance(handlers, dict) else {}
+    folders = {path.partition("/")[0] for path in sizes if "/" in path}
+    found: dict[str, OrbaxItem] = {}
+    left_out: list[str] = []
+    for name in sorted({*folders, *map(str, named)} - {METRICS}):
+        item = _item_in(name, str(named.get(name, "")), sizes)
+        if item is not None and is_item_name(name):
+            found[name] = item
+        elif item is not None or name in named:
+            left_out.append(name)
+    return found, left_out
+
+
+def _item_in(name: str, handler: str, sizes: Sizes) -> OrbaxItem | None:
+    """Return the item in a folder of a checkpoint, or None if it is of another kind."""
+    if f"{name}/{TREE_FILE}" in sizes:
+        return OrbaxItem("array" if handler.endswith(_ARRAY_HANDLER) else "tree", f"{name}/")
+    if f"{name}/{KEY_FOLDER}/{TREE_FILE}" in sizes:
+        return OrbaxItem("key", f"{name}/{KEY_FOLDER}/")
+    for file in _JSON_FILES:
+        if f"{name}/{file}" in sizes:
+            return OrbaxItem("json", f"{name}/", file)
+    return None
+
+
+def is_checkpoint(items: Mapping[str, OrbaxItem], sizes: Sizes) -> bool:
+    """Tell whether a directory with these items is a checkpoint of Orbax, finished or not."""
+    return bool(items) and (STEP_FILE in sizes or any(it.kind == "tree" for it in items.values()))
+
+
+def is_unnamed(items: Mapping[str, OrbaxItem], handlers: object, sizes: Sizes) -> bool:
+    """Tell whether a checkpoint is one state that was saved without a name."""
+    if len(items) != 1:
+        return False
+    (name,) = items
+    is_v1 = MARK_V1 in sizes or ".v1." in str(handlers)
+    return name == _DEFAULT or (is_v1 and name in _UNNAMED_V1)

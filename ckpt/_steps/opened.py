@@ -1,0 +1,49 @@
+"""A step that is open for reading, whoever wrote it: what it holds, and where its files are."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from ckpt._engine.restore.step_files import StepFiles
+from ckpt._format.manifest import Manifest
+from ckpt.errors import NotACheckpointError, StepNotFoundError, located
+from ckpt.storage._base import Storage
+from ckpt.storage._manifests import read_manifest
+
+
+class OpenedStep(Struct, frozen=True):
+    """A committed step, or a checkpoint by itself.
+
+    Attributes:
+        step_dir: Its directory.
+        manifest: What it holds.
+        foreign: Its files, if another library wrote it.
+    """
+
+    step_dir: str
+    manifest: Manifest
+    foreign: StepFiles | None = None
+
+
+async def open_step(storage: Storage, step_dir: str, step: int | None = None) -> OpenedStep | None:
+    """Open a step of this library, or one of Orbax; return None if there is neither.
+
+    Args:
+        storage: The root.
+        step_dir: Its directory.
+        step: The expected step, or None for a checkpoint by itself.
+
+    Raises:
+        NotACheckpointError: It is one that Orbax never finished.
+        CorruptCheckpointError: What describes it is damaged.
+        UnsupportedFormatError: It is of a later format, or has nothing that can be read.
+    """
+    try:
+        return OpenedStep(step_dir, await read_manifest(storage, step_dir, step=step))
+    except (NotACheckpointError, StepNotFoundError):
+        # Only here, since most programs never need it.
+        from ckpt._interop.orbax.step import open_orbax
+
+        with located(step=step):
+            found = await open_orbax(storage, step_dir, step)
+        return None if found is None else OpenedStep(step_dir, found.manifest, found.files)

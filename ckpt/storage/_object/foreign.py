@@ -1,0 +1,34 @@
+"""Steps of Orbax in an object store: whether there is one, and its removal."""
+
+from __future__ import annotations
+
+from ckpt.storage._object.client import ObjectClient, StoredObject, each
+
+_SUCCESS, _ABOUT = "commit_success.txt", "_CHECKPOINT_METADATA"
+# What makes a step of Orbax one.
+MARKS = (_SUCCESS, _ABOUT)
+
+
+async def is_foreign(keys: ObjectClient, step_dir: str) -> bool:
+    """Tell whether Orbax has written a step directory, finished or not."""
+    found: dict[str, StoredObject | None] = {}
+
+    async def look(name: str) -> None:
+        found[name] = await keys.get(f"{step_dir}/{name}")
+
+    await each(look, MARKS)
+    success = found[_SUCCESS]
+    if success is None:
+        return found[_ABOUT] is not None
+    # Orbax writes the path of the step into it, this library the name alone.
+    return b"/" in success.data
+
+
+async def remove_foreign(keys: ObjectClient, step_dir: str) -> bool:
+    """Remove a step of Orbax, first what makes it one; False if there is none."""
+    if not await is_foreign(keys, step_dir):
+        return False
+    await each(lambda name: keys.delete(f"{step_dir}/{name}"), MARKS)
+    below = await keys.list(f"{step_dir}/")
+    await each(lambda path: keys.delete(f"{step_dir}/{path}"), below)
+    return True
