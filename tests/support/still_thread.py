@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
+from types import FrameType
 
-__all__ = ["wait_until_main_is_still"]
+__all__ = ["main_frame", "wait_until_main_is_still"]
+
+
+def main_frame() -> FrameType:
+    """Return what the main thread runs.
+
+    Python 3.11 holds a lock of its threads meanwhile. A run of the garbage collector in it calls
+    back into Python, and then waits forever for a thread that is just being started
+    (https://github.com/python/cpython/issues/106883).
+    """
+    gc.disable()
+    try:
+        return sys._current_frames()[threading.main_thread().ident or 0]
+    finally:
+        gc.enable()
 
 
 def wait_until_main_is_still() -> None:
@@ -17,7 +33,7 @@ def wait_until_main_is_still() -> None:
     """
     places: list[object] = []
     while len(set(places[-4:])) != 1 or len(places) < 4:
-        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        frame = main_frame()
         waits = frame.f_code.co_name == "wait"
         places.append(frame.f_lasti if waits else len(places) + 1e6)
         time.sleep(0.03)

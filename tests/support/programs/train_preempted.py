@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from ckpt._plan.adapt import Adapt
 from ckpt.handlers._base import ItemReader, ItemWriter
 from ckpt.handlers._pytree import PyTreeHandler
 from tests.support.odd_items import Odd, OddHandler
+from tests.support.still_thread import main_frame
 
 scenario, root, *rest = sys.argv[1:]
 TERM = (signal.SIGTERM,)
@@ -173,7 +175,7 @@ def at_exit(root: Path) -> None:
     mgr.save(0, Odd(train(fresh()), gate=gate))
 
     def is_exiting() -> bool:
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        frame: FrameType | None = main_frame()
         while frame is not None and frame.f_code.co_name != "finish_at_exit":
             frame = frame.f_back
         return frame is not None
