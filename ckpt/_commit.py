@@ -378,6 +378,11 @@ class CommitHooks:
         """Say what the save is doing now."""
         self._commit._stage = stage
 
+    @property
+    def now(self) -> tuple[Stage, Progress]:
+        """What the save is doing, and how far it has come."""
+        return self._commit._stage, self._commit._progress
+
     def advance(self, *, staged: int = 0, written: int = 0, total: int = 0) -> None:
         """Add to the progress."""
         now = self._commit._progress

@@ -254,6 +254,10 @@ class CommitTimeoutError(CheckpointError, TimeoutError):
     """Waiting for a commit timed out. The commit itself goes on."""
 
 
+class DeadlineExceededError(CheckpointError, TimeoutError):
+    """A save was not durable at its deadline, and was given up. Its memory is free again."""
+
+
 @contextlib.contextmanager
 def located(
     *, step: int | None = None, item: str | None = None, leaf: str | None = None

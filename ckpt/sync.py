@@ -115,6 +115,7 @@ class CheckpointManager(ManagerBase):
         force: bool = False,
         overwrite: bool = False,
         durable: Literal[False] = False,
+        deadline: float | None = None,
     ) -> Commit: ...
 
     @overload
@@ -129,6 +130,7 @@ class CheckpointManager(ManagerBase):
         force: bool = False,
         overwrite: bool = False,
         durable: Literal[True],
+        deadline: float | None = None,
     ) -> StepInfo: ...
 
     def save(
@@ -142,6 +144,7 @@ class CheckpointManager(ManagerBase):
         force: bool = False,
         overwrite: bool = False,
         durable: bool = False,
+        deadline: float | None = None,
     ) -> Commit | StepInfo:
         """Take a snapshot and return once it is safe; see `ckpt.CheckpointManager.save`.
 
@@ -150,7 +153,14 @@ class CheckpointManager(ManagerBase):
         true_or_false("durable", durable)
         self._loop.check_caller()
         commit, job, staged = self._service.saves.start(
-            step, state, items, metrics, metadata, force=force, overwrite=overwrite
+            step,
+            state,
+            items,
+            metrics,
+            metadata,
+            force=force,
+            overwrite=overwrite,
+            deadline=deadline,
         )
         try:
             settled_here(staged)
@@ -338,9 +348,12 @@ def save(
     formats: Formats | None = None,
     timeouts: Timeouts | None = None,
     coordinator: Coordinator | None = None,
+    deadline: float | None = None,
 ) -> StepInfo:
     """Save one checkpoint at `path`; durable on return. See `ckpt.save`."""
-    request = make_request("", None, state, items, metrics, metadata, overwrite=overwrite)
+    request = make_request(
+        "", None, state, items, metrics, metadata, overwrite=overwrite, deadline=deadline
+    )
     return _run(save_call(path, request, handlers, staging, formats, timeouts, coordinator))
 
 
@@ -357,12 +370,15 @@ def save_async(
     formats: Formats | None = None,
     timeouts: Timeouts | None = None,
     coordinator: Coordinator | None = None,
+    deadline: float | None = None,
 ) -> Commit:
     """Take a snapshot for one checkpoint; writing goes on in the background. See `ckpt.save_async`.
 
     An interrupt (Ctrl-C) while it waits stops the save and removes it.
     """
-    request = make_request("", None, state, items, metrics, metadata, overwrite=overwrite)
+    request = make_request(
+        "", None, state, items, metrics, metadata, overwrite=overwrite, deadline=deadline
+    )
     saves = background_saves()
     saves.loop.check_caller()
     commit, job, staged = saves.start(path, request, handlers, formats, timeouts, coordinator)

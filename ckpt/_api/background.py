@@ -13,6 +13,7 @@ from ckpt._arguments import instance_of
 from ckpt._commit import Commit, CommitHooks
 from ckpt._engine.engine import Engine
 from ckpt._engine.plan_cache import PlanCache
+from ckpt._engine.save.deadline import given_up_after
 from ckpt._engine.save.multihost import JointSave
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
@@ -101,9 +102,10 @@ class BackgroundSaves:
             processes: JointSave = processes_of(peers, engine, request.step_dir)
             async with processes.taking_part():
                 async with processes.busy():
-                    await backlog.admitted(slot)
-                    hooks.watch.add_wait(hooks.watch.elapsed)
-                    whole = await prepared(storage, request, processes)
+                    with given_up_after(request.deadline, hooks):
+                        await backlog.admitted(slot)
+                        hooks.watch.add_wait(hooks.watch.elapsed)
+                        whole = await prepared(storage, request, processes)
                 call = SaveCall(
                     whole.items,
                     whole.unnamed,

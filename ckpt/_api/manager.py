@@ -113,6 +113,7 @@ class CheckpointManager(ManagerBase):
         force: bool = False,
         overwrite: bool = False,
         durable: Literal[False] = False,
+        deadline: float | None = None,
     ) -> Commit: ...
 
     @overload
@@ -127,6 +128,7 @@ class CheckpointManager(ManagerBase):
         force: bool = False,
         overwrite: bool = False,
         durable: Literal[True],
+        deadline: float | None = None,
     ) -> StepInfo: ...
 
     async def save(
@@ -140,6 +142,7 @@ class CheckpointManager(ManagerBase):
         force: bool = False,
         overwrite: bool = False,
         durable: bool = False,
+        deadline: float | None = None,
     ) -> Commit | StepInfo:
         """Take a snapshot and return once it is safe; writing goes on in the background.
 
@@ -156,6 +159,9 @@ class CheckpointManager(ManagerBase):
             force: Save even if the save policy says no.
             overwrite: Replace the step if it exists. The old one stays until the new is published.
             durable: Return only when the step is durable, and return its `StepInfo`.
+            deadline: Seconds after this call at which the save is given up, wherever it is: nothing
+                of it is left, and its memory is free once the input and output that has begun has
+                ended. None gives it the time that it takes.
 
         Returns:
             The commit. Await it for durability, or rely on the manager's exit. It is falsy, with
@@ -168,6 +174,9 @@ class CheckpointManager(ManagerBase):
             StorageError: The store failed before the snapshot was complete.
             HandlerError: A handler, or an object that it saves, raised an error.
             SaveSkippedError: With `durable`: the save policy, or the backlog, said no.
+            DeadlineExceededError: The snapshot was not complete at the `deadline`, or, with
+                `durable`, the step was not durable; says in which stage it was. Otherwise the
+                commit raises it.
 
         Cancellation: the save is stopped and removed before the cancellation continues.
 
@@ -179,7 +188,14 @@ class CheckpointManager(ManagerBase):
         """
         true_or_false("durable", durable)
         commit, job, staged = self._service.saves.start(
-            step, state, items, metrics, metadata, force=force, overwrite=overwrite
+            step,
+            state,
+            items,
+            metrics,
+            metadata,
+            force=force,
+            overwrite=overwrite,
+            deadline=deadline,
         )
         try:
             await settled(staged)

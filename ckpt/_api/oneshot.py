@@ -18,6 +18,7 @@ from ckpt._arguments import instance_of, one_of
 from ckpt._commit import Commit, CommitHooks, StepInfo
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import restore_items
+from ckpt._engine.save.deadline import given_up_after
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._engine.verify.pipeline import verify_step_dir
@@ -65,6 +66,7 @@ async def save(
     formats: Formats | None = None,
     timeouts: Timeouts | None = None,
     coordinator: Coordinator | None = None,
+    deadline: float | None = None,
 ) -> StepInfo:
     """Save one checkpoint at `path`; durable on return.
 
@@ -83,6 +85,8 @@ async def save(
         formats: How arrays are stored: `{pattern of leaf paths: ArrayFormat}`, or a function.
         timeouts: Time limits, in seconds.
         coordinator: The processes of the job; None uses those of `jax.distributed`.
+        deadline: Seconds after this call at which the save is given up; see
+            `CheckpointManager.save`.
 
     Returns:
         What was saved.
@@ -97,7 +101,9 @@ async def save(
         info = await ckpt.save("exports/final", state, metrics={"loss": 0.5})
         ```
     """
-    request = make_request("", None, state, items, metrics, metadata, overwrite=overwrite)
+    request = make_request(
+        "", None, state, items, metrics, metadata, overwrite=overwrite, deadline=deadline
+    )
     return await _run(save_call(path, request, handlers, staging, formats, timeouts, coordinator))
 
 
@@ -114,6 +120,7 @@ async def save_async(
     formats: Formats | None = None,
     timeouts: Timeouts | None = None,
     coordinator: Coordinator | None = None,
+    deadline: float | None = None,
 ) -> Commit:
     """Take a snapshot for one checkpoint at `path`; writing goes on in the background.
 
@@ -132,6 +139,8 @@ async def save_async(
         formats: How arrays are stored: `{pattern of leaf paths: ArrayFormat}`, or a function.
         timeouts: Time limits, in seconds.
         coordinator: The processes of the job; None uses those of `jax.distributed`.
+        deadline: Seconds after this call at which the save is given up; see
+            `CheckpointManager.save`.
 
     Returns:
         The commit. Await it for durability and for errors. A program that ends waits for it; an
@@ -148,7 +157,9 @@ async def save_async(
         info = await commit
         ```
     """
-    request = make_request("", None, state, items, metrics, metadata, overwrite=overwrite)
+    request = make_request(
+        "", None, state, items, metrics, metadata, overwrite=overwrite, deadline=deadline
+    )
     commit, job, staged = background_saves().start(
         path, request, handlers, formats, timeouts, coordinator
     )
@@ -281,7 +292,8 @@ def save_call(
         hooks = CommitHooks(Commit(None, lambda: None))
         async with processes.taking_part():
             async with processes.busy():
-                whole = await prepared(storage, request, processes)
+                with given_up_after(request.deadline, hooks):
+                    whole = await prepared(storage, request, processes)
             call = SaveCall(whole.items, whole.unnamed, began=hooks.watch.began)
             manifest = await save_step(engine, storage, whole, hooks, SaveCalls.of(call), processes)
         return finished(storage, whole, manifest, hooks)

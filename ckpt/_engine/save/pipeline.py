@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from ckpt._commit import CommitHooks
 from ckpt._engine.engine import Engine
 from ckpt._engine.plan_cache import PlanCache
+from ckpt._engine.save.deadline import given_up_after
 from ckpt._engine.save.item_writer import EngineItemWriter
 from ckpt._engine.save.merged_items import ItemParts
 from ckpt._engine.save.multihost import JointSave
@@ -67,6 +68,7 @@ async def save_step(
         CheckpointError: What went wrong, here or in another process; further failures are among its
             notes.
         CoordinationTimeoutError: Another process gave no sign of life; names it.
+        DeadlineExceededError: It was not published at the deadline of the request.
 
     Cancellation: input and output under way is waited for, the attempt is removed, and nothing of
     it is visible, unless publishing had begun: then the step is whole.
@@ -74,7 +76,11 @@ async def save_step(
     created_ns = engine.now_ns()
     recorder = EventRecorder("save", request.step, engine.observers)
     try:
-        with located(step=request.step), quick_switches():
+        with (
+            located(step=request.step),
+            quick_switches(),
+            given_up_after(request.deadline, hooks),
+        ):
             async with anyio.create_task_group() as tasks:
                 session = SaveSession(
                     storage,

@@ -25,6 +25,7 @@ class SaveRequest(Struct, frozen=True):
         metrics: User metrics.
         metadata: User metadata.
         overwrite: Whether an existing step directory is replaced.
+        deadline: Seconds after its call at which the save is given up; None never does.
     """
 
     step_dir: str
@@ -34,6 +35,7 @@ class SaveRequest(Struct, frozen=True):
     metrics: Mapping[str, Any] | None
     metadata: JsonValue
     overwrite: bool
+    deadline: float | None = None
 
 
 def _do_nothing() -> None:

@@ -49,6 +49,7 @@ import anyio
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, CommitHooks, step_info
 from ckpt._engine.engine import Engine
+from ckpt._engine.save.deadline import given_up_after
 from ckpt._engine.save.multihost import JointSave
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
@@ -65,7 +66,12 @@ from ckpt._steps.saves.overwrite import make_way, remove_others, replacing_part,
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.saves.requests import make_request
 from ckpt._tree.table import size_text
-from ckpt.errors import CheckpointError, CommitCancelledError, StepExistsError
+from ckpt.errors import (
+    CheckpointError,
+    CommitCancelledError,
+    DeadlineExceededError,
+    StepExistsError,
+)
 
 logger = logging.getLogger("ckpt")
 
@@ -126,6 +132,7 @@ class SaveQueue:
         *,
         force: bool,
         overwrite: bool,
+        deadline: float | None,
     ) -> tuple[Commit, Job[None], Future[None]]:
         """Start a save that may be refused, from any thread.
 
@@ -137,7 +144,14 @@ class SaveQueue:
         step_dir = self.root.names.name(step)
         try:
             request = make_request(
-                step_dir, step, state, items, metrics, metadata, overwrite=overwrite
+                step_dir,
+                step,
+                state,
+                items,
+                metrics,
+                metadata,
+                overwrite=overwrite,
+                deadline=deadline,
             )
             self.root.refuse_writing()
         except Exception as error:
@@ -194,9 +208,11 @@ class SaveQueue:
             # Cancelled where a newer save supersedes this one.
             with scope:
                 async with processes.taking_part(may_refuse=may_refuse):
-                    slot, refusal = await self._decide(request, force, scope.cancel, processes)
+                    with given_up_after(request.deadline, hooks):
+                        slot, refusal = await self._decide(request, force, scope.cancel, processes)
                     if slot is not None:
-                        request, others = await self._admitted(request, hooks, slot, processes)
+                        with given_up_after(request.deadline, hooks):
+                            request, others = await self._admitted(request, hooks, slot, processes)
                         call = SaveCall(
                             request.items,
                             request.unnamed,
@@ -434,6 +450,9 @@ def end_badly(
         )
         hooks.fail(error, seen=True)
     else:
+        if isinstance(error, DeadlineExceededError):
+            # Its frames say nothing, and keep what was staged alive as long as the commit.
+            error.__traceback__ = error.__context__ = None
         hooks.fail(error, seen=not staged.done())
     if not staged.done():
         staged.set_exception(error)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt._arguments import invalid, plain_json
+from ckpt._arguments import invalid, number_of_seconds, plain_json
 from ckpt._engine.save.request import SaveRequest
 from ckpt._format.item_file_names import check_item_name
 from ckpt._tree.table import size_text
@@ -31,12 +31,14 @@ def make_request(
     metadata: Any,
     *,
     overwrite: bool,
+    deadline: float | None = None,
 ) -> SaveRequest:
     """Return the request of a save.
 
     Raises:
         InvalidArgumentError: Neither or both of `state` and `items` are given, the name of an item
-            is invalid, or `metrics` or `metadata` cannot be written as JSON.
+            is invalid, `metrics` or `metadata` cannot be written as JSON, or `deadline` is not a
+            number of seconds above 0.
     """
     if state is None and items is None:
         raise InvalidArgumentError(
@@ -72,4 +74,5 @@ def make_request(
         metrics=None if metrics is None else dict(metrics),
         metadata=plain,
         overwrite=overwrite,
+        deadline=None if deadline is None else number_of_seconds("deadline", deadline),
     )
