@@ -16,10 +16,19 @@ from ckpt._format.leaf_table import LeafEntry, LeafTable
 from ckpt._format.manifest import ItemEntry, JsonValue
 from ckpt._interop.orbax.arrays import ArrayStore, describe_arrays, leaf_entry
 from ckpt._interop.orbax.database import MANIFEST, Values, read_database
-from ckpt._interop.orbax.layout import KEY_FOLDER, MOST_BYTES, OrbaxItem, Sizes
+from ckpt._interop.orbax.layout import (
+    KEY_FOLDER,
+    MOST_BYTES,
+    ONE_LEAF,
+    PACKED_FILE,
+    OrbaxItem,
+    Sizes,
+)
+from ckpt._interop.orbax.msgpack_tree import parse_packed
 from ckpt._interop.orbax.ocdbt_nodes import ValuePlace
+from ckpt._interop.orbax.packed_leaves import packed_entry
 from ckpt._interop.orbax.shardings import SHARDING_FILE, parse_shardings
-from ckpt._interop.orbax.tree import TREE_FILE, Param, parse_tree
+from ckpt._interop.orbax.tree import TREE_FILE, UNKNOWN, OrbaxTree, Param, parse_tree
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.flatten import describe
 from ckpt.errors import CorruptCheckpointError, located
@@ -27,8 +36,8 @@ from ckpt.storage._base import UNKNOWN_SIZE, Storage
 
 _KEY_ABOUT = "jax_random_key_metadata/metadata"
 _STRINGS, _ARRAY_METADATAS = "_strings.json", "array_metadatas/"
-# How Orbax calls the one leaf of an item that is an array.
-_ONE_LEAF = "checkpoint"
+# A file of msgpack may hold all arrays of an item, and only their places are kept.
+_MOST_PACKED_BYTES = 4 << 30
 
 
 class OrbaxItemReader:
@@ -42,26 +51,24 @@ class OrbaxItemReader:
 
     async def entry(self) -> tuple[ItemEntry, bytes]:
         """Return the item, and the content of its first data file, which is in memory."""
-        data = await self._small(TREE_FILE)
-        path = f"{self._storage.location}/{self._step_dir}/{self._item.folder}{TREE_FILE}"
-        tree = await run_in_thread(partial(parse_tree, data or b"", path))
-        if self._item.kind in ("array", "key"):
-            tree = replace(tree, tree=_one_leaf(tree.tree))
+        tree = await self._tree()
         structure = await run_in_thread(partial(describe, tree.tree))
         store = ArrayStore(await self._values(), self._range)
         texts, impls = await self._texts(), await self._impls()
-        params = list(structure.leaves)
-        unknown = next((each for each in params if not isinstance(each, Param)), None)
-        if unknown is not None:
-            raise CorruptCheckpointError(f"{TREE_FILE} is damaged: a leaf is {unknown!r:.60}")
+        platform = jax.default_backend()
+        known = parse_shardings(await self._small(SHARDING_FILE), platform)
+        leaves = [_with_kind(leaf, known, texts) for leaf in structure.leaves]
+        params = [leaf for leaf in leaves if isinstance(leaf, Param)]
         arrays = await describe_arrays(
             store, tree, [each for each in params if each.kind != "string"]
         )
-        platform = jax.default_backend()
-        known = parse_shardings(await self._small(SHARDING_FILE), platform)
         numbers: dict[str, int] = {}
         entries = []
-        for name, param in zip(structure.names, params, strict=True):
+        for name, param in zip(structure.names, leaves, strict=True):
+            if not isinstance(param, Param):
+                with located(leaf=name):
+                    entries.append(await packed_entry(store, name, param))
+                continue
             if param.kind == "string":
                 entries.append(_text(name, param, texts))
                 continue
@@ -79,6 +86,29 @@ class OrbaxItemReader:
         item = ItemEntry("pytree", list(structure.nodes), table, shardings, store.files, nbytes)
         return item, bytes(store.inline)
 
+    async def _tree(self) -> OrbaxTree:
+        data = await self._small(TREE_FILE)
+        folder = f"{self._storage.location}/{self._step_dir}/{self._item.folder}"
+        if self._item.kind in ("array", "key"):
+            if data is None:
+                # Orbax itself makes jax arrays of keys, whatever was saved.
+                kind = "jax.Array" if self._item.kind == "key" else UNKNOWN
+                return OrbaxTree(Param(ONE_LEAF, kind), is_v3=False, has_all_chunks=False)
+            tree = await run_in_thread(partial(parse_tree, data, folder + TREE_FILE))
+            return replace(tree, tree=_one_leaf(tree.tree))
+        if data is None:
+            return OrbaxTree(await self._packed(folder), is_v3=False, has_all_chunks=False)
+        tree = await run_in_thread(partial(parse_tree, data, folder + TREE_FILE))
+        return replace(tree, tree=await self._packed(folder, tree.tree)) if tree.is_packed else tree
+
+    async def _packed(self, folder: str, tree: Any = None) -> Any:
+        """Return the tree of the file of msgpack, or another one with its values."""
+        full = self._item.folder + PACKED_FILE
+        data = await self._storage.read(self._step_dir, full, _MOST_PACKED_BYTES)
+        if data is None:
+            raise CorruptCheckpointError(f"{folder}{PACKED_FILE} is missing; it was damaged")
+        return await run_in_thread(partial(parse_packed, data, folder + PACKED_FILE, tree))
+
     async def _values(self) -> Values:
         folder = self._item.folder
         manifest = await self._small(MANIFEST)
@@ -95,7 +125,18 @@ class OrbaxItemReader:
         }
 
     async def _texts(self) -> Mapping[str, Any]:
-        return await self._mapping(_STRINGS)
+        """Return the texts among the leaves by the name of the leaf."""
+        folder = self._item.folder
+        # Years ago, the directory of the first text had those of all of them.
+        found: dict[str, Any] = {}
+        paths = [
+            path
+            for path in self._sizes
+            if path.startswith(folder) and f"/{path}".endswith(f"/{_STRINGS}")
+        ]
+        for path in sorted(paths):
+            found |= await self._mapping(path[len(folder) :])
+        return found
 
     async def _impls(self) -> Mapping[str, str]:
         """Return the implementations of typed PRNG keys by the name of the leaf."""
@@ -106,7 +147,7 @@ class OrbaxItemReader:
             typed = isinstance(about, dict) and about.get("typed")
             config: Any = jax.config
             # Orbax does not write it either.
-            return {_ONE_LEAF: str(config.jax_default_prng_impl)} if typed else {}
+            return {ONE_LEAF: str(config.jax_default_prng_impl)} if typed else {}
         found = {}
         top = self._item.folder + _ARRAY_METADATAS
         for path in sorted(each for each in self._sizes if each.startswith(top)):
@@ -145,11 +186,20 @@ class OrbaxItemReader:
         return bytes(target)
 
 
+def _with_kind(leaf: Any, shardings: Mapping[str, Any], texts: Mapping[str, Any]) -> Any:
+    """Return a leaf with its kind; years ago, only the other files told jax arrays and texts."""
+    if not isinstance(leaf, Param) or leaf.kind != UNKNOWN:
+        return leaf
+    if leaf.name in texts:
+        return Param(leaf.name, "string")
+    return Param(leaf.name, "jax.Array") if leaf.name in shardings else leaf
+
+
 def _one_leaf(tree: Any) -> Any:
     """Return the leaf of an item that is one array."""
-    leaf = tree.get(_ONE_LEAF) if isinstance(tree, dict) else None
+    leaf = tree.get(ONE_LEAF) if isinstance(tree, dict) else None
     if not isinstance(leaf, Param):
-        raise CorruptCheckpointError(f"{TREE_FILE} is damaged: there is no {_ONE_LEAF!r}")
+        raise CorruptCheckpointError(f"{TREE_FILE} is damaged: there is no {ONE_LEAF!r}")
     return leaf
 
 

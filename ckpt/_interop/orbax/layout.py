@@ -7,12 +7,18 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from ckpt._format.item_file_names import is_item_name
+from ckpt._interop.orbax.database import MANIFEST
 from ckpt._interop.orbax.tree import TREE_FILE
+from ckpt._interop.orbax.zarr_arrays import V2_FILE, V3_FILE
 
 STEP_FILE = "_CHECKPOINT_METADATA"
 SUCCESS = "commit_success.txt"
 METRICS = "metrics"
 KEY_FOLDER = "jax_random_key"
+# The tree in a file of msgpack.
+PACKED_FILE = "checkpoint"
+# How Orbax calls the one leaf of an item that is an array.
+ONE_LEAF = "checkpoint"
 MOST_BYTES = 256 << 20
 # A file with which this library marks its steps for the newer of Orbax's interfaces.
 MARK_V1 = "orbax.checkpoint"
@@ -61,12 +67,11 @@ def items_of(sizes: Sizes, handlers: object) -> tuple[dict[str, OrbaxItem], list
         sizes: Its files.
         handlers: What it says of the handlers of its items, if it does.
     """
-    if TREE_FILE in sizes:
-        kind = "array" if str(handlers).endswith(_ARRAY_HANDLER) else "tree"
-        return {_DEFAULT: OrbaxItem(kind, "")}, []
-    if isinstance(handlers, str):
-        file = next((each for each in _JSON_FILES if each in sizes), "")
-        return ({_DEFAULT: OrbaxItem("json", "", file)} if file else {}), []
+    whole = _item_at("", str(handlers), sizes)
+    if whole is None and isinstance(handlers, str):
+        whole = _json_item("", sizes)
+    if whole is not None or isinstance(handlers, str):
+        return ({} if whole is None else {_DEFAULT: whole}), []
     named = handlers if isinstance(handlers, dict) else {}
     folders = {path.partition("/")[0] for path in sizes if "/" in path}
     found: dict[str, OrbaxItem] = {}
@@ -82,19 +87,48 @@ def items_of(sizes: Sizes, handlers: object) -> tuple[dict[str, OrbaxItem], list
 
 def _item_in(name: str, handler: str, sizes: Sizes) -> OrbaxItem | None:
     """Return the item in a folder of a checkpoint, or None if it is of another kind."""
-    if f"{name}/{TREE_FILE}" in sizes:
-        return OrbaxItem("array" if handler.endswith(_ARRAY_HANDLER) else "tree", f"{name}/")
-    if f"{name}/{KEY_FOLDER}/{TREE_FILE}" in sizes:
-        return OrbaxItem("key", f"{name}/{KEY_FOLDER}/")
-    for file in _JSON_FILES:
-        if f"{name}/{file}" in sizes:
-            return OrbaxItem("json", f"{name}/", file)
+    folder = f"{name}/"
+    found = _item_at(folder, handler, sizes)
+    if found is None and _item_at(f"{folder}{KEY_FOLDER}/", "", sizes) is not None:
+        return OrbaxItem("key", f"{folder}{KEY_FOLDER}/")
+    return found or _json_item(folder, sizes)
+
+
+def _item_at(folder: str, handler: str, sizes: Sizes) -> OrbaxItem | None:
+    """Return the tree or the array in a folder, or None if there is neither."""
+    if folder + TREE_FILE in sizes:
+        return OrbaxItem("array" if handler.endswith(_ARRAY_HANDLER) else "tree", folder)
+    if folder + PACKED_FILE in sizes:
+        return OrbaxItem("tree", folder)
+    # Arrays had no description of their own for years. In a database, none of a process is left.
+    if _is_array(folder, sizes) or (
+        folder + MANIFEST in sizes and f"{folder}ocdbt.process_0/{MANIFEST}" not in sizes
+    ):
+        return OrbaxItem("array", folder)
     return None
+
+
+def _is_array(folder: str, sizes: Sizes) -> bool:
+    return any(f"{folder}{ONE_LEAF}/{file}" in sizes for file in (V2_FILE, V3_FILE))
+
+
+def _json_item(folder: str, sizes: Sizes) -> OrbaxItem | None:
+    file = next((each for each in _JSON_FILES if folder + each in sizes), None)
+    return None if file is None else OrbaxItem("json", folder, file)
 
 
 def is_checkpoint(items: Mapping[str, OrbaxItem], sizes: Sizes) -> bool:
     """Tell whether a directory with these items is a checkpoint of Orbax, finished or not."""
-    return bool(items) and (STEP_FILE in sizes or any(it.kind == "tree" for it in items.values()))
+    return bool(items) and (
+        STEP_FILE in sizes
+        or any(it.kind == "tree" or _is_array(it.folder, sizes) for it in items.values())
+    )
+
+
+def packed_files(items: Mapping[str, OrbaxItem], sizes: Sizes) -> list[str]:
+    """Return the files of msgpack that are all there is of the trees of some items."""
+    folders = [item.folder for item in items.values() if item.kind == "tree"]
+    return [folder + PACKED_FILE for folder in folders if folder + TREE_FILE not in sizes]
 
 
 def is_unnamed(items: Mapping[str, OrbaxItem], handlers: object, sizes: Sizes) -> bool:

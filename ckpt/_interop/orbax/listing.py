@@ -26,8 +26,10 @@ from ckpt._interop.orbax.layout import (
     is_checkpoint,
     items_of,
     names_a_path,
+    packed_files,
     unfinished,
 )
+from ckpt._interop.orbax.msgpack_tree import may_be_packed
 from ckpt.storage._base import Storage
 
 _MOST_LISTED = 16
@@ -91,7 +93,11 @@ async def heads_of(storage: Storage, names: Sequence[str]) -> list[OrbaxHead | N
 
     async def look(name: str, about: _About | None, values: Any) -> None:
         async with slots:
-            heads[name] = _head_of_files(name, await storage.files(name), about, values)
+            sizes = await storage.files(name)
+            head = _head_of_files(name, sizes, about, values)
+            if head is not None and about is None and not await has_own_trees(storage, name, sizes):
+                head = None
+            heads[name] = head
 
     async with anyio.create_task_group() as tasks:
         for each in unclear:
@@ -108,6 +114,19 @@ def _head_of_files(name: str, sizes: Sizes, about: _About | None, values: Any) -
     if looks_like_ours(handlers, sizes) or (about is None and STEP_FILE in sizes):
         return None
     return head_of(identity_of_files(sizes) if about is None else about.data, document, values)
+
+
+async def has_own_trees(storage: Storage, name: str, sizes: Sizes) -> bool:
+    """Tell whether what has the name of Orbax's files of msgpack begins like them."""
+    items, _ = items_of(sizes, None)
+    for path in packed_files(items, sizes):
+        head = bytearray(1)
+        if not sizes[path]:
+            return False
+        await storage.read_block(name, path, 0, memoryview(head))
+        if not may_be_packed(bytes(head)):
+            return False
+    return True
 
 
 def looks_like_ours(handlers: object, sizes: Sizes) -> bool:

@@ -26,6 +26,7 @@ from ckpt._interop.orbax.layout import (
 from ckpt._interop.orbax.listing import (
     METRICS_FILE,
     OrbaxHead,
+    has_own_trees,
     head_of,
     identity_of_files,
     looks_like_ours,
@@ -131,6 +132,8 @@ async def open_orbax(storage: Storage, step_dir: str, step: int | None = None) -
     if looks_like_ours(handlers, sizes) or (success is not None and not names_a_path(success)):
         # This library's, whose manifest is missing: without it damage would not be noticed.
         return None
+    if data is None and not await has_own_trees(storage, step_dir, sizes):
+        return None
     metrics = await json_file(storage, step_dir, METRICS_FILE, sizes)
     head = head_of(data or identity_of_files(sizes), about, metrics)
     _refuse_unfinished(where, step_dir, sizes, head, storage.keeps_others)
@@ -156,11 +159,10 @@ async def open_orbax(storage: Storage, step_dir: str, step: int | None = None) -
                 reader = OrbaxItemReader(storage, step_dir, item, sizes)
                 try:
                     entries[name], inline = await reader.entry()
-                except BaseExceptionGroup as group:
-                    unknown, others = group.split(UnsupportedFormatError)
-                    if unknown is None or others is not None or len(items) == 1:
+                except (UnsupportedFormatError, BaseExceptionGroup) as error:
+                    reason = _unsupported(error)
+                    if reason is None or len(items) == 1:
                         raise
-                    reason = unknown.exceptions[0]
                     logger.warning("%s: the item %r is left out: %s", redact(where), name, reason)
                     continue
                 if entries[name].data_files:
@@ -184,6 +186,14 @@ async def open_orbax(storage: Storage, step_dir: str, step: int | None = None) -
     )
     folders = {name: item.folder for name, item in items.items()}
     return OrbaxStep(manifest, OrbaxFiles(storage, step_dir, folders, kept))
+
+
+def _unsupported(error: BaseException) -> BaseException | None:
+    """Return what is not read of an item, or None if anything else is wrong with it."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    unknown, others = error.split(UnsupportedFormatError)
+    return None if unknown is None or others is not None else unknown.exceptions[0]
 
 
 def _refuse_unfinished(

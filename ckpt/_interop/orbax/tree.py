@@ -8,9 +8,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from ckpt._interop.orbax.node_classes import with_classes
 from ckpt.errors import CorruptCheckpointError
 
 TREE_FILE = "_METADATA"
+# What a leaf is of which only the array is known.
+UNKNOWN = "unknown"
 _SEQUENCE = 1
 # How empty nodes are made again; what class a namedtuple was is not written.
 _EMPTY: Mapping[str, Callable[[], Any]] = {
@@ -28,14 +31,16 @@ class Param:
     Attributes:
         name: Its name in Orbax: its keys with dots between them.
         kind: What Orbax calls it: `jax.Array`, `np.ndarray`, `scalar`, `string` and others.
+        is_packed: Whether its value is in the file of msgpack.
     """
 
-    __slots__ = ("kind", "name")
+    __slots__ = ("is_packed", "kind", "name")
 
-    def __init__(self, name: str, kind: str) -> None:
+    def __init__(self, name: str, kind: str, *, is_packed: bool = False) -> None:
         """Describe a leaf."""
         self.name = name
         self.kind = kind
+        self.is_packed = is_packed
 
 
 class OrbaxTree(Struct, frozen=True):
@@ -45,11 +50,13 @@ class OrbaxTree(Struct, frozen=True):
         tree: The tree, with a `Param` for every leaf that is stored.
         is_v3: Whether arrays are zarr v3.
         has_all_chunks: Whether chunks are stored that hold nothing but the fill value.
+        is_packed: Whether the file of msgpack has values of leaves.
     """
 
     tree: Any
     is_v3: bool
     has_all_chunks: bool
+    is_packed: bool = False
 
 
 class _Key(Struct):
@@ -58,7 +65,7 @@ class _Key(Struct):
 
 
 class _Value(Struct):
-    value_type: str = "unknown"
+    value_type: str = UNKNOWN
     skip_deserialize: bool = False
 
 
@@ -70,30 +77,37 @@ class _TreeLeaf(Struct):
 class _TreeFile(Struct):
     tree_metadata: dict[str, _TreeLeaf]
     use_zarr3: bool = False
+    value_metadata_tree: str | None = None
     store_array_data_equal_to_fill_value: bool = False
 
 
 def parse_tree(data: bytes, path: str = TREE_FILE) -> OrbaxTree:
     """Return the tree that a file `_METADATA`, which is at `path`, describes.
 
-    Tuples come back as lists, which is all that Orbax writes of them; a target has its own.
+    Tuples come back as lists where Orbax wrote no more of them; a target has its own.
 
     Raises:
         CorruptCheckpointError: The file is damaged.
     """
     try:
         found = msgspec.json.decode(data, type=_TreeFile)
-        tree = _built([(leaf.key_metadata, _value(leaf)) for leaf in found.tree_metadata.values()])
+        leaves = [(leaf.key_metadata, _value(leaf)) for leaf in found.tree_metadata.values()]
+        tree = _built(leaves)
+        if found.value_metadata_tree is not None:
+            tree = with_classes(tree, msgspec.json.decode(found.value_metadata_tree))
     except (msgspec.MsgspecError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path} is damaged: {error!s:.200}") from error
-    return OrbaxTree(tree, found.use_zarr3, found.store_array_data_equal_to_fill_value)
+    is_packed = any(isinstance(leaf, Param) and leaf.is_packed for _, leaf in leaves)
+    has_all_chunks = found.store_array_data_equal_to_fill_value
+    return OrbaxTree(tree, found.use_zarr3, has_all_chunks, is_packed)
 
 
 def _value(leaf: _TreeLeaf) -> Any:
     about = leaf.value_metadata
     if about.skip_deserialize and about.value_type in _EMPTY:
         return _EMPTY[about.value_type]()
-    return Param(".".join(each.key for each in leaf.key_metadata), about.value_type)
+    name = ".".join(each.key for each in leaf.key_metadata)
+    return Param(name, about.value_type, is_packed=about.skip_deserialize)
 
 
 class _OpenNode(dict[str, Any]):
