@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import contextlib
 import dataclasses
+import enum
+import importlib
 import inspect
+import pkgutil
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import orbax.checkpoint.checkpoint_utils as utils
+import prometheus_client
 import pytest
 from etils import epath
-from orbax.checkpoint import checkpoint_managers
 from orbax.checkpoint._src.logging.event_tracking import OperationRecorder
 from orbax.checkpoint._src.logging.prometheus_monitoring import PrometheusMonitoring
 from orbax.checkpoint.experimental import v1
@@ -22,18 +31,41 @@ from orbax.checkpoint.experimental.v1._src.saving import validation as v1_saving
 
 import ckpt
 import ckpt.sync
-from ckpt import errors, policies, step_names
+from ckpt import handlers, policies, step_names, surgery
 from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "migrating-from-orbax.md").read_text()
-LEFT = {
-    word
-    for line in PAGE.splitlines()
-    if line.startswith("| ")
-    for text in re.findall(r"`([^`]+)`", line.split(" | ")[0])
-    for word in re.findall(r"\w+", text)
-}
-RIGHT = [line.split(" | ", 1)[1] for line in PAGE.splitlines() if line.startswith("| ")]
+
+
+class Section(NamedTuple):
+    """The tables of a section: the words in code on the left, and all of the right column."""
+
+    left: set[str]
+    right: list[str]
+
+
+def code_of(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def sections_of(page: str) -> dict[str, Section]:
+    sections: dict[str, Section] = {}
+    title = ""
+    for line in page.splitlines():
+        if line.startswith("## "):
+            title = line.removeprefix("## ")
+        if line.startswith("| ") and line != "| Orbax | here |":
+            section = sections.setdefault(title, Section(set(), []))
+            left, right = line.split(" | ", 1)
+            for code in code_of(left):
+                section.left.update(re.findall(r"\w+", code))
+            section.right.append(right.removesuffix(" |"))
+    return sections
+
+
+SECTIONS = sections_of(PAGE)
+LEFT = set().union(*(section.left for section in SECTIONS.values()))
+RIGHT = [text for section in SECTIONS.values() for text in section.right]
 
 
 def public(cls: Any) -> set[str]:
@@ -44,103 +76,370 @@ def arguments(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters) - {"self"}
 
 
-INVENTORY = {
-    "options": {field.name for field in dataclasses.fields(ocp.CheckpointManagerOptions)},
-    "async options": {field.name for field in dataclasses.fields(ocp.AsyncOptions)},
-    "manager": public(ocp.CheckpointManager),
-    "arguments of the manager": arguments(ocp.CheckpointManager) - {"options"},
-    "policies": {
-        name
-        for name in public(checkpoint_managers)
-        if inspect.isclass(getattr(checkpoint_managers, name))
+# --- Every public name of Orbax has a row ---------------------------------------------------------
+
+# Modules of Orbax that are not walked.
+NOT_WALKED = {
+    "orbax.checkpoint.conftest",  # Sets up Orbax's own tests.
+    "orbax.checkpoint.test_utils",  # For Orbax's own tests.
+    "orbax.checkpoint.testing",  # Likewise.
+    "orbax.checkpoint.version",  # One constant.
+    "orbax.checkpoint.experimental.emergency",  # One feature, and one row: see below.
+    "orbax.checkpoint.experimental.tiering_service",  # A server; needs gRPC. It has a row as well.
+}
+# A folder without `__init__`, which `pkgutil` does not see.
+HIDDEN = "orbax.checkpoint.experimental.model_surgery.transformations"
+
+# Classes that no user makes or asks anything: a row says so, and their members have none.
+MEMBERS_NOT_WALKED = {
+    # How Orbax makes a step appear.
+    *("TemporaryPath", "TemporaryPathBase", "AtomicRenameTemporaryPath"),
+    *("CommitFileTemporaryPath", "DeferredWritableTemporaryPath", "ReadOnlyTemporaryPath"),
+    "DeferredPath",
+    # What a manager makes of its options.
+    *("CheckpointDeleter", "StandardCheckpointDeleter", "ThreadedCheckpointDeleter", "PathDeleter"),
+    # How metadata gets into files.
+    *("MetadataStore", "ValueMetadataEntry", "ShardingMetadata", "NamedShardingMetadata"),
+    "SingleDeviceShardingMetadata",
+    # What handlers of leaves and of old files are given, and return.
+    *("ParamInfo", "AggregateHandler", "MsgpackHandler"),
+    *("ChainedFuture", "NoopFuture", "CommitFutureAwaitingContractedSignals"),
+}
+
+
+def is_v1(name: str) -> bool:
+    return "v1" in re.split(r"\W", name)
+
+
+def imported(name: str) -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(name)
+
+
+def public_modules() -> dict[str, ModuleType]:
+    """Return the public modules of Orbax, and the private ones that they hand on, by name."""
+    # The package has a private module by the name of a public one, which an import replaces.
+    before = dict(vars(ocp))
+    todo = [ocp, imported(HIDDEN)]
+    found: dict[str, ModuleType] = {}
+    while todo:
+        module = todo.pop()
+        found[module.__name__] = module
+        names = [info.name for info in pkgutil.iter_modules(getattr(module, "__path__", ()))]
+        submodules = [f"{module.__name__}.{name}" for name in names if not name.startswith("_")]
+        values = vars(module).items()
+        if not any(getattr(value, "__module__", None) == module.__name__ for _, value in values):
+            # It defines nothing, so what it imports is for users.
+            submodules += [
+                value.__name__
+                for name, value in values
+                if not name.startswith("_") and inspect.ismodule(value)
+            ]
+        todo += [
+            imported(name)
+            for name in submodules
+            if name.startswith("orbax.checkpoint.") and name not in {*found, *NOT_WALKED}
+        ]
+    vars(ocp).update(before)
+    return found
+
+
+def names_of(module: ModuleType) -> dict[str, Any]:
+    """Return what users may take from a module and what is Orbax's own, by name."""
+    own = module.__name__ if "._src." in module.__name__ else "orbax."
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and not inspect.ismodule(value)
+        and not isinstance(value, TypeVar)  # For annotations.
+        and (str(getattr(value, "__module__", "")).startswith(own) or name.isupper())
     }
-    - {"AbstractCheckpointManager", "CheckpointManagerOptions", "PreservationContext"},
-    "checkpointer": public(v1.training.Checkpointer)
-    - {"load_pytree_async", "save_pytree_async"}
-    - {"load_checkpointables_async", "save_checkpointables_async"},
-    "arguments of the checkpointer": arguments(v1.training.Checkpointer) - {"context"},
-    "partial": public(v1.partial),
-    "iterator": arguments(utils.checkpoints_iterator) - {"checkpoint_dir"},
-    "waiting": arguments(utils.wait_for_new_checkpoint) - {"checkpoint_dir"},
-    "utilities": {
-        name
-        for name in public(utils)
-        if inspect.isfunction(getattr(utils, name))
-        and getattr(utils, name).__module__ == utils.__name__
-    }
-    - {"get_snapshot_dir_from_step_dir"},
-    "restore arguments": arguments(utils.construct_restore_args),
-    "arguments of save": arguments(ocp.CheckpointManager.save),
-    "arguments of restore": arguments(ocp.CheckpointManager.restore),
-    "arguments of the list": arguments(ocp.CheckpointManager.all_steps),
-    "metadata of a step": {field.name for field in dataclasses.fields(ocp.metadata.StepMetadata)},
-    "reserved names": {
-        name
-        for module in (ocp.checkpoint_manager, v1_saving)
-        for name in public(module)
-        if name.startswith("RESERVED")
-    },
-    "errors": {
-        name
-        for module in (ocp.checkpoint_manager, v1.errors, v1.training.errors)
-        for name in public(module)
-        if name.endswith("Error")
-    },
-    "step names": public(ocp.path.step.NameFormat),
-    "options of files": {
-        field.name
-        for kind in (
-            *(ocp.options.AtomicityOptions, ocp.options.FileOptions),
-            ocp.options.MultiprocessingOptions,
-        )
-        for field in dataclasses.fields(kind)
-    },
-    "unfinished steps": {
-        name for name in public(ocp.path.atomicity) if name.endswith("TemporaryPath")
-    },
-    "deletion": {name for name in public(ocp.path.deleter) if name.endswith("Deleter")},
-    "loggers": public(ocp.logging) - {"step_statistics"} | public(ocp.logging.AbstractLogger),
-    "statistics": {
-        name
-        for name in public(ocp.logging.step_statistics)
-        if name.endswith("Statistics") and not name.startswith("Emergency")
-    },
-    "telemetry": {OperationRecorder.__name__, PrometheusMonitoring.__name__},
-    "calls of the checkpointer": set().union(
+
+
+def members_of(cls: type) -> set[str]:
+    """Return methods, fields and arguments of a class."""
+    if issubclass(cls, enum.Enum):
+        return set(cls.__members__)
+    if issubclass(cls, Exception):
+        return set()
+    names = public(cls)
+    if dataclasses.is_dataclass(cls):
+        names |= {field.name for field in dataclasses.fields(cls)}
+    # Of a metaclass without a signature, `inspect` says so.
+    with contextlib.suppress(ValueError):
+        names |= arguments(cls)
+    return {name for name in names - {"args", "kwargs"} if not name.startswith("_")}
+
+
+MODULES = public_modules()
+NAMES = {name: names_of(module) for name, module in MODULES.items()}
+SHARED = {id(value) for name, found in NAMES.items() if not is_v1(name) for value in found.values()}
+
+
+def classes() -> dict[type, tuple[bool, set[str]]]:
+    """Return the public classes: whether they are of v1, and their names.
+
+    What v1 shares with the older API counts to that one.
+    """
+    found: dict[type, tuple[bool, set[str]]] = {}
+    todo = [
+        (is_v1(module) and id(value) not in SHARED, name, value)
+        for module, names in NAMES.items()
+        for name, value in names.items()
+    ]
+    while todo:
+        in_v1, name, value = todo.pop()
+        if not inspect.isclass(value) or not value.__module__.startswith("orbax."):
+            continue
+        if name in MEMBERS_NOT_WALKED:
+            continue
+        found.setdefault(value, (in_v1, set()))[1].add(name)
+        # Options are nested.
+        todo += [(in_v1, inner, getattr(value, inner)) for inner in vars(value) if inner[0] != "_"]
+    return found
+
+
+CLASSES = classes()
+
+
+def words(in_v1: bool, beside: set[str] | None = None) -> set[str]:
+    """Return the left columns of the sections about v1, or of the others.
+
+    Args:
+        in_v1: Which of them.
+        beside: Only the sections that have one of these names.
+    """
+    chosen = [
+        section.left for title, section in SECTIONS.items() if title.startswith("v1") == in_v1
+    ]
+    return set().union(*(left for left in chosen if beside is None or left & beside))
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_every_public_name_has_its_row(module: str) -> None:
+    in_v1 = is_v1(module)
+    names = {name for name, value in NAMES[module].items() if not in_v1 or id(value) not in SHARED}
+    assert names - words(in_v1) == set()
+
+
+def full_name(cls: Any) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@pytest.mark.parametrize("cls", sorted(CLASSES, key=full_name), ids=full_name)
+def test_every_member_has_its_row_in_the_section_of_its_class(cls: type) -> None:
+    in_v1, names = CLASSES[cls]
+    assert members_of(cls) - words(in_v1, beside=names) == set()
+
+
+def test_the_walk_has_seen_what_users_know() -> None:
+    top = NAMES["orbax.checkpoint"].keys()
+    assert {"CheckpointManager", "AsyncCheckpointer", "SaveArgs"} <= top
+    assert {"PyTreeOptions", "MemoryOptions"} <= NAMES[v1.options.__name__].keys()
+    assert {
+        *(v1.Context, v1.training.Checkpointer, v1.options.ArrayOptions.Saving.StorageOptions),
+        *(ocp.type_handlers.TypeHandler, ocp.args.PyTreeRestore, ocp.AsyncOptions),
+    } <= CLASSES.keys()
+    assert "stack" in NAMES[f"{HIDDEN}.stacking"]
+    assert len(CLASSES) > 100
+
+
+def calls_of(cls: type) -> set[str]:
+    """Return the arguments of the methods of a class."""
+    calls = [
+        call
+        for name, call in inspect.getmembers(cls, inspect.isfunction)
+        if not name.startswith("_")
+    ]
+    return set().union(*map(arguments, calls)) - {"args", "kwargs"}
+
+
+ARGUMENTS = {
+    # The section, and the arguments that it names.
+    "`CheckpointManager`": arguments(ocp.CheckpointManager.save)
+    | arguments(ocp.CheckpointManager.restore)
+    | arguments(ocp.CheckpointManager.all_steps),
+    "Checkpointers: one checkpoint at a path": calls_of(ocp.Checkpointer)
+    | calls_of(ocp.StandardCheckpointer),
+    "Evaluators: `checkpoint_utils`": arguments(utils.construct_restore_args)
+    | arguments(utils.checkpoints_iterator) - {"checkpoint_dir"}
+    | arguments(utils.wait_for_new_checkpoint) - {"checkpoint_dir"},
+    "v1: `training.Checkpointer`": calls_of(v1.training.Checkpointer),
+    "v1: free functions": set().union(
         *(
             arguments(call)
-            for call in vars(v1.training.Checkpointer).values()
-            if inspect.isfunction(call) and not call.__name__.startswith("_")
+            for module in (v1, v1.partial)
+            for call in names_of(module).values()
+            if inspect.isfunction(call)
         )
     )
     - {"args", "kwargs"},
 }
 
 
-@pytest.mark.parametrize("part", INVENTORY)
-def test_everything_there_has_its_line(part: str) -> None:
-    assert INVENTORY[part] - LEFT == set()
+@pytest.mark.parametrize("section", ARGUMENTS)
+def test_every_argument_has_its_row(section: str) -> None:
+    assert ARGUMENTS[section] - SECTIONS[section].left == set()
 
 
-def test_everything_that_is_named_here_exists() -> None:
+def test_names_in_private_modules_that_users_meet_have_rows() -> None:
+    reserved = {
+        name
+        for module in (ocp.checkpoint_manager, v1_saving)
+        for name in public(module)
+        if name.startswith("RESERVED")
+    }
+    assert reserved - LEFT == set()
+    assert {OperationRecorder.__name__, PrometheusMonitoring.__name__, "CloudLogger"} <= LEFT
+    assert {"emergency", "tiering_service"} <= LEFT
+
+
+# --- Everything that is named in the right column exists ------------------------------------------
+
+# What the first word of a chain of attributes means in the right column.
+ROOTS: dict[str, Any] = {
+    "ckpt": ckpt,
+    "asyncio": asyncio,
+    "contextlib": contextlib,
+    "jax": jax,
+    "numpy": np,
+    "prometheus_client": prometheus_client,
+    "mgr": ckpt.CheckpointManager,
+    "commit": ckpt.Commit,
+    "info": ckpt.StepInfo,
+    "part": ckpt.types.PartialSave,
+    "writer": handlers.ItemWriter,
+    **{name: getattr(ckpt, name) for name in dir(ckpt)},
+    **{name: getattr(ckpt.types, name) for name in ckpt.types.__all__},
+    **{name: getattr(policies, name) for name in policies.__all__},
+    **{name: getattr(surgery, name) for name in surgery.__all__},
+}
+# Libraries that not every environment of these tests has.
+OPTIONAL = {"flax", "safetensors"}
+
+
+def calls_here() -> dict[str, list[Callable[..., Any]]]:
+    """Return by name what a call without its object may be."""
+    calls: dict[str, list[Callable[..., Any]]] = {
+        # Of policies and names of users, and of metadata.
+        "refusal": [policies.SavePolicy.refusal],
+        "keep": [policies.PreservationPolicy.keep],
+        "name": [step_names.StepNames.name],
+        "step": [step_names.StepNames.step],
+        "target": [ckpt.StepMetadata.target],
+    }
+    for owner in (ckpt, ckpt.CheckpointManager):
+        for name in public(owner):
+            if callable(getattr(owner, name)):
+                calls.setdefault(name, []).append(getattr(owner, name))
+    return calls
+
+
+CALLS = calls_here()
+# Where a keyword without its call may belong.
+KEYWORDS = set().union(
+    *(arguments(call) for calls in CALLS.values() for call in calls),
+    *(arguments(getattr(policies, name)) for name in ("BestN", "EveryNSteps", "Deletion")),
+)
+# What the objects have that calls return.
+FIELDS = set().union(
+    *(public(cls) for cls in (ckpt.Commit, ckpt.Event, ckpt.Progress, ckpt.StepInfo)),
+    *(public(cls) for cls in (ckpt.StepMetadata, ckpt.UnknownNode, policies.SaveContext)),
+    *(public(getattr(ckpt.types, name)) for name in ckpt.types.__all__),
+    *(public(cls) for cls in (ckpt.CheckpointManager, ckpt.Handler, ckpt.Adapt, ckpt.ArrayFormat)),
+)
+# Code in the right column that names nothing of this library.
+OTHER = {
+    *("int", "next", "StopIteration", "*"),
+    # Phases of events, and values of arguments.
+    *("end", "preserve", "exchange", "pad", "truncate", "both"),
+    # Methods of objects with a state, of which a handler asks.
+    *("get_state", "state_dict"),
+}
+
+
+def trees_of(text: str) -> list[ast.AST]:
+    """Return what a piece of code is: an expression, or keywords of a call that is not there."""
+    text = re.sub(r"=(?=\s*[,)]|$)", "=...", text)
+    for source in (text, f"_({text})"):
+        with contextlib.suppress(SyntaxError):
+            return list(ast.walk(ast.parse(f"async def _(): return {source}")))
+    raise AssertionError(f"not an expression, nor a keyword: {text}")
+
+
+def chain_of(node: ast.expr) -> list[str] | None:
+    """Return the names of `a.b.c`; None if it begins with anything but a name."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute):
+        names = chain_of(node.value)
+        return None if names is None else [*names, node.attr]
+    return None
+
+
+def resolved(chain: list[str]) -> Any:
+    """Return what a chain of names stands for; None for a field of what a call returns."""
+    assert chain[0] in {*ROOTS, *OPTIONAL}, chain
+    found = ROOTS[chain[0]] if chain[0] in ROOTS else pytest.importorskip(chain[0])
+    for name in chain[1:]:
+        if inspect.ismodule(found):
+            with contextlib.suppress(ImportError):
+                imported(f"{found.__name__}.{name}")
+        if inspect.ismodule(found) or inspect.isclass(found):
+            assert hasattr(found, name), chain
+            found = getattr(found, name)
+        else:
+            assert name in FIELDS, chain
+            found = None
+    return found
+
+
+def check_call(node: ast.Call) -> None:
+    chain = chain_of(node.func)
+    given = {keyword.arg for keyword in node.keywords if keyword.arg}
+    if isinstance(node.func, ast.Name) and node.func.id == "_":
+        known = KEYWORDS
+    elif isinstance(node.func, ast.Name) and node.func.id in CALLS:
+        known = set().union(*map(arguments, CALLS[node.func.id]))
+    elif isinstance(node.func, ast.Attribute) and chain is None:
+        known = set().union(*map(arguments, CALLS[node.func.attr]))
+    else:
+        assert chain is not None
+        known = arguments(resolved(chain))
+    assert given <= known, ast.unparse(node)
+
+
+@pytest.mark.parametrize("code", sorted({code for text in RIGHT for code in code_of(text)}))
+def test_what_the_right_column_names_exists(code: str) -> None:
+    if code in OTHER:
+        return
+    if re.fullmatch(r"\w+", code) and code not in ROOTS:
+        # Or a name of Orbax, to point to another row.
+        assert code in FIELDS | KEYWORDS | CALLS.keys() | LEFT
+        return
+    inner: set[int] = set()
+    for node in trees_of(code):
+        if isinstance(node, ast.Call):
+            check_call(node)
+        if isinstance(node, ast.Attribute) and id(node) not in inner:
+            chain = chain_of(node)
+            if chain is None:
+                assert node.attr in FIELDS | CALLS.keys(), code
+            else:
+                resolved(chain)
+            inner.add(id(node.value))
+
+
+def test_the_right_column_is_looked_at() -> None:
     named = {name for text in RIGHT for name in re.findall(r"policies\.(\w+)", text)}
     assert {"FixedInterval", "BestN", "Deletion"} <= named
-    assert named <= set(policies.__all__)
-    for name in {name for text in RIGHT for name in re.findall(r"step_names\.(\w+)", text)}:
-        assert hasattr(step_names, name)
-    for name in {name for text in RIGHT for name in re.findall(r"\berrors\.(\w+)", text)}:
-        assert hasattr(errors, name)
-    for name in {name for text in RIGHT for name in re.findall(r"mgr\.(\w+)", text)}:
-        assert hasattr(ckpt.CheckpointManager, name)
-    calls = (
-        *(ckpt.CheckpointManager, ckpt.CheckpointManager.save, ckpt.CheckpointManager.restore),
-        *(ckpt.CheckpointManager.delete, ckpt.watch, ckpt.load, ckpt.Adapt),
-        *(policies.BestN, policies.EveryNSteps, policies.Deletion),
-    )
-    known = set().union(*map(arguments, calls))
     used = {name for text in RIGHT for name in re.findall(r"\b(\w+)=", text)}
     assert {"like", "keep_without_metrics", "until"} <= used
-    assert used - known == set()
+    for wrong in ("ckpt.nothing", "policies.BestN(3, by=1)", "save(step, nothing=1)", "nothing=1"):
+        with pytest.raises(AssertionError):
+            test_what_the_right_column_names_exists(wrong)
 
 
 # --- What the page says of both, done with both ---------------------------------------------------
