@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
-from ckpt._format.manifest import Manifest
+from ckpt._format.manifest import Manifest, Parent
 from ckpt._runtime.futures import settled, settled_here
 from ckpt._runtime.tracebacks import outcome
 from ckpt._tree.table import size_text
@@ -122,6 +122,7 @@ class StepInfo:
         items: Names of its items.
         metrics: Metrics given to `save`.
         metadata: User metadata given to `save`, or None.
+        parent: The checkpoint that the run has begun from, if `resume(source=...)` was told one.
         created: When the save began (UTC).
         committed: When the step was committed (UTC).
         statistics: Where the time of the save went.
@@ -142,6 +143,7 @@ class StepInfo:
     created: datetime
     committed: datetime
     statistics: SaveStatistics = field(default_factory=SaveStatistics, compare=False)
+    parent: Parent | None = None
 
     def __repr__(self) -> str:
         name = "" if self.step is None else f"step {self.step}, "
@@ -453,4 +455,5 @@ def step_info(manifest: Manifest, path: str, statistics: SaveStatistics | None =
         created=StepInfo.time_of(manifest.created_ns),
         committed=StepInfo.time_of(manifest.committed_ns),
         statistics=statistics or _early_statistics(manifest.statistics),
+        parent=manifest.parent,
     )

@@ -19,7 +19,7 @@ from ckpt._api.coroutines import refused
 from ckpt._api.oneshot import Call, load_call, metadata_call, save_call, verify_call
 from ckpt._api.partial import SyncPartialSave
 from ckpt._api.plain_docs import plain_docs
-from ckpt._api.resumption import Fresh, State, fresh_state, resume_target
+from ckpt._api.resumption import Fresh, State, fresh_state, resume_target, source_target
 from ckpt._api.watch import SyncWatch, watcher_of
 from ckpt._arguments import true_or_false
 from ckpt._commit import Commit, StepInfo
@@ -153,14 +153,7 @@ class CheckpointManager(ManagerBase):
         true_or_false("durable", durable)
         self._loop.check_caller()
         commit, job, staged = self._service.saves.start(
-            step,
-            state,
-            items,
-            metrics,
-            metadata,
-            force=force,
-            overwrite=overwrite,
-            deadline=deadline,
+            step, state, items, metrics, metadata, deadline, force=force, overwrite=overwrite
         )
         try:
             settled_here(staged)
@@ -213,6 +206,7 @@ class CheckpointManager(ManagerBase):
         like: Any = None,
         adapt: Adapt | None = None,
         fallback: bool = True,
+        source: PathLike | None = None,
     ) -> tuple[int, Fresh]: ...
 
     @overload
@@ -223,6 +217,7 @@ class CheckpointManager(ManagerBase):
         like: Any = None,
         adapt: Adapt | None = None,
         fallback: bool = True,
+        source: PathLike | None = None,
     ) -> tuple[int, Fresh]: ...
 
     @overload
@@ -233,6 +228,7 @@ class CheckpointManager(ManagerBase):
         like: Mapping[str, Any] | None = None,
         adapt: Adapt | Mapping[str, Adapt] | None = None,
         fallback: bool = True,
+        source: PathLike | None = None,
     ) -> tuple[int, dict[str, Any]]: ...
 
     def resume(
@@ -243,14 +239,21 @@ class CheckpointManager(ManagerBase):
         like: Any = None,
         adapt: Adapt | Mapping[str, Adapt] | None = None,
         fallback: bool = True,
+        source: PathLike | None = None,
     ) -> tuple[int, Any]:
         """Return the step to go on with, and the state to go on from.
 
         See `ckpt.CheckpointManager.resume`.
         """
         if self._loop.call(self._service.reader.is_fresh):
-            return 0, fresh_state(init, items)
+            if source is None:
+                return 0, fresh_state(init, items)
+            target = source_target(init, items, like, adapt)
+            begin = self._service.reader.begin_from
+            return 0, self._loop.call(begin, source, target, items is not None, adapt)
         target = resume_target(init, items, like)
+        # With a source, `adapt` is about that.
+        adapt = None if source is not None else adapt
         resume = self._service.reader.resume
         return self._loop.call_served(resume, target, items is not None, adapt, fallback)
 

@@ -11,7 +11,7 @@ import anyio
 from ckpt._api.base import ManagerBase
 from ckpt._api.coroutines import awaited_methods, refused
 from ckpt._api.partial import PartialSave
-from ckpt._api.resumption import Fresh, State, fresh_state, resume_target
+from ckpt._api.resumption import Fresh, State, fresh_state, resume_target, source_target
 from ckpt._api.watch import Watch
 from ckpt._arguments import true_or_false
 from ckpt._commit import Commit, StepInfo
@@ -25,6 +25,7 @@ from ckpt._steps.pins import Pin
 from ckpt._steps.step_metadata import StepMetadata
 from ckpt._steps.watcher import Until, WatchOptions
 from ckpt.policies._ranking import Metric, Mode
+from ckpt.storage._resolve import PathLike
 
 
 @awaited_methods("mgr", "ckpt.sync.CheckpointManager")
@@ -159,9 +160,8 @@ class CheckpointManager(ManagerBase):
             force: Save even if the save policy says no.
             overwrite: Replace the step if it exists. The old one stays until the new is published.
             durable: Return only when the step is durable, and return its `StepInfo`.
-            deadline: Seconds after this call at which the save is given up, wherever it is: nothing
-                of it is left, and its memory is free once the input and output that has begun has
-                ended. None gives it the time that it takes.
+            deadline: Seconds after this call at which the save is given up, wherever it is. Nothing
+                of it is left; its memory is free once reads and writes that have begun have ended.
 
         Returns:
             The commit. Await it for durability, or rely on the manager's exit. It is falsy, with
@@ -174,9 +174,8 @@ class CheckpointManager(ManagerBase):
             StorageError: The store failed before the snapshot was complete.
             HandlerError: A handler, or an object that it saves, raised an error.
             SaveSkippedError: With `durable`: the save policy, or the backlog, said no.
-            DeadlineExceededError: The snapshot was not complete at the `deadline`, or, with
-                `durable`, the step was not durable; says in which stage it was. Otherwise the
-                commit raises it.
+            DeadlineExceededError: At the `deadline` the snapshot was not complete, or, with
+                `durable`, the step; says in which stage it was. Later, the commit raises it.
 
         Cancellation: the save is stopped and removed before the cancellation continues.
 
@@ -188,14 +187,7 @@ class CheckpointManager(ManagerBase):
         """
         true_or_false("durable", durable)
         commit, job, staged = self._service.saves.start(
-            step,
-            state,
-            items,
-            metrics,
-            metadata,
-            force=force,
-            overwrite=overwrite,
-            deadline=deadline,
+            step, state, items, metrics, metadata, deadline, force=force, overwrite=overwrite
         )
         try:
             await settled(staged)
@@ -294,6 +286,7 @@ class CheckpointManager(ManagerBase):
         like: Any = None,
         adapt: Adapt | None = None,
         fallback: bool = True,
+        source: PathLike | None = None,
     ) -> tuple[int, Fresh]: ...
 
     @overload
@@ -304,6 +297,7 @@ class CheckpointManager(ManagerBase):
         like: Any = None,
         adapt: Adapt | None = None,
         fallback: bool = True,
+        source: PathLike | None = None,
     ) -> tuple[int, Fresh]: ...
 
     @overload
@@ -314,6 +308,7 @@ class CheckpointManager(ManagerBase):
         like: Mapping[str, Any] | None = None,
         adapt: Adapt | Mapping[str, Adapt] | None = None,
         fallback: bool = True,
+        source: PathLike | None = None,
     ) -> tuple[int, dict[str, Any]]: ...
 
     async def resume(
@@ -324,11 +319,12 @@ class CheckpointManager(ManagerBase):
         like: Any = None,
         adapt: Adapt | Mapping[str, Adapt] | None = None,
         fallback: bool = True,
+        source: PathLike | None = None,
     ) -> tuple[int, Any]:
         """Return the step to go on with, and the state to go on from.
 
-        That is the step after the latest one and the state that was saved with it; in a root
-        without steps, step 0 and the fresh state.
+        That is the step after the latest one and the state saved with it; in a new root, step 0
+        and the fresh state.
 
         Args:
             init: The fresh state; or a function without arguments that returns it. The function is
@@ -339,9 +335,11 @@ class CheckpointManager(ManagerBase):
                 as data iterators, get it back.
             like: A target instead of `init`: for shardings that `init` does not have. For items, a
                 dict of targets for some of them.
-            adapt: As for `restore`.
+            adapt: As for `restore`; with `source`, how that may differ, and steps of this run not.
             fallback: As for `restore`: a damaged step is passed over for the one before it, which a
                 warning says. When the run comes to that step again, it is moved aside.
+            source: Path or URL of a checkpoint that a new run begins from, such as a model to
+                fine-tune. Steps of the root come first; they name it: `info.parent`.
 
         Returns:
             The first step to train, and the state; with `items`, a dict by item name.
@@ -363,11 +361,15 @@ class CheckpointManager(ManagerBase):
             ```
         """
         if await self._loop.run(self._service.reader.is_fresh):
-            return 0, fresh_state(init, items)
+            if source is None:
+                return 0, fresh_state(init, items)
+            target = source_target(init, items, like, adapt)
+            given = source, target, items is not None, adapt
+            return 0, await self._loop.run(self._service.reader.begin_from, *given)
         target = resume_target(init, items, like)
+        adapt = adapt if source is None else None
         resume = self._service.reader.resume
-        named = items is not None
-        return await self._loop.run_served(resume, target, named, adapt, fallback)
+        return await self._loop.run_served(resume, target, items is not None, adapt, fallback)
 
     def watch(
         self,
@@ -576,8 +578,7 @@ class CheckpointManager(ManagerBase):
 
         Example:
             ```python
-            pinned = await mgr.pins()
-            for step, pins in pinned.items():
+            for step, pins in (await mgr.pins()).items():
                 print(step, [pin.name for pin in pins])
             ```
         """

@@ -16,7 +16,6 @@ from ckpt._api.resumption import State
 from ckpt._api.wrong_paths import explained
 from ckpt._arguments import instance_of, one_of
 from ckpt._commit import Commit, CommitHooks, StepInfo
-from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import restore_items
 from ckpt._engine.save.deadline import given_up_after
 from ckpt._engine.save.pipeline import save_step
@@ -32,7 +31,7 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._runtime.tracebacks import outcome
 from ckpt._settings import ArrayMemory, Staging, StagingMode, Timeouts, as_staging
 from ckpt._steps.factory import job_of, make_engine, make_peers
-from ckpt._steps.opened import OpenedStep, open_step
+from ckpt._steps.opened import OpenedStep, context_of, open_step
 from ckpt._steps.restore_requests import result_of, wanted_items
 from ckpt._steps.saves.one_shot import finished, prepared, processes_of
 from ckpt._steps.saves.requests import make_request
@@ -320,19 +319,9 @@ def load_call(
     async def call() -> Any:
         began = time.perf_counter()
         opened = await _opened(path, storage, step_dir)
-        manifest = opened.manifest
+        manifest, (process, count) = opened.manifest, (job.process_index, job.process_count)
         async with while_read(storage, step_dir, manifest):
-            restore = RestoreContext(
-                storage,
-                step_dir,
-                manifest,
-                engine,
-                engine.observers,
-                job.process_index,
-                job.process_count,
-                memory=memory,
-                foreign=opened.foreign,
-            )
+            restore = context_of(opened, storage, engine, process, count, memory=memory)
             loaded = await restore_items(restore, wanted_items(manifest, like, items, adapt, at))
         logger.info(
             "loaded %s: %s in %.2f s",

@@ -128,6 +128,20 @@ def resume_target(init: Any, items: Mapping[str, Any] | None, like: Any) -> Any:
     return {name: given[name] if name in given else _target(each) for name, each in items.items()}
 
 
+def source_target(init: Any, items: Mapping[str, Any] | None, like: Any, adapt: Any) -> Any:
+    """Return the target of a run that begins from a checkpoint of another one.
+
+    Where the checkpoint may differ, leaves that it does not have keep the values of the fresh
+    state, so that is made.
+    """
+    if adapt is None:
+        return resume_target(init, items, like)
+    fresh = fresh_state(init, items)
+    if items is None:
+        return fresh if like is None else like
+    return resume_target(None, fresh, like)
+
+
 def _target(fresh: Any) -> Any:
     if not is_function(fresh):
         return fresh

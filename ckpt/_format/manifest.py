@@ -15,6 +15,7 @@ milliseconds.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -145,6 +146,28 @@ class FileEntry(Struct, frozen=True):
     digest: str
 
 
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """The checkpoint that a run has begun from; a dataclass, as a part of the public `StepInfo`.
+
+    Attributes:
+        path: Where it was.
+        step: Its step, or None for a checkpoint by itself.
+        attempt: The attempt that wrote it, which tells it from another one at that path.
+
+    Example:
+        ```python
+        parent = ckpt.sync.metadata("runs/a/100").info.parent
+        if parent is not None:
+            print(parent.path, parent.step)
+        ```
+    """
+
+    path: str
+    step: Step | None
+    attempt: str
+
+
 class Manifest(Struct, frozen=True):
     """Everything there is to know of a step without reading an array byte.
 
@@ -161,6 +184,7 @@ class Manifest(Struct, frozen=True):
         items: The items by name.
         metrics: Metrics given to `save`; NaN and infinities as text, since JSON has none.
         metadata: User metadata given to `save`.
+        parent: What the run has begun from, or None.
         created_ns: Unix time in nanoseconds at which the save began.
         committed_ns: Unix time in nanoseconds at which the manifest was written.
         writer: Versions of the libraries that wrote the step.
@@ -185,6 +209,7 @@ class Manifest(Struct, frozen=True):
     folder: str = ""
     metrics: Metrics | None = None
     metadata: JsonValue = None
+    parent: Parent | None = None
     save: str = ""
     statistics: dict[str, float] = {}
 
@@ -249,6 +274,7 @@ class _Rest(Struct, frozen=True, omit_defaults=True):
     writer: dict[str, str]
     process_count: int
     metadata: JsonValue = None
+    parent: Parent | None = None
     statistics: dict[str, Seconds] = {}
 
 
@@ -280,6 +306,7 @@ def encode(manifest: Manifest) -> bytes:
         manifest.writer,
         manifest.process_count,
         manifest.metadata,
+        manifest.parent,
         manifest.statistics,
     )
     try:
@@ -500,6 +527,7 @@ def decode(data: bytes, *, where: str) -> Manifest:
         items=items,
         metrics=front.metrics,
         metadata=rest.metadata,
+        parent=rest.parent,
         created_ns=front.created_ns,
         committed_ns=front.committed_ns,
         writer=rest.writer,

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from ckpt._engine.engine import Engine
+from ckpt._engine.restore.context import RestoreContext
+from ckpt._engine.restore.shared_reads import Broadcast
 from ckpt._engine.restore.step_files import StepFiles
+from ckpt._events import Observer
 from ckpt._format.manifest import Manifest
+from ckpt._settings import ArrayMemory
 from ckpt.errors import NotACheckpointError, StepNotFoundError, located
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import read_manifest
@@ -23,6 +28,42 @@ class OpenedStep(Struct, frozen=True):
     step_dir: str
     manifest: Manifest
     foreign: StepFiles | None = None
+
+
+def context_of(
+    opened: OpenedStep,
+    storage: Storage,
+    engine: Engine,
+    process: int,
+    count: int,
+    observers: tuple[Observer, ...] = (),
+    broadcast: Broadcast | None = None,
+    memory: ArrayMemory = "jax",
+) -> RestoreContext:
+    """Return what a restore of the step needs.
+
+    Args:
+        opened: The step.
+        storage: Where it is.
+        engine: The engine.
+        process: Number of this process in its job.
+        count: How many processes there are.
+        observers: Told of the phases beside those of the engine.
+        broadcast: How processes share what they read.
+        memory: Whose memory the arrays have.
+    """
+    return RestoreContext(
+        storage,
+        opened.step_dir,
+        opened.manifest,
+        engine,
+        (*engine.observers, *observers),
+        process,
+        count,
+        broadcast,
+        memory=memory,
+        foreign=opened.foreign,
+    )
 
 
 async def open_step(storage: Storage, step_dir: str, step: int | None = None) -> OpenedStep | None:

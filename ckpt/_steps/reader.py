@@ -10,17 +10,18 @@ from typing import Any, get_args
 
 from ckpt._arguments import check_step, one_of, shown, true_or_false
 from ckpt._engine.engine import Engine
-from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import restore_items
 from ckpt._engine.verify.pipeline import verify_step_dir
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._events import EventRecorder
+from ckpt._format.manifest import Parent
 from ckpt._plan.adapt import Adapt
 from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import ArrayMemory
 from ckpt._steps.index import PassedOver, StepIndex
+from ckpt._steps.opened import context_of, open_step
 from ckpt._steps.previous_steps import saved_step
 from ckpt._steps.processes import Processes
 from ckpt._steps.restore_requests import result_of, wanted_items
@@ -37,7 +38,8 @@ from ckpt.errors import (
 from ckpt.policies._context import SavedStep
 from ckpt.policies._ranking import BestN, Metric, Mode, best_of
 from ckpt.storage._base import Storage
-from ckpt.storage._manifests import while_read
+from ckpt.storage._manifests import no_manifest, while_read
+from ckpt.storage._resolve import PathLike, open_step_dir
 
 logger = logging.getLogger("ckpt")
 
@@ -57,16 +59,19 @@ class StepReader:
         engine: Engine,
         ranking: BestN | None,
         processes: Processes,
+        begins_from: Callable[[Parent], None],
     ) -> None:
         """Read from `storage`, together with the other processes of the job.
 
-        `ranking` says which step is the best where a call does not.
+        `ranking` says which step is the best where a call does not. `begins_from` is told of the
+        checkpoint that the run has begun from.
         """
         self._storage = storage
         self._index = index
         self._engine = engine
         self._ranking = ranking
         self._processes = processes
+        self._begins_from = begins_from
 
     async def all_steps(self) -> list[int]:
         """Return every committed step, ascending."""
@@ -146,6 +151,35 @@ class StepReader:
                 f"{error.message}. To begin a new run, choose another root, or remove what is there"
             )
         return True
+
+    async def begin_from(
+        self,
+        source: PathLike,
+        target: Any,
+        named: bool,
+        adapt: Adapt | Mapping[str, Adapt] | None,
+    ) -> Any:
+        """Return what a checkpoint of another run holds, which this run begins from."""
+        began = time.perf_counter()
+        storage, step_dir = open_step_dir(source, follow=True)
+        where = f"{storage.location}/{step_dir}"
+        opened = await open_step(storage, step_dir)
+        if opened is None:
+            raise no_manifest(where)
+        processes, manifest = self._processes, opened.manifest
+        like, items = (None, target) if named else (target, None)
+        async with while_read(storage, step_dir, manifest):
+            context = context_of(opened, storage, self._engine, processes.process, processes.count)
+            loaded = await restore_items(context, wanted_items(manifest, like, items, adapt))
+        # What is written down for others must not hold what opens the store.
+        self._begins_from(Parent(redact(where), manifest.step, manifest.attempt))
+        logger.info(
+            "a new run begins from %s: %s in %.2f s",
+            redact(where),
+            size_text(sum(context.moved)),
+            time.perf_counter() - began,
+        )
+        return result_of(manifest, loaded, named=named)
 
     async def resume(
         self,
@@ -260,17 +294,15 @@ class StepReader:
                         opened = found.opened
                         manifest = opened.manifest
                         async with while_read(self._storage, opened.step_dir, manifest):
-                            context = RestoreContext(
+                            context = context_of(
+                                opened,
                                 self._storage,
-                                opened.step_dir,
-                                manifest,
                                 engine,
-                                (*engine.observers, *processes.observers),
                                 processes.process,
                                 processes.count,
+                                processes.observers,
                                 found.broadcast,
-                                memory=memory,
-                                foreign=opened.foreign,
+                                memory,
                             )
                             wanted = wanted_items(manifest, like, items, adapt, at)
                             loaded = await restore_items(context, wanted)
@@ -278,6 +310,8 @@ class StepReader:
                     deleted = error
                     continue
                 nbytes = sum(context.moved)
+                if manifest.parent is not None:
+                    self._begins_from(manifest.parent)
                 self._recorder("restore", manifest.step).end(began, "ok", nbytes=nbytes)
                 seconds = (time.perf_counter_ns() - began) / 1e9
                 logger.info(

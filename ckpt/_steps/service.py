@@ -84,7 +84,14 @@ class RootService:
             observers=engine.observers,
         )
         self.saves = SaveQueue(loop, self.root, engine, backlog, preemption, timeouts.exit)
-        self.reader = StepReader(storage, index, engine, ranking_of(preservation), processes)
+        self.reader = StepReader(
+            storage,
+            index,
+            engine,
+            ranking_of(preservation),
+            processes,
+            self.saves.history.begin_from,
+        )
 
     @property
     def storage(self) -> Storage:

@@ -188,6 +188,8 @@ class StepMetadata:
         )
         for key, value in info.metrics.items():
             title += f", {key:.60}={value:.6g}"
+        if info.parent is not None:
+            title += f", from {info.parent.path:.200}"
         return title if info.metadata is None else f"{title}, metadata {info.metadata!r:.200}"
 
     @property

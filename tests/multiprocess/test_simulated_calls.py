@@ -105,7 +105,7 @@ def test_a_save_that_is_cancelled_before_its_turn_keeps_nobody_waiting(tmp_path:
 def cancel_second(mgr: Any, begun: threading.Event) -> None:
     """Call a save, and cancel it while the one before it has not begun."""
     _, job, staged = mgr._service.saves.start(
-        2, STATE, None, None, None, force=False, overwrite=False
+        2, STATE, None, None, None, None, force=False, overwrite=False
     )
     assert begun.wait(20)
     job.cancel()

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 from msgspec import Struct, field
 
-from ckpt._format.manifest import JsonValue
+from ckpt._format.manifest import JsonValue, Parent
 
 
 class SaveRequest(Struct, frozen=True):
@@ -26,6 +26,7 @@ class SaveRequest(Struct, frozen=True):
         metadata: User metadata.
         overwrite: Whether an existing step directory is replaced.
         deadline: Seconds after its call at which the save is given up; None never does.
+        parent: The checkpoint that the run has begun from, or None.
     """
 
     step_dir: str
@@ -36,6 +37,7 @@ class SaveRequest(Struct, frozen=True):
     metadata: JsonValue
     overwrite: bool
     deadline: float | None = None
+    parent: Parent | None = None
 
 
 def _do_nothing() -> None:

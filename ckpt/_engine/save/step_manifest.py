@@ -127,6 +127,7 @@ async def write_manifest(
             items=dict(entries),
             metrics=None if request.metrics is None else dict(request.metrics),
             metadata=request.metadata,
+            parent=request.parent,
             created_ns=session.created_ns,
             committed_ns=committed_ns,
             writer=engine.versions,

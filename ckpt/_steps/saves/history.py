@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from ckpt._format.manifest import Manifest
+from ckpt._format.manifest import Manifest, Parent
 from ckpt._steps.root import Root
 from ckpt._steps.saves.backlog import BacklogSlot
 from ckpt._steps.saves.overhead import OverheadEstimate
@@ -18,10 +18,16 @@ logger = logging.getLogger("ckpt")
 
 
 class SaveHistory:
-    """The saves of one manager in time. Used on the engine's loop."""
+    """The saves of one manager in time. Used on the engine's loop.
+
+    Attributes:
+        parent: The checkpoint that the run has begun from, which its steps name; None for one that
+            began from scratch.
+    """
 
     def __init__(self, now_ns: Callable[[], int], preemption: Preemption) -> None:
         """Tell the time by `now_ns`, in Unix nanoseconds, and the end by `preemption`."""
+        self.parent: Parent | None = None
         self._now_ns = now_ns
         self._preemption = preemption
         self._pace = OverheadEstimate()
@@ -30,6 +36,10 @@ class SaveHistory:
         self._last_time: float | None = None
         # The save at preemption, unless it has failed.
         self._final: BacklogSlot | None = None
+
+    def begin_from(self, parent: Parent) -> None:
+        """Say what the run has begun from."""
+        self.parent = parent
 
     def context(self, step: int) -> SaveContext:
         """Return the moment in which it is asked whether `step` is to be saved."""

@@ -216,7 +216,8 @@ class OpenSave:
 
     async def run(self) -> None:
         """Run it to its end, on the engine's loop."""
-        saves, root, request = self._saves, self._saves.root, self.request
+        saves, root = self._saves, self._saves.root
+        request = replace(self.request, parent=saves.history.parent)
         step = check_step(request.step)
         began_ns = time.perf_counter_ns()
         recorder = EventRecorder("save", request.step, saves.engine.observers)

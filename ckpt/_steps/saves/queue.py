@@ -45,6 +45,7 @@ from functools import partial
 from typing import Any, SupportsIndex
 
 import anyio
+from msgspec.structs import replace
 
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, CommitHooks, step_info
@@ -129,10 +130,10 @@ class SaveQueue:
         items: Mapping[str, Any] | None,
         metrics: Mapping[str, Any] | None,
         metadata: Any,
+        deadline: float | None,
         *,
         force: bool,
         overwrite: bool,
-        deadline: float | None,
     ) -> tuple[Commit, Job[None], Future[None]]:
         """Start a save that may be refused, from any thread.
 
@@ -195,6 +196,7 @@ class SaveQueue:
         """Run one save to its end; every outcome goes to its commit, or to the waiting call."""
         began_ns = time.perf_counter_ns()
         step = check_step(request.step)
+        request = replace(request, parent=self.history.parent)
         # Before anything is awaited, because it takes the turn of this call. Turns are counted by
         # step, so that a call more or fewer in one process harms no other step.
         processes = self.root.processes.save(_kind_of(request.step_dir), _save_title(step))

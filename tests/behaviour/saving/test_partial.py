@@ -419,7 +419,10 @@ def test_its_lease_is_renewed_while_it_is_open(tmp_path: Path) -> None:
             mgr.partial(1) as part,
         ):
             await part.save({"a": 1})
-            (lease,) = tmp_path.glob(".ckpt-lease-*")
+            # The call returns when its snapshot is safe, and the attempt is opened beside it.
+            while not (leases := list(tmp_path.glob(".ckpt-lease-*"))):  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+            (lease,) = leases
             first = lease.stat().st_mtime_ns
             while lease.stat().st_mtime_ns == first:  # noqa: ASYNC110
                 await anyio.sleep(0.01)
