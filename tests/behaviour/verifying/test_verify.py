@@ -17,6 +17,7 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+from anyio.lowlevel import checkpoint
 
 import ckpt
 import ckpt.sync
@@ -235,10 +236,15 @@ def test_cancelling_stops_the_reading_and_gives_the_memory_back(whole: Path, bac
                     # The caller's loop goes on while the library's own is held.
                     await anyio.to_thread.run_sync(begun.wait)
                     tasks.cancel_scope.cancel()
+                    # Let it reach the library's loop before that one goes on.
+                    with anyio.CancelScope(shield=True):
+                        for _ in range(10):
+                            await checkpoint()
                     held.set()
-            assert len(events) < 10
+            until_cancelled = len(events)
             assert all(not scanner._regions for scanner in scanners())
             assert (await mgr.verify()).ok
+            assert until_cancelled < (len(events) - until_cancelled) / 2
 
     anyio.run(main, backend=backend)
 
