@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ckpt import coordination as coordination
     from ckpt import errors, handlers, observers, policies, surgery, sync
     from ckpt import manifest as manifest
+    from ckpt import orbax as orbax
     from ckpt import step_names as step_names
     from ckpt import storage as storage
     from ckpt import testing as testing
@@ -68,7 +69,7 @@ __all__ = [
 ]
 
 # Modules of the reference that are not needed often enough to be among the names above.
-_MODULES = ("coordination", "manifest", "step_names", "storage", "testing", "types")
+_MODULES = ("coordination", "manifest", "orbax", "step_names", "storage", "testing", "types")
 
 _HOMES = {
     "Adapt": "ckpt._plan.adapt",

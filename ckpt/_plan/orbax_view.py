@@ -25,6 +25,7 @@ from ckpt._tree.static_values import decode_key
 _HANDLERS = "orbax.checkpoint._src.handlers"
 _TREE = f"{_HANDLERS}.standard_checkpoint_handler.StandardCheckpointHandler"
 _JSON = f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler"
+_SUCCESS = "commit_success.txt"
 _SEQUENCE, _MAPPING = 1, 2
 _ON_DEVICES = ("jax", "key")
 _EMPTY = {
@@ -52,6 +53,8 @@ def step_view(
     created_ns: int,
     committed_ns: int,
     written: Collection[str] = (),
+    *,
+    in_store: bool = False,
 ) -> dict[str, bytes]:
     """Return the files of the step itself, by path relative to it.
 
@@ -66,6 +69,7 @@ def step_view(
         created_ns: When the save began.
         committed_ns: When the manifest is written.
         written: The files of the step that are already written.
+        in_store: Whether it is in an object store. There Orbax looks for a mark in every item, too.
     """
     if metadata is None:
         custom: dict[str, Any] = {}
@@ -89,9 +93,12 @@ def step_view(
         "commit_timestamp_nsecs": committed_ns,
         "custom_metadata": custom,
     }
+    success = f"Checkpoint commit was successful to {step_dir}".encode()
+    if in_store:
+        files |= {f"{name}/{_SUCCESS}": success for name in handlers}
     return files | {
         "_CHECKPOINT_METADATA": _json(document),
-        "commit_success.txt": f"Checkpoint commit was successful to {step_dir}".encode(),
+        _SUCCESS: success,
         "orbax.checkpoint": b"",
     }
 

@@ -11,12 +11,13 @@ import json
 import sys
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from tests.stores.wire import Head, Loopback, read_head, read_pieces, send
 
 __all__ = ["GcsFake"]
 
-_UPLOAD, _OBJECTS = "/upload/storage/v1/b/", "/storage/v1/b/"
+_UPLOAD, _OBJECTS, _DOWNLOAD = "/upload/storage/v1/b/", "/storage/v1/b/", "/download/storage/v1/b/"
 _PAGE = 1000
 
 
@@ -71,7 +72,7 @@ class GcsFake:
         given = head.headers.get("authorization", "").removeprefix("Bearer ")
         if self.tokens is not None and given not in self.tokens:
             return _error(401, f"Invalid Credentials: authorization: Bearer {given}")
-        start = _UPLOAD if head.path.startswith(_UPLOAD) else _OBJECTS
+        start = next(each for each in (_UPLOAD, _DOWNLOAD, _OBJECTS) if head.path.startswith(each))
         bucket, _, rest = head.path.removeprefix(start).partition("/")
         objects = self.buckets.get(bucket)
         if objects is None:
@@ -79,7 +80,11 @@ class GcsFake:
         if method in ("POST", "DELETE", "PUT") and bucket in self.read_only:
             return _error(403, "the caller does not have storage.objects.create access")
         if start == _UPLOAD:
+            if query.get("uploadType") == "resumable":
+                return self._begin_upload(bucket, head)
             name = query["name"]
+        elif not rest:
+            return 200, json.dumps({"name": bucket}).encode(), {"Content_Type": "application/json"}
         elif rest in ("o", "o/"):
             return self._list(objects, query)
         else:
@@ -100,6 +105,12 @@ class GcsFake:
             return 204, b"", {}
         return _read(name, found, head)
 
+    def _begin_upload(self, bucket: str, head: Head) -> tuple[int, bytes, dict[str, Any]]:
+        """Begin an upload whose bytes come with a request of their own, as gcsfs does it."""
+        name = quote(head.query["name"], safe="")
+        where = f"http://{head.headers['host']}{_UPLOAD}{bucket}/o?name={name}"
+        return 200, b"", {"Location": where}
+
     def _list(
         self, objects: dict[str, _Object], query: dict[str, str]
     ) -> tuple[int, bytes, dict[str, Any]]:
@@ -113,9 +124,15 @@ class GcsFake:
             and (not end or name < end)
             and name > after
         )
+        folders: list[str] = []
+        if mark := query.get("delimiter"):
+            ends = {name: name.find(mark, len(prefix)) for name in names}
+            folders = sorted({name[: end + 1] for name, end in ends.items() if end >= 0})
+            names = [name for name, end in ends.items() if end < 0]
         size = min(int(query.get("maxResults", _PAGE)), _PAGE)
         answer: dict[str, Any] = {
-            "items": [json.loads(_described(name, objects[name])) for name in names[:size]]
+            "items": [json.loads(_described(name, objects[name])) for name in names[:size]],
+            "prefixes": folders,
         }
         if len(names) > size:
             answer["nextPageToken"] = names[size - 1]

@@ -29,6 +29,7 @@ FLOORS = [
         "coordination",
         "manifest",
         "observers._tracing",
+        "orbax",
         "policies",
         "storage._base",
     },
@@ -60,6 +61,8 @@ SEAMS = {
     "opentelemetry": {"observers"},
     "prometheus_client": {"observers"},
     "rich": {"observers"},
+    "orbax": {"orbax"},
+    "etils": {"orbax"},
 }
 MAX_LINES = 600
 MAX_FILES = 15

@@ -50,6 +50,8 @@ WITHOUT_EXAMPLE = {
     "ckpt.types.LeafInfo": RETURNED,
     "ckpt.types.Pin": RETURNED,
     "ckpt.types.Problem": RETURNED,
+    "ckpt.orbax.NameFormat.build_name": "is called by Orbax",
+    "ckpt.orbax.NameFormat.find_all": "is called by Orbax",
     "ckpt.Adapt.dtype_for": CALLED_BACK,
     "ckpt.Adapt.resize_for": CALLED_BACK,
     "ckpt.Blosc.codec": CALLED_BACK,

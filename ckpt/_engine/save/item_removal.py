@@ -98,6 +98,7 @@ async def _write_rest(
             old.created_ns,
             old.committed_ns,
             old.files,
+            in_store=bool(attempt.folder),
         )
     linked = {
         path: known

@@ -108,6 +108,7 @@ async def write_manifest(
             session.created_ns,
             committed_ns,
             session.files,
+            in_store=bool(attempt.folder),
         )
         for name, entry in entries.items():
             texts = await run_in_thread(text_view, entry)

@@ -1,0 +1,132 @@
+"""For programs that read the steps of this library with Orbax: where they are in a bucket.
+
+On a disk Orbax needs nothing: a step is a directory of Orbax. In a bucket the files of a step are
+in a folder of its directory (see docs/format.md), and Orbax asks a `NameFormat` where:
+
+```text
+options = ocp.CheckpointManagerOptions(step_name_format=ckpt.orbax.NameFormat())
+manager = ocp.CheckpointManager("gs://models/runs/a", options=options)
+```
+
+Orbax itself is imported only when it asks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ckpt._arguments import invalid
+from ckpt._format.manifest import FILE_NAME, peek
+from ckpt.step_names import Standard, StepNames, checked
+
+if TYPE_CHECKING:
+    from orbax.checkpoint.path import step as step_lib
+
+__all__ = ["NameFormat"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+_SUCCESS = "commit_success.txt"
+_STORES = ("gs://", "s3://")
+
+
+class NameFormat:
+    """Tells Orbax where the steps of a root are: those of this library, and its own beside them.
+
+    It is what Orbax calls a `step_name_format`. Only committed steps are found. What Orbax saves
+    with it has the name that `step_names` gives, so both libraries can take turns in one root.
+
+    Orbax's retention (`max_to_keep`) and `delete` remove the whole directory of a step.
+
+    Args:
+        step_names: Names of the steps, as given to `CheckpointManager(step_names=...)`; by default
+            decimal numbers.
+        reads_from: The root, for `training.Checkpointer` of Orbax's newer interface. It reads from
+            the name that it would write to, so with this the name of a step is where its files
+            are. Do not let it delete steps then: their manifests would stay.
+
+    Raises:
+        InvalidArgumentError: An argument is not of these.
+
+    Example:
+        ```python
+        import orbax.checkpoint as ocp
+
+        options = ocp.CheckpointManagerOptions(step_name_format=ckpt.orbax.NameFormat())
+        # The root may be gs://models/runs/a as well.
+        with ocp.CheckpointManager(Path(root).resolve(), options=options) as manager:
+            state = manager.restore(100)
+        ```
+    """
+
+    # Orbax compares it with what its manager does: here every process looks by itself.
+    single_host_load_and_broadcast = False
+
+    def __init__(
+        self,
+        step_names: StepNames | None = None,
+        *,
+        reads_from: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """See the class."""
+        if reads_from is not None and not isinstance(reads_from, str | os.PathLike):
+            raise invalid("reads_from", reads_from, "a path or a URL", of="NameFormat")
+        self._names = Standard() if step_names is None else checked(step_names)
+        self._root = None if reads_from is None else os.fspath(reads_from)
+
+    def build_name(self, step: int) -> str:
+        """Return the name of a step, relative to the root."""
+        name = self._names.name(step)
+        if self._root is None:
+            return name
+        found = self._found(_path(self._root) / name)
+        return name if found is None else str(found.path.relative_to(_path(self._root)))
+
+    def find_all(self, base_path: str | os.PathLike[str]) -> Iterator[step_lib.Metadata]:
+        """Yield the committed steps of a root, in any order."""
+        from orbax.checkpoint.path import step as step_lib
+
+        yield from step_lib.build_step_metadatas(_path(base_path).iterdir(), self._found)
+
+    def find_step(self, base_path: str | os.PathLike[str], step: int) -> step_lib.Metadata:
+        """Return where a step is.
+
+        Raises:
+            ValueError: There is no such step, as Orbax expects it.
+
+        Example:
+            ```python
+            folder = ckpt.orbax.NameFormat().find_step(root, 100).path
+            ```
+        """
+        found = self._found(_path(base_path) / self._names.name(step))
+        if found is None:
+            raise ValueError(f"there is no committed step {step} in {os.fspath(base_path)}")
+        return found
+
+    def _found(self, directory: Any) -> step_lib.Metadata | None:
+        """Return the committed step in a directory of the root, or None."""
+        from orbax.checkpoint.path import step as step_lib
+
+        step = self._names.step(directory.name)
+        if step is None:
+            return None
+        try:
+            summary = peek((directory / FILE_NAME).read_bytes())
+        except FileNotFoundError:
+            # One of Orbax: on a disk it has its name once it is committed.
+            in_store = str(directory).startswith(_STORES)
+            is_committed = (directory / _SUCCESS).exists() if in_store else directory.is_dir()
+            return step_lib.Metadata(step, directory) if is_committed else None
+        return None if summary is None else step_lib.Metadata(step, directory / summary.folder)
+
+
+def _path(path: str | os.PathLike[str]) -> Any:
+    from etils import epath
+
+    return epath.Path(os.fspath(path))
