@@ -6,6 +6,7 @@ how many processes there are. With one process every method acts at once, and no
                   one process   several, one root            several, a root each
     open          here          on the primary               on each
     steps         all           all                          those that every process has
+    begins        looks         the primary looks            all find what they have in common
     restoring     finds         the primary finds            all find what they have in common
     on_step       here          on the primary               on each, if all have the step
     everywhere    here          on the primary               on each, all or none
@@ -28,10 +29,11 @@ from ckpt._arguments import check_step
 from ckpt._engine.restore.shared_reads import Broadcast
 from ckpt._engine.save.multihost import JointSave, MultihostSave, SoloSave
 from ckpt._events import Observer
-from ckpt._format.manifest import JsonValue
+from ckpt._format.manifest import JsonValue, decode, encode
 from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.loop import EngineLoop
+from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt._steps.opened import OpenedStep
 from ckpt._steps.restore_requests import check_broadcast
@@ -46,6 +48,11 @@ from ckpt.errors import CheckpointError, CoordinationError, StepDeletedError, St
 logger = logging.getLogger("ckpt")
 
 Act = Callable[[], Awaitable[JsonValue]]
+
+# What the primary hands to all others of a manifest, together. The service of the job hands out a
+# MiB in 25 ms (docs/design/005): a large manifest is quicker from the storage, which serves all at
+# once.
+_MOST_HANDED_BYTES = 16 << 20
 
 
 class FoundStep(Struct, frozen=True):
@@ -83,6 +90,10 @@ class OneProcess:
     async def open(self, act: Callable[[], Awaitable[None]]) -> None:
         """Open the root with `act`."""
         await act()
+
+    async def begins(self, is_fresh: Callable[[], Awaitable[bool]]) -> bool:
+        """Return whether a run begins in the root."""
+        return await is_fresh()
 
     @contextlib.asynccontextmanager
     async def restoring(
@@ -166,6 +177,10 @@ class SharedRoot(_SeveralProcesses):
                 await self.peers.cannot_open(error)
                 raise
 
+    async def begins(self, is_fresh: Callable[[], Awaitable[bool]]) -> bool:
+        """Return whether a run begins in the root: the primary looks, and tells the others."""
+        return bool(await self.peers.on_primary("begins", "whether the run begins here", is_fresh))
+
     @contextlib.asynccontextmanager
     async def restoring(
         self, step: int | None, broadcast_bytes: int | None, caller: CallingThread
@@ -173,23 +188,35 @@ class SharedRoot(_SeveralProcesses):
         """Agree on the step that the primary finds; the body succeeds on all processes or none."""
         async with self.peers.all_of("restore", _restore_of(step)) as operation:
             check_broadcast(broadcast_bytes, own_disks=False)
-            opened = await self._find_with_primary(step, broadcast_bytes, operation)
-            broadcast = None
-            if broadcast_bytes is not None:
-                broadcast = Broadcast(self.peers, operation, broadcast_bytes, caller)
-            yield FoundStep(opened, broadcast)
+            try:
+                opened = await self._find_with_primary(step, broadcast_bytes, operation)
+                broadcast = None
+                if broadcast_bytes is not None:
+                    broadcast = Broadcast(self.peers, operation, broadcast_bytes, caller)
+                yield FoundStep(opened, broadcast)
+            except StepDeletedError as error:
+                if self.process == 0:
+                    raise
+                raise self._deleted(error) from error
 
     async def _find_with_primary(
         self, step: int | None, nbytes: int | None, operation: Operation
     ) -> OpenedStep:
-        """Open the step that the primary finds."""
+        """Return the step that the primary finds, which hands on what it has read of it."""
         if self.process == 0:
             opened = await self._index.found(step)
             manifest = opened.manifest
             about = {"step": manifest.step, "attempt": manifest.attempt, "broadcast": nbytes}
-            await operation.lead(json.dumps(about).encode())
+            handed = b""
+            if opened.foreign is None:
+                about["step_dir"] = opened.step_dir
+                handed = await run_in_thread(encode, manifest)
+            if len(handed) * (self.count - 1) > _MOST_HANDED_BYTES:
+                handed = b""
+            await operation.lead(json.dumps(about).encode() + b"\n" + handed)
             return opened
-        about = json.loads(await operation.lead(None))
+        first, _, handed = (await operation.lead(None)).partition(b"\n")
+        about = json.loads(first)
         self._check_same(step, about["step"])
         if about["broadcast"] != nbytes:
             raise CoordinationError(
@@ -197,22 +224,29 @@ class SharedRoot(_SeveralProcesses):
                 f"0 does with {about['broadcast']}; give all processes the same",
                 step=about["step"],
             )
+        if handed:
+            where = f"{self._index.location}/{about['step_dir']}, from process 0"
+            manifest = await run_in_thread(partial(decode, handed, where=where))
+            return OpenedStep(about["step_dir"], manifest)
         try:
             opened = await self._index.found(about["step"])
         except StepNotFoundError as error:
             # It was there a moment ago.
+            where = self._index.location
             raise StepDeletedError(
-                f"{self._index.location}: it was deleted while it was read, or process "
-                f"{self.process} sees another root than process 0",
-                step=about["step"],
+                f"{where}: it was deleted while it was read", step=about["step"]
             ) from error
         if opened.manifest.attempt != about["attempt"]:
             raise StepDeletedError(
-                f"{self._index.location}/{opened.step_dir} was replaced while it was read, or "
-                f"process {self.process} sees another root than process 0",
+                f"{self._index.location}/{opened.step_dir} was replaced while it was read",
                 step=opened.manifest.step,
             )
         return opened
+
+    def _deleted(self, error: StepDeletedError) -> StepDeletedError:
+        """Return the error of a process that does not find what the primary has found."""
+        why = f"{error.message}; or process {self.process} sees another root than process 0"
+        return StepDeletedError(why, step=error.step)
 
     on_step = everywhere = delete = _SeveralProcesses.on_primary
 
@@ -248,6 +282,10 @@ class SeparateRoots(_SeveralProcesses):
         """Return the steps that all processes have, ascending."""
         look = partial(self._in_common, None)
         return await self.peers.all_or_none("steps", "listing the steps", look)
+
+    async def begins(self, is_fresh: Callable[[], Awaitable[bool]]) -> bool:
+        """Return whether a run begins: the processes have no step in common."""
+        return await is_fresh()
 
     async def latest(self) -> IndexedStep | None:
         """Return the greatest step that all processes have, or None."""

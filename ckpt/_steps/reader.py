@@ -138,11 +138,14 @@ class StepReader:
             raise deleted
 
     async def is_fresh(self) -> bool:
-        """Tell whether a run begins here: the root has no steps.
+        """Tell whether a run begins here, in all processes alike: the root has no steps.
 
         Raises:
             StepNotFoundError: It has some, and none of them can be read.
         """
+        return await self._processes.begins(self._has_no_steps)
+
+    async def _has_no_steps(self) -> bool:
         if await self.latest_step() is not None:
             return False
         if self._index.unreadable:

@@ -32,6 +32,7 @@ from tests.support.simulated_job import (
     managers,
     saved,
     steps,
+    storage_of,
     together,
 )
 
@@ -333,4 +334,65 @@ def test_steps_of_one_number_that_are_of_different_saves_are_none(tmp_path: Path
             alone.save(5, STATE).result(30)
     assert together(*(mgr.all_steps for mgr in mgrs)) == [[1, 2], [1, 2]]
     assert [each["b"] for each in together(*(mgr.restore for mgr in mgrs))] == [9, 9]
+    closed(mgrs)
+
+
+# --- What the primary looks up, it hands on -------------------------------------------------------
+
+
+def reads_of(mgr: Any) -> list[str]:
+    """What a manager asks its storage for from now on: lists, and files that it reads whole."""
+    storage, seen = storage_of(mgr), []
+    read, step_dirs = storage.read, storage.step_dirs
+
+    async def reading(step_dir: str, path: str, limit: int) -> bytes | None:
+        seen.append(f"{step_dir}/{path}")
+        found: bytes | None = await read(step_dir, path, limit)
+        return found
+
+    async def listing() -> list[str]:
+        seen.append("the root")
+        found: list[str] = await step_dirs()
+        return found
+
+    storage.read, storage.step_dirs = reading, listing
+    return seen
+
+
+def test_only_the_primary_lists_the_steps_and_reads_the_manifest(tmp_path: Path) -> None:
+    mgrs = managers(tmp_path, count=3, seconds=FAR)
+    saved(mgrs, 7, *[{"w": np.arange(6), "step": 7}] * 3)
+    seen = [reads_of(mgr) for mgr in mgrs]
+    fresh = {"w": np.zeros(6, int), "step": 0}
+    for begin, state in together(*(lambda m=m: m.resume(fresh) for m in mgrs)):
+        assert begin == 8
+        assert state["step"] == 7
+        assert state["w"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert {"the root", "7/ckpt.json"} <= set(seen[0])
+    assert seen[1:] == [[], []]
+    closed(mgrs)
+
+
+@pytest.mark.parametrize("most", [0, 1 << 30])
+def test_a_manifest_that_is_too_large_to_hand_on_is_read_by_each(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt._steps.processes._MOST_HANDED_BYTES", most)
+    mgrs = managers(tmp_path, seconds=FAR)
+    saved(mgrs, 7, *[{"step": 7}] * 2)
+    seen = reads_of(mgrs[1])
+    assert together(*(mgr.restore for mgr in mgrs)) == [{"step": 7}] * 2
+    assert ("7/ckpt.json" in seen) == (most == 0)
+    closed(mgrs)
+
+
+def test_a_run_begins_where_the_primary_finds_no_step(tmp_path: Path) -> None:
+    mgrs = managers(tmp_path, seconds=FAR)
+    saved(mgrs, 7, *[{"step": 7}] * 2)
+    shutil.rmtree(tmp_path / "7")
+    # As if what this process sees of the root were of a moment ago.
+    storage = storage_of(mgrs[1])
+    storage.step_dirs = lambda: ["7"]
+    found = together(*(lambda m=m: m.resume(lambda: {"step": 0}) for m in mgrs))
+    assert found == [(0, {"step": 0})] * 2
     closed(mgrs)
