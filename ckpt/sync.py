@@ -20,6 +20,7 @@ from ckpt._api.oneshot import Call, load_call, metadata_call, save_call, verify_
 from ckpt._api.partial import SyncPartialSave
 from ckpt._api.plain_docs import plain_docs
 from ckpt._api.resumption import Fresh, State, fresh_state, resume_target, source_target
+from ckpt._api.trash import SyncTrash
 from ckpt._api.watch import SyncWatch, watcher_of
 from ckpt._arguments import true_or_false
 from ckpt._commit import Commit, StepInfo
@@ -330,6 +331,11 @@ class CheckpointManager(ManagerBase):
     def pins(self) -> dict[int, tuple[Pin, ...]]:
         """Return the pinned steps and their pins, including those of `ckpt.sync.watch`."""
         return self._loop.call(self._service.pins)
+
+    @property
+    def trash(self) -> SyncTrash:
+        """Steps that `Deletion(trash=...)` keeps after their deletion, and that can come back."""
+        return SyncTrash(self._loop, self._service)
 
     def wait_until_finished(self) -> None:
         """Wait for every save that was started, and raise unfetched errors as `close` does."""

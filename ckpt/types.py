@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from ckpt._api.partial import PartialSave, SyncPartialSave
+from ckpt._api.trash import SyncTrash, Trash
 from ckpt._api.watch import SyncWatch, Watch
 from ckpt._commit import SaveStatistics
 from ckpt._engine.verify.report import Problem, VerifyReport
 from ckpt._steps.pins import Pin
+from ckpt._steps.removal.trash import TrashedStep
 from ckpt._steps.step_metadata import ItemInfo, LeafInfo
 
 __all__ = [
@@ -17,7 +19,10 @@ __all__ = [
     "Problem",
     "SaveStatistics",
     "SyncPartialSave",
+    "SyncTrash",
     "SyncWatch",
+    "Trash",
+    "TrashedStep",
     "VerifyReport",
     "Watch",
 ]

@@ -12,6 +12,7 @@ from ckpt._api.base import ManagerBase
 from ckpt._api.coroutines import awaited_methods, refused
 from ckpt._api.partial import PartialSave
 from ckpt._api.resumption import Fresh, State, fresh_state, resume_target, source_target
+from ckpt._api.trash import Trash
 from ckpt._api.watch import Watch
 from ckpt._arguments import true_or_false
 from ckpt._commit import Commit, StepInfo
@@ -87,10 +88,8 @@ class CheckpointManager(ManagerBase):
         Example:
             ```python
             mgr = ckpt.CheckpointManager("runs/a")
-            try:
-                await mgr.save(step, state)
-            finally:
-                await mgr.close()
+            await mgr.save(step, state)
+            await mgr.close()
             ```
         """
         await self._close()
@@ -463,8 +462,7 @@ class CheckpointManager(ManagerBase):
 
         Example:
             ```python
-            settings = await mgr.root_metadata()
-            print(settings["model"])
+            print((await mgr.root_metadata())["model"])
             ```
         """
         return await self._loop.run(self._service.root_metadata)
@@ -479,8 +477,7 @@ class CheckpointManager(ManagerBase):
 
         Example:
             ```python
-            found = await mgr.metadata(100)
-            print(found.info.nbytes, found.tree["params"]["w"].shape)
+            print((await mgr.metadata(100)).tree["params"]["w"].shape)
             ```
         """
         return await self._loop.run(self._service.reader.metadata, step)
@@ -490,8 +487,7 @@ class CheckpointManager(ManagerBase):
 
         Example:
             ```python
-            metrics = await mgr.metrics(100)
-            print(metrics["loss"])
+            print((await mgr.metrics(100))["loss"])
             ```
         """
         return (await self.metadata(step)).info.metrics
@@ -584,6 +580,11 @@ class CheckpointManager(ManagerBase):
         """
         return await self._loop.run(self._service.pins)
 
+    @property
+    def trash(self) -> Trash:
+        """Steps that `Deletion(trash=...)` keeps after their deletion, and that can come back."""
+        return Trash(self._loop, self._service)
+
     async def wait_until_finished(self) -> None:
         """Wait for every save that was started, and raise unfetched errors as `close` does.
 
@@ -593,7 +594,6 @@ class CheckpointManager(ManagerBase):
             ```python
             await mgr.save(step, state)
             await mgr.wait_until_finished()
-            assert await mgr.latest_step() == step
             ```
         """
         await self._loop.run(self._service.saves.idle)

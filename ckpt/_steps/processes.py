@@ -36,8 +36,8 @@ from ckpt._runtime.loop import EngineLoop
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt._steps.opened import OpenedStep
+from ckpt._steps.removal.retention import Retention
 from ckpt._steps.restore_requests import check_broadcast
-from ckpt._steps.retention import Retention
 from ckpt._steps.unreadable import shortened
 from ckpt.coordination._collectives import gathered
 from ckpt.coordination._heartbeat import beating

@@ -16,7 +16,7 @@ from ckpt._steps.index import StepIndex
 from ckpt._steps.pins import forget_expired
 from ckpt._steps.previous_steps import PreviousSteps, saved_step
 from ckpt._steps.processes import Processes
-from ckpt._steps.retention import Retention
+from ckpt._steps.removal.retention import Retention
 from ckpt._steps.root_metadata import write_root_metadata
 from ckpt.errors import CheckpointError, ReadOnlyError, StorageError
 from ckpt.policies._context import SaveContext

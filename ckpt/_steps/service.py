@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, SupportsIndex
 
-from ckpt._arguments import check_step
+from ckpt._arguments import check_step, number_of_seconds
 from ckpt._engine.engine import Engine
 from ckpt._runtime.loop import EngineLoop
 from ckpt._settings import Timeouts
@@ -19,7 +19,8 @@ from ckpt._steps.index import MissingRoot, StepIndex
 from ckpt._steps.pins import Pin, pin, pins, unpin
 from ckpt._steps.processes import OneProcess, Processes, SeparateRoots, SharedRoot
 from ckpt._steps.reader import StepReader
-from ckpt._steps.retention import Retention
+from ckpt._steps.removal.retention import Retention
+from ckpt._steps.removal.trash import StepTrash
 from ckpt._steps.root import Root
 from ckpt._steps.root_metadata import read_root_metadata
 from ckpt._steps.saves.backlog import BacklogPolicy
@@ -28,7 +29,7 @@ from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.saves.queue import SaveQueue
 from ckpt.coordination._peers import Peers
 from ckpt.errors import InvalidArgumentError
-from ckpt.policies._deletion import Deletion
+from ckpt.policies._deletion import Deletion, trash_of
 from ckpt.policies._preservation import PreservationPolicyLike
 from ckpt.policies._ranking import ranking_of
 from ckpt.policies._save_policies import SavePolicyLike
@@ -72,6 +73,7 @@ class RootService:
         retention = Retention(
             storage, index, preservation, deletion, engine.observers, engine.now_ns
         )
+        self.trash = StepTrash(storage, names, trash_of(deletion), engine.now_ns)
         self.root = Root(
             storage,
             names,
@@ -196,6 +198,22 @@ class RootService:
         if not root.processes.owns_root:
             await self.saves.idle()
         await root.processes.delete(f"delete-{item}", step, f"the deletion of step {step}", act)
+
+    async def undelete(self, step: int) -> None:
+        """Take a step back from the trash."""
+        step = check_step(step)
+        self.root.refuse_writing()
+        what = f"undeleting step {step}"
+        act = partial(self.trash.undelete, step)
+        await self.root.processes.everywhere("undelete", step, what, act)
+
+    async def empty_trash(self, older_than: float) -> list[int]:
+        """Remove what was deleted at least that many seconds ago; return the steps."""
+        self.root.refuse_writing()
+        seconds = number_of_seconds("older_than", older_than, zero=True)
+        act = partial(self.trash.empty, seconds)
+        found = await self.root.processes.everywhere("empty-trash", 0, "emptying the trash", act)
+        return [int(step) for step in found] if isinstance(found, list) else []
 
     def close(self, timeout: float | None = None) -> bool:
         """Wait for the saves, and end the loop; see `SaveQueue.close`."""

@@ -25,8 +25,10 @@ class Deletion:
 
     Attributes:
         concurrency: How many steps are deleted at the same time, from 1 to 64.
-        trash: Where steps are moved instead of being removed; emptying it is up to you. The name
-            of a folder below the root, or an absolute path. None removes them.
+        trash: Where steps are moved instead of being removed, until `mgr.trash.empty()` removes
+            them or `mgr.trash.undelete(step)` takes one back. The name of a folder below the root,
+            or an absolute path. In a store any name will do: the objects of a step stay where they
+            are. None removes them.
         keep_latest: Keep the greatest step whatever the preservation policy says. With False, the
             step to resume from can be deleted.
         orbax_steps: Delete steps that Orbax wrote by the same policy. By default they stay, and
@@ -56,6 +58,11 @@ class Deletion:
         if self.trash is not None:
             # As text, so that equal ones are equal.
             object.__setattr__(self, "trash", _checked_trash(self.trash))
+
+
+def trash_of(deletion: Deletion) -> str | None:
+    """Return the trash as text; None if steps are removed."""
+    return None if deletion.trash is None else os.fspath(deletion.trash)
 
 
 def _checked_trash(trash: object) -> str:

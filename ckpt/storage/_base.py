@@ -11,7 +11,9 @@ import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
-from ckpt.errors import InvalidArgumentError
+from msgspec import Struct
+
+from ckpt.errors import InvalidArgumentError, StepExistsError, StepNotFoundError
 
 T = TypeVar("T")
 _NOTE_PART = re.compile(r"^[A-Za-z0-9_.][A-Za-z0-9_.=+,@-]{0,199}\Z")
@@ -40,6 +42,22 @@ class Attempt(Protocol):
     @property
     def folder(self) -> str:
         """Folder in the step directory that will hold its files; empty for the directory itself."""
+
+
+class TrashEntry(Struct, frozen=True):
+    """A step directory in the trash.
+
+    Attributes:
+        name: Its name there.
+        step_dir: The name that it had; where that was taken in the trash, with `-` and a number.
+        path: Where it is, relative to the root, or a path.
+        deleted_ns: When it was moved there, in Unix nanoseconds.
+    """
+
+    name: str
+    step_dir: str
+    path: str
+    deleted_ns: int
 
 
 @runtime_checkable
@@ -275,6 +293,21 @@ class Storage(Protocol):
     async def prepare_trash(self, trash: str) -> None:
         """Make the folder `trash`, and raise if step directories cannot be moved into it."""
 
+    async def trashed(self, trash: str) -> list[TrashEntry]:
+        """Return what is in the folder `trash`; nothing if it does not exist."""
+
+    async def undelete(self, trash: str, name: str, step_dir: str) -> None:
+        """Make an entry of the trash the step directory `step_dir`, atomically and durably.
+
+        Raises:
+            StepExistsError: There is one of that name; the entry stays.
+            StepNotFoundError: There is no such entry any more.
+            CorruptCheckpointError: Files of it are missing; the entry stays.
+        """
+
+    async def purge(self, trash: str, name: str) -> None:
+        """Remove an entry of the trash for good: first its name, then its bytes."""
+
     async def set_aside(self, step_dir: str, paths: Sequence[str]) -> str:
         """Move files of a step directory, durably, into a new folder beside it; return that folder.
 
@@ -315,6 +348,18 @@ class Storage(Protocol):
 
     async def drop_note(self, name: str, *, durable: bool = True) -> bool:
         """Remove a file of the root, durably or more quickly; False if it does not exist."""
+
+
+def undelete_exists(where: str) -> StepExistsError:
+    """Return the error for a step that was not undeleted because there is one."""
+    return StepExistsError(
+        f"{where} exists, so it was not undeleted. Delete or move what is there first"
+    )
+
+
+def undelete_missing(where: str) -> StepNotFoundError:
+    """Return the error for an entry of the trash that is gone."""
+    return StepNotFoundError(f"{where} is not in the trash any more")
 
 
 def note_parts(name: str) -> tuple[str, str]:

@@ -94,10 +94,12 @@ def check_trash(
     """
     local = _place(root)
     if not isinstance(local, Path):
-        raise InvalidArgumentError(
-            f"Deletion(trash={os.fspath(trash)!r:.120}): objects cannot be moved. Leave trash out, "
-            "and switch on the versioning of the bucket instead: it keeps what is deleted"
-        )
+        if os.path.isabs(trash):
+            raise InvalidArgumentError(
+                f"Deletion(trash={os.fspath(trash)!r:.120}): expected a plain name, such as "
+                "'trash': in a store, a step goes to the trash without being moved"
+            )
+        return
     top = Path(os.path.realpath(local))
     folder = Path(os.path.realpath(top / trash))
     if not folder.is_relative_to(top):

@@ -269,7 +269,7 @@ def test_damage_in_the_bucket_is_found(bucket: Place) -> None:
 
 REFUSED: dict[str, Callable[[Place], Any]] = {
     "permission_mode": lambda place: plain(place, permission_mode=0o750),
-    "trash": lambda place: plain(place, deletion=ckpt.policies.Deletion(trash="trash")),
+    "trash": lambda place: plain(place, deletion=ckpt.policies.Deletion(trash="/trash")),
     "create=False": lambda place: plain(place, "nothing", create=False).all_steps(),
 }
 
@@ -281,3 +281,21 @@ def test_what_only_disks_can_do_is_refused(bucket: Place, what: str) -> None:
         REFUSED[what](bucket)
     assert what.split("=", maxsplit=1)[0] in str(caught.value)
     assert bucket.objects() == {}
+
+
+def test_a_deleted_step_comes_back_from_the_trash(bucket: Place) -> None:
+    with plain(bucket, deletion=ckpt.policies.Deletion(trash="trash")) as mgr:
+        for step in (1, 2):
+            mgr.save(step, {"w": np.arange(50_000) + step}, durable=True)
+        before = bucket.objects()
+        mgr.delete(1)
+        assert mgr.all_steps() == [2]
+        assert [each.step for each in mgr.trash.steps()] == [1]
+        mgr.trash.undelete(1)
+        assert mgr.verify(1).ok
+        assert np.array_equal(mgr.restore(1)["w"], np.arange(50_000) + 1)
+        assert bucket.objects() == before
+        mgr.delete(1)
+        assert mgr.trash.empty() == [1]
+        assert not [key for key in bucket.objects() if "/1/" in key or ".ckpt-trash" in key]
+        assert mgr.verify(2).ok

@@ -49,6 +49,7 @@ WITHOUT_EXAMPLE = {
     "ckpt.types.ItemInfo": RETURNED,
     "ckpt.types.LeafInfo": RETURNED,
     "ckpt.types.Pin": RETURNED,
+    "ckpt.types.TrashedStep": RETURNED,
     "ckpt.types.Problem": RETURNED,
     "ckpt.orbax.NameFormat.build_name": "is called by Orbax",
     "ckpt.orbax.NameFormat.find_all": "is called by Orbax",

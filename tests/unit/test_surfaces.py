@@ -9,12 +9,13 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt._api import partial, watch
+from ckpt._api import partial, trash, watch
 
 PAIRS = {
     "manager": (ckpt.CheckpointManager, ckpt.sync.CheckpointManager),
     "partial save": (partial.PartialSave, partial.SyncPartialSave),
     "watch": (watch.Watch, watch.SyncWatch),
+    "trash": (trash.Trash, trash.SyncTrash),
 }
 # What a class has of its own kind of code.
 OTHERWISE_CALLED = {
@@ -92,6 +93,7 @@ def test_every_call_is_documented() -> None:
 def test_only_what_does_not_wait_is_no_coroutine(pair: str) -> None:
     at_once = {
         *("__init__", "root", "is_saving_in_progress", "reached_preemption", "partial", "watch"),
+        "trash",
         *("step", "info", "__iter__"),
     }
     for name, value in surface(PAIRS[pair][0]).items():

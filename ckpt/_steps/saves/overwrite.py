@@ -15,7 +15,7 @@ from ckpt._engine.save.request import SaveRequest
 from ckpt._format.manifest import FILE_NAME, MAX_BYTES, peek
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import PassedOver
-from ckpt._steps.retention import is_ours, spare_others
+from ckpt._steps.removal.retention import is_ours, spare_others
 from ckpt._steps.unreadable import look_closely
 from ckpt.coordination._collectives import gathered
 from ckpt.errors import InvalidArgumentError, StepExistsError, StorageError

@@ -23,13 +23,13 @@ from aiofiles.base import wrap
 from ckpt._runtime.threads import run_in_thread, threads_of_loop
 from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError
-from ckpt.storage._base import Attempt, note_parts
+from ckpt.storage._base import Attempt, TrashEntry, note_parts, undelete_exists, undelete_missing
 from ckpt.storage._local import attempts, data_files, notes, posix, tensorstore_files
+from ckpt.storage._local import trash as trash_folder
 from ckpt.storage._local.attempts import LocalAttempt
 from ckpt.storage._local.config import FileIo
 from ckpt.storage._local.errors import of_each, translated
 from ckpt.storage._local.sweep import is_unfinished, sweep_root
-from ckpt.storage._local.trash import move_to_trash, prepare_trash, set_aside
 
 logger = logging.getLogger("ckpt")
 
@@ -351,24 +351,48 @@ class LocalStorage:
         with translated("move to the trash", self._root / step_dir):
             try:
                 path = await self._in_thread(
-                    move_to_trash, self._root, step_dir, self._root / trash
+                    trash_folder.move_to_trash, self._root, step_dir, self._root / trash
                 )
             except FileNotFoundError:
                 # It was not made yet, or was removed to empty the trash.
                 await self.prepare_trash(trash)
                 path = await self._in_thread(
-                    move_to_trash, self._root, step_dir, self._root / trash
+                    trash_folder.move_to_trash, self._root, step_dir, self._root / trash
                 )
         return None if path is None else str(path)
 
     async def prepare_trash(self, trash: str) -> None:
         with translated("use the trash folder", self._root / trash):
-            await self._in_thread(prepare_trash, self._root, self._root / trash, self._mode)
+            await self._in_thread(
+                trash_folder.prepare_trash, self._root, self._root / trash, self._mode
+            )
+
+    async def trashed(self, trash: str) -> list[TrashEntry]:
+        with translated("list the trash folder", self._root / trash):
+            return await self._in_thread(trash_folder.trashed, self._root, trash)
+
+    async def undelete(self, trash: str, name: str, step_dir: str) -> None:
+        with translated("undelete", self._root / trash / name):
+            try:
+                await self._in_thread(trash_folder.undelete, self._root, trash, name, step_dir)
+            except FileExistsError:
+                raise undelete_exists(f"{self._root}/{step_dir}") from None
+            except FileNotFoundError:
+                raise undelete_missing(f"{self._root}/{trash}/{name}") from None
+
+    async def purge(self, trash: str, name: str) -> None:
+        with translated("remove", self._root / trash / name):
+            hidden = await self._in_thread(trash_folder.hide, self._root, trash, name)
+        if hidden is not None:
+            with anyio.CancelScope(shield=True):
+                await self._finish_removal(attempts.remove_hidden, hidden, hidden)
 
     async def set_aside(self, step_dir: str, paths: Sequence[str]) -> str:
         with translated("move files of others out of", self._root / step_dir):
             return str(
-                await self._in_thread(set_aside, self._root, step_dir, list(paths), self._mode)
+                await self._in_thread(
+                    trash_folder.set_aside, self._root, step_dir, list(paths), self._mode
+                )
             )
 
     async def sweep(self) -> list[str]:

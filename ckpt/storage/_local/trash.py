@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import errno
 import os
+import uuid
 from itertools import count
 from pathlib import Path
 
+from ckpt.storage._base import TrashEntry
 from ckpt.storage._local import posix
+from ckpt.storage._local.sweep import attempt_name, trash_name
 
 _ASIDE = ".others"
 
@@ -54,6 +57,44 @@ def move_to_trash(root: Path, step_dir: str, trash: Path) -> Path | None:
         posix.fsync_directory(root)
         return target
     raise AssertionError("count() does not end")
+
+
+def trashed(root: Path, trash: str) -> list[TrashEntry]:
+    """Return the directories in the trash folder; none if it is not there."""
+    try:
+        with os.scandir(root / trash) as entries:
+            found = [each for each in entries if each.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+    # A rename changes the time of the inode, and nobody writes to a step that was deleted.
+    return [
+        TrashEntry(each.name, each.name, f"{trash}/{each.name}", each.stat().st_ctime_ns)
+        for each in found
+    ]
+
+
+def undelete(root: Path, trash: str, name: str, step_dir: str) -> None:
+    """Move a directory out of the trash folder, durably.
+
+    Raises:
+        FileExistsError: There is a step directory of that name.
+        FileNotFoundError: It is not in the trash any more.
+    """
+    posix.rename_new(root / trash / name, root / step_dir)
+    posix.fsync_directory(root)
+    posix.fsync_directory(root / trash)
+
+
+def hide(root: Path, trash: str, name: str) -> Path | None:
+    """Give a directory of the trash a name that a sweep removes, durably; None if it is gone."""
+    hidden = root / trash_name(attempt_name(name, uuid.uuid4().hex))
+    try:
+        os.rename(root / trash / name, hidden)
+    except FileNotFoundError:
+        return None
+    posix.fsync_directory(root)
+    posix.fsync_directory(root / trash)
+    return hidden
 
 
 def set_aside(root: Path, step_dir: str, files: list[str], mode: int | None = None) -> Path:

@@ -80,7 +80,7 @@ async def publish(
     # it was written before or after a write whose answer was lost.
     found = await keys.get(key) if overwrite or replacing is not None else None
     if replacing is None:
-        found = await _not_being_deleted(keys, attempt.step_dir, found, deadline)
+        found = await not_being_deleted(keys, attempt.step_dir, found, deadline)
     while True:
         if replacing is not None and (found is None or attempt_of(found.data) != replacing):
             raise StepDeletedError(
@@ -108,7 +108,7 @@ async def publish(
             )
         found = await keys.get(key)
         if replacing is None:
-            found = await _not_being_deleted(keys, attempt.step_dir, found, deadline)
+            found = await not_being_deleted(keys, attempt.step_dir, found, deadline)
             if found is not None and found.data == data:
                 # An earlier try has come true; if anything, it has replaced a tombstone.
                 return None
@@ -119,7 +119,7 @@ async def publish(
                 )
 
 
-async def _not_being_deleted(
+async def not_being_deleted(
     keys: ObjectClient, step_dir: str, found: StoredObject | None, deadline: float
 ) -> StoredObject | None:
     """Wait while a live process removes a tombstone; return what is in place of the manifest then.

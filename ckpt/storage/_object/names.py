@@ -11,6 +11,8 @@ from ckpt._format.manifest import peek
 GONE = b"# "
 # The folder with the names of committed step directories, for cheap lists; see `listing`.
 NAMES = ".ckpt-steps"
+# The folder with the manifests of steps that were deleted and can come back; see `trash`.
+TRASH = ".ckpt-trash"
 _ID = re.compile(r"^[0-9a-f]{32}\Z")
 _DELETER = re.compile(rb"^# deleted by ([0-9a-f]{32}), ")
 
@@ -18,6 +20,11 @@ _DELETER = re.compile(rb"^# deleted by ([0-9a-f]{32}), ")
 def is_id(name: str) -> bool:
     """Tell whether a name may be the id of an attempt."""
     return _ID.match(name) is not None
+
+
+def trash_key(step_dir: str, attempt: str) -> str:
+    """Return the key of an entry of the trash."""
+    return f"{TRASH}/{step_dir}.{attempt}"
 
 
 def folder_of(path: str) -> str | None:

@@ -25,6 +25,7 @@ from ckpt.storage._object.names import (
     gone,
     is_gone,
     is_id,
+    trash_key,
 )
 
 logger = logging.getLogger("ckpt")
@@ -59,7 +60,7 @@ async def remove(keys: ObjectClient, step_dir: str, attempt: str | None, seconds
         await each(lambda record: finish(keys, record), records)
         return attempt is None and await remove(keys, step_dir, attempt, seconds)
     try:
-        await _remove_plain_files(keys, step_dir, found)
+        await remove_plain_files(keys, step_dir, found)
         await each(lambda record: finish(keys, record), records)
     except StorageError as error:
         logger.warning("data of a deleted step at %s was left: %s", keys.location, error)
@@ -71,7 +72,7 @@ async def remove_replaced(
 ) -> None:
     """Remove the data of a manifest that another one has replaced."""
     records = await _take_over(keys, step_dir, old, seconds)
-    await _remove_plain_files(keys, step_dir, old)
+    await remove_plain_files(keys, step_dir, old)
     await each(lambda record: finish(keys, record), records)
 
 
@@ -135,18 +136,24 @@ async def finish_replaced(keys: ObjectClient, step_dir: str, attempt: str, secon
 
 
 async def finish(keys: ObjectClient, record: LeaseRecord) -> None:
-    """Remove the data of an attempt that is being deleted, unless its manifest still exists.
+    """Remove the data of an attempt that is being deleted.
 
-    The tombstone is removed first, if it is of this deletion.
+    Unless its manifest still exists, or is in the trash. The tombstone is removed first, if it is
+    of this deletion.
     """
     step_dir, attempt = record.step_dir, record.attempt
     key = f"{step_dir}/{FILE_NAME}"
     found = await keys.get(key)
     if found is not None and deleter_of(found.data) == attempt:
         await keys.delete_if(key, found.generation)
-    if found is None or attempt_of(found.data) != attempt:
+    is_there = found is not None and attempt_of(found.data) == attempt
+    if not is_there and not await _is_in_trash(keys, step_dir, attempt):
         await remove_data(keys, step_dir, attempt)
     await keys.delete(record.key)
+
+
+async def _is_in_trash(keys: ObjectClient, step_dir: str, attempt: str) -> bool:
+    return await keys.first(trash_key(step_dir, attempt)) is not None
 
 
 async def remove_data(keys: ObjectClient, step_dir: str, attempt: str) -> None:
@@ -157,9 +164,14 @@ async def remove_data(keys: ObjectClient, step_dir: str, attempt: str) -> None:
     await keys.delete(f"{NAMES}/{step_dir}.{attempt}")
 
 
-async def _remove_plain_files(keys: ObjectClient, step_dir: str, old: StoredObject) -> None:
-    """Remove the files of a step that was copied here from a disk: they are not in a folder."""
-    files = peek_files(old.data) or frozenset()
+async def remove_plain_files(
+    keys: ObjectClient, step_dir: str, old: StoredObject, kept: frozenset[str] = frozenset()
+) -> None:
+    """Remove the files of a step that was copied here from a disk: they are not in a folder.
+
+    All but those that are `kept`, and none if its manifest is in the trash.
+    """
+    files = (peek_files(old.data) or frozenset()) - kept
     summary = peek(old.data)
     start = "" if summary is None else f"{summary.attempt}/"
     plain = [
@@ -171,4 +183,6 @@ async def _remove_plain_files(keys: ObjectClient, step_dir: str, old: StoredObje
         and folder_of(path) is None
         and not {"", ".", ".."} & set(path.split("/"))
     ]
+    if plain and summary is not None and await _is_in_trash(keys, step_dir, summary.attempt):
+        return
     await each(lambda path: keys.delete(f"{step_dir}/{path}"), plain)

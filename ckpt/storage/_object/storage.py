@@ -17,9 +17,10 @@ import anyio
 from ckpt._format.manifest import FILE_NAME
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Timeouts
-from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
-from ckpt.storage._base import UNKNOWN_SIZE, Attempt, note_parts
+from ckpt.errors import CorruptCheckpointError, StorageError
+from ckpt.storage._base import UNKNOWN_SIZE, Attempt, TrashEntry, note_parts
 from ckpt.storage._object import attempts, leases, notes
+from ckpt.storage._object import trash as trash_folder
 from ckpt.storage._object.attempts import ObjectAttempt
 from ckpt.storage._object.client import KeyValueStore, ObjectClient, StoredObject, each
 from ckpt.storage._object.config import Memory, StoreConfig
@@ -320,10 +321,24 @@ class ObjectStorage:
         return removed
 
     async def move(self, step_dir: str, trash: str) -> str | None:
-        raise _no_trash(self.location)
+        with anyio.CancelScope(shield=True):
+            moved = await trash_folder.move(self._keys, step_dir, self._timeouts.lease)
+        return None if moved is None else f"{self.location}/{moved}"
 
     async def prepare_trash(self, trash: str) -> None:
-        raise _no_trash(self.location)
+        # There is one, whatever it is called, and nothing to be made.
+        return
+
+    async def trashed(self, trash: str) -> list[TrashEntry]:
+        return await trash_folder.entries(self._keys)
+
+    async def undelete(self, trash: str, name: str, step_dir: str) -> None:
+        with anyio.CancelScope(shield=True):
+            await trash_folder.undelete(self._keys, name, step_dir, self._timeouts.lease)
+
+    async def purge(self, trash: str, name: str) -> None:
+        with anyio.CancelScope(shield=True):
+            await trash_folder.purge(self._keys, name, self._timeouts.lease)
 
     async def set_aside(self, step_dir: str, paths: Sequence[str]) -> str:
         return f"{self.location}/{step_dir}"
@@ -359,13 +374,6 @@ class ObjectStorage:
         if any(part in ("", ".", "..") for part in key.split("/")):
             raise CorruptCheckpointError(f"{self.location}: {key!r:.200} is not a valid path")
         return key
-
-
-def _no_trash(location: str) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"Deletion(trash=...): objects in {location} cannot be moved. Switch on the versioning of "
-        "the bucket instead: it keeps what is deleted"
-    )
 
 
 def _own(attempt: Attempt) -> ObjectAttempt:

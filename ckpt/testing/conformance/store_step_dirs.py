@@ -9,18 +9,17 @@ import mmap
 from collections.abc import Awaitable, Callable
 from random import Random
 
-from ckpt._format.manifest import FILE_NAME, MAX_BYTES, decode
+from ckpt._format.manifest import FILE_NAME, MAX_BYTES
 from ckpt._settings import Timeouts
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
-    InvalidArgumentError,
     StepDeletedError,
     StepExistsError,
+    StepNotFoundError,
     StorageError,
 )
 from ckpt.storage._base import UNKNOWN_SIZE, Attempt
-from ckpt.storage._manifests import lies_in
 from ckpt.testing.conformance.store_cases import (
     DATA,
     SMALL,
@@ -373,22 +372,39 @@ async def an_attempt_that_is_not_there_cannot_be_joined(case: StoreCase) -> None
             await storage.join("3", attempt.id)
 
 
-async def trash_is_kept_or_refused(case: StoreCase) -> None:
-    """A moved step directory is whole in its folder; a store that cannot move says so at once."""
+async def a_step_dir_comes_back_from_the_trash(case: StoreCase) -> None:
+    """What was moved is whole again once it is undeleted, and takes nobody's place."""
     async with opened(case) as [storage]:
-        await publish(storage, "1", "one")
-        try:
-            await storage.prepare_trash("trash")
-        except (InvalidArgumentError, StorageError):
-            await assert_whole(storage, "1", "one")
-            return
+        await storage.prepare_trash("trash")
+        attempt = await publish(storage, "1", "one")
         assert await storage.move("1", "trash") is not None
         assert not await storage.exists("1")
         assert await storage.move("1", "trash") is None
-        data = await storage.read("trash/1", FILE_NAME, MAX_BYTES)
-        assert data is not None
-        manifest = decode(data, where="trash/1")
-        assert await storage.read(lies_in("trash/1", manifest), DATA, 5000) == content("one", 5000)
+        [entry] = await storage.trashed("trash")
+        await publish(storage, "1", "two")
+        with refused(StepExistsError, "undelete onto a step directory", "1"):
+            await storage.undelete("trash", entry.name, "1")
+        await assert_whole(storage, "1", "two")
+        await storage.remove("1")
+        await storage.undelete("trash", entry.name, "1")
+        await assert_whole(storage, "1", "one", attempt)
+        assert await storage.trashed("trash") == []
+
+
+async def the_trash_is_emptied_for_good(case: StoreCase) -> None:
+    """What was purged is gone, and a step directory of its name is not touched."""
+    async with opened(case) as [storage]:
+        await storage.prepare_trash("trash")
+        await publish(storage, "1", "one")
+        await storage.move("1", "trash")
+        await publish(storage, "1", "two")
+        [entry] = await storage.trashed("trash")
+        await storage.purge("trash", entry.name)
+        assert await storage.trashed("trash") == []
+        with refused(StepNotFoundError, "undelete what is gone", "trash"):
+            await storage.undelete("trash", entry.name, "2")
+        await storage.purge("trash", entry.name)
+        await assert_whole(storage, "1", "two")
 
 
 async def a_root_opened_anew_holds_the_same(case: StoreCase) -> None:
@@ -421,6 +437,7 @@ CHECKS: tuple[Callable[[StoreCase], Awaitable[None]], ...] = (
     a_file_of_the_old_step_dir_is_taken_over,
     another_process_joins_an_attempt,
     an_attempt_that_is_not_there_cannot_be_joined,
-    trash_is_kept_or_refused,
+    a_step_dir_comes_back_from_the_trash,
+    the_trash_is_emptied_for_good,
     a_root_opened_anew_holds_the_same,
 )

@@ -226,8 +226,8 @@ def test_managers_of_a_process_share_a_memory_by_name() -> None:
 
 
 def test_what_objects_do_not_have_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="versioning"):
-        ckpt.sync.CheckpointManager(fresh(), deletion=Deletion(trash="trash"))
+    with pytest.raises(InvalidArgumentError, match="expected a plain name"):
+        ckpt.sync.CheckpointManager(fresh(), deletion=Deletion(trash="/trash"))
     with pytest.raises(InvalidArgumentError, match="permission_mode=0o750"):
         ckpt.sync.CheckpointManager(fresh(), permission_mode=0o750)
 

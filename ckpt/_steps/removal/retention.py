@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
@@ -29,7 +28,7 @@ from ckpt.errors import (
     StorageError,
     located,
 )
-from ckpt.policies._deletion import Deletion
+from ckpt.policies._deletion import Deletion, trash_of
 from ckpt.policies._preservation import PreservationPolicyLike, PreserveAll, steps_kept
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import while_read
@@ -111,7 +110,7 @@ class Retention:
         self._keeps_latest = deletion.keep_latest
         self._spares_foreign = not deletion.orbax_steps
         self._said_spared = False
-        self._trash = None if deletion.trash is None else os.fspath(deletion.trash)
+        self._trash = trash_of(deletion)
         self._observers = observers
         self._now_ns = now_ns
         # The step that was acknowledged last, or None; set by the saves.

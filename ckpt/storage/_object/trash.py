@@ -1,0 +1,170 @@
+"""The trash of an object store: a step goes with its manifest, and its other objects stay.
+
+An entry is the object `.ckpt-trash/<step>.<attempt>`: a line that says when the step was deleted,
+and its manifest. As long as it exists, the objects of the attempt are removed by nobody (see
+`removal`). docs/design/006-object-stores.md has the order of these operations.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+import anyio
+
+from ckpt._format.manifest import FILE_NAME, peek_files
+from ckpt.errors import (
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    StepNotFoundError,
+    StorageError,
+)
+from ckpt.storage._base import TrashEntry, undelete_exists, undelete_missing
+from ckpt.storage._object import leases
+from ckpt.storage._object.attempts import not_being_deleted
+from ckpt.storage._object.client import MISSING, ObjectClient, StoredObject, each
+from ckpt.storage._object.foreign import is_foreign
+from ckpt.storage._object.names import NAMES, TRASH, attempt_of, gone, is_gone, is_id, trash_key
+from ckpt.storage._object.removal import finish, remove_plain_files
+
+_NAMED_FILES = 3
+
+
+async def move(keys: ObjectClient, step_dir: str, seconds: float) -> str | None:
+    """Move a step directory to the trash; return its key there, None if it does not exist.
+
+    Raises:
+        InvalidArgumentError: It is one of Orbax, which has no manifest.
+        CorruptCheckpointError: Its manifest does not say which attempt it is of.
+    """
+    where, key = f"{keys.location}/{step_dir}", f"{step_dir}/{FILE_NAME}"
+    found = await keys.get(key)
+    if found is None and await is_foreign(keys, step_dir):
+        raise InvalidArgumentError(
+            f"{where}: Orbax wrote it, and in a bucket only steps of this library go to the trash. "
+            "Delete it with a manager that has no trash"
+        )
+    if found is None or is_gone(found.data):
+        return None
+    attempt = attempt_of(found.data)
+    if attempt is None or not is_id(attempt):
+        raise CorruptCheckpointError(
+            f"{where}/{FILE_NAME} is damaged, so it cannot go to the trash. Delete it with a "
+            "manager that has no trash"
+        )
+    entry = trash_key(step_dir, attempt)
+    await keys.put(entry, f"{time.time_ns()}\n".encode() + found.data)
+    deleter = uuid.uuid4().hex
+    record = await leases.make(keys, step_dir, deleter, seconds, "deleting")
+    if record is None:
+        raise StorageError(f"{where}: the store did not create a new object")
+    await keys.delete(f"{NAMES}/{step_dir}.{attempt}")
+    swap = await keys.swap(key, gone(deleter), found.generation)
+    # If it was replaced or deleted meanwhile, its entry stays: its objects may be there.
+    await finish(keys, record)
+    return entry if swap.generation is not None else None
+
+
+async def entries(keys: ObjectClient) -> list[TrashEntry]:
+    """Return what is in the trash."""
+    found: list[TrashEntry] = []
+
+    async def look(name: str) -> None:
+        names = leases.record_names(name)
+        entry = await keys.get(f"{TRASH}/{name}")
+        if names is None or entry is None:
+            return
+        manifest = await keys.get(f"{names[0]}/{FILE_NAME}")
+        # A process that died while it deleted or undeleted the step has left the entry.
+        is_there = manifest is not None and attempt_of(manifest.data) == names[1]
+        time_ns, _, _ = entry.data.partition(b"\n")
+        if not is_there and time_ns.isdigit():
+            found.append(TrashEntry(name, names[0], f"{TRASH}/{name}", int(time_ns)))
+
+    await each(look, await keys.list(f"{TRASH}/"))
+    return found
+
+
+async def undelete(keys: ObjectClient, name: str, step_dir: str, seconds: float) -> None:
+    """Put the manifest of an entry back.
+
+    Raises:
+        StepNotFoundError: The entry is gone.
+        StepExistsError: There is a step directory of that name.
+        CorruptCheckpointError: Objects of it are missing.
+    """
+    where = f"{keys.location}/{step_dir}"
+    entry, attempt = await _entry(keys, name)
+    data = entry.data.partition(b"\n")[2]
+    # A record that is left behind can be ended by a cleaner: this manifest was seen, and is gone.
+    later = leases.later_key(step_dir, attempt)
+    await keys.put(later, b"-")
+    record = await leases.make(keys, step_dir, attempt, seconds, "committing")
+    if record is None:
+        raise StorageError(
+            f"{where}: another process deletes or undeletes it at the moment, or died while it "
+            "did. Try again later"
+        )
+    try:
+        there = set(await keys.list(f"{step_dir}/"))
+        missing = sorted((peek_files(data) or frozenset()) - there - {FILE_NAME})
+        if missing:
+            raise CorruptCheckpointError(
+                f"{where} cannot be undeleted, since objects of it are missing ({len(missing)}): "
+                f"{', '.join(missing[:_NAMED_FILES])}"
+            )
+        await _put_back(keys, step_dir, attempt, data)
+        # Until here its objects were protected by it.
+        await keys.delete_if(f"{TRASH}/{name}", entry.generation)
+    finally:
+        await keys.delete(record.key)
+        await keys.delete(later)
+
+
+async def _put_back(keys: ObjectClient, step_dir: str, attempt: str, data: bytes) -> None:
+    """Put a manifest in its place.
+
+    Raises:
+        StepExistsError: There is another one, or a step of Orbax.
+    """
+    where, key = f"{keys.location}/{step_dir}", f"{step_dir}/{FILE_NAME}"
+    deadline = anyio.current_time() + keys.seconds
+    found = await not_being_deleted(keys, step_dir, await keys.get(key), deadline)
+    if found is None and await is_foreign(keys, step_dir):
+        raise undelete_exists(where)
+    if found is None or is_gone(found.data):
+        await keys.put(f"{NAMES}/{step_dir}.{attempt}", b"-")
+        swap = await keys.swap(key, data, MISSING if found is None else found.generation)
+        found = await keys.get(key) if swap.generation is None else StoredObject(data, b"")
+    if found is None or attempt_of(found.data) != attempt:
+        raise undelete_exists(where)
+
+
+async def purge(keys: ObjectClient, name: str, seconds: float) -> None:
+    """Remove an entry, and then the objects of its step."""
+    try:
+        entry, attempt = await _entry(keys, name)
+    except StepNotFoundError:
+        return
+    step_dir = name.removesuffix(f".{attempt}")
+    # With it, a cleaner can go on with what this process does not finish.
+    record = await leases.make(keys, step_dir, attempt, seconds, "deleting")
+    if record is None:
+        # Another process is at it.
+        return
+    await keys.delete_if(f"{TRASH}/{name}", entry.generation)
+    data = entry.data.partition(b"\n")[2]
+    manifest = await keys.get(f"{step_dir}/{FILE_NAME}")
+    if manifest is None or attempt_of(manifest.data) != attempt:
+        kept = frozenset() if manifest is None else peek_files(manifest.data) or frozenset()
+        await remove_plain_files(keys, step_dir, StoredObject(data, b""), kept)
+    await finish(keys, record)
+
+
+async def _entry(keys: ObjectClient, name: str) -> tuple[StoredObject, str]:
+    """Return an entry, and the id of the attempt that it is of."""
+    names = leases.record_names(name)
+    found = None if names is None else await keys.get(f"{TRASH}/{name}")
+    if names is None or found is None:
+        raise undelete_missing(f"{keys.location}/{TRASH}/{name:.200}")
+    return found, names[1]
