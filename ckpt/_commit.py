@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn
 import msgspec
 
 from ckpt._format.manifest import Manifest, Parent
+from ckpt._format.metrics import flat_metrics
 from ckpt._runtime.futures import settled, settled_here
 from ckpt._runtime.tracebacks import outcome
 from ckpt._tree.table import size_text
@@ -120,7 +121,7 @@ class StepInfo:
         path: Where it is.
         nbytes: Logical bytes of its arrays.
         items: Names of its items.
-        metrics: Metrics given to `save`.
+        metrics: Metrics given to `save`; those in groups as `train/loss`.
         metadata: User metadata given to `save`, or None.
         parent: The checkpoint that the run has begun from, if `resume(source=...)` was told one.
         created: When the save began (UTC).
@@ -450,7 +451,7 @@ def step_info(manifest: Manifest, path: str, statistics: SaveStatistics | None =
         path=path,
         nbytes=sum(item.nbytes for item in manifest.items.values()),
         items=tuple(manifest.items),
-        metrics={name: float(value) for name, value in (manifest.metrics or {}).items()},
+        metrics=flat_metrics(manifest.metrics),
         metadata=manifest.metadata,
         created=StepInfo.time_of(manifest.created_ns),
         committed=StepInfo.time_of(manifest.committed_ns),

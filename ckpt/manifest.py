@@ -27,6 +27,7 @@ from ckpt._format.manifest import (
     peek,
     peek_files,
 )
+from ckpt._format.metrics import flat_metrics
 
 __all__ = [
     "COMPRESSION",
@@ -51,6 +52,7 @@ __all__ = [
     "decode_item",
     "encode",
     "encode_item",
+    "flat_metrics",
     "is_whole",
     "peek",
     "peek_files",

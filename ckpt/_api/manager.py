@@ -154,7 +154,7 @@ class CheckpointManager(ManagerBase):
             state: One PyTree of jax arrays (with any sharding over the local devices), numpy arrays
                 and Python scalars; None with `items`.
             items: Several objects by name, instead of `state`.
-            metrics: Numbers to keep with the step. Scalars that jax is still computing are fine.
+            metrics: Numbers by name, or dicts of them; jax may still be computing them.
             metadata: JSON values to keep with the step; tuples come back as lists.
             force: Save even if the save policy says no.
             overwrite: Replace the step if it exists. The old one stays until the new is published.

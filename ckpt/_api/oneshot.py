@@ -75,7 +75,7 @@ async def save(
         path: A directory that does not exist yet; or a URL, or a store of `ckpt.storage`.
         state: One PyTree of jax arrays, numpy arrays and Python scalars; None with `items`.
         items: Several objects by name, instead of `state`.
-        metrics: Numbers to keep with the checkpoint.
+        metrics: Numbers by name to keep with the checkpoint, or dicts of them.
         metadata: JSON values to keep with the checkpoint.
         overwrite: Replace an existing checkpoint. The old one stays until the new is published.
         handlers: Handlers for more kinds of items; or a mapping of item names to handlers.
@@ -131,7 +131,7 @@ async def save_async(
         path: A directory that does not exist yet; or a URL, or a store of `ckpt.storage`.
         state: One PyTree of jax arrays, numpy arrays and Python scalars; None with `items`.
         items: Several objects by name, instead of `state`.
-        metrics: Numbers to keep with the checkpoint.
+        metrics: Numbers by name to keep with the checkpoint, or dicts of them.
         metadata: JSON values to keep with the checkpoint.
         overwrite: Replace an existing checkpoint. The old one stays until the new is published.
         handlers: Handlers for more kinds of items; or a mapping of item names to handlers.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ from msgspec import Meta, Struct, field
 
 from ckpt._format.digests import digest
 from ckpt._format.leaf_table import LeafColumns, LeafTable
+from ckpt._format.metrics import Metrics
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
 
 FILE_NAME = "ckpt.json"
@@ -64,7 +65,6 @@ _MOST_STEPS = 10**19
 DataFile = Annotated[str, Meta(pattern=r"^d/[0-9a-f]{32}\Z")]
 Folder = Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 Seconds = Annotated[float, Meta(ge=0, lt=1e12)]
-Metrics = dict[str, float | Literal["nan", "inf", "-inf"]]
 
 
 class Node(Struct, frozen=True, omit_defaults=True):
@@ -182,7 +182,8 @@ class Manifest(Struct, frozen=True):
         unnamed: Whether the step is one object saved without a name; it is the item
             `default`.
         items: The items by name.
-        metrics: Metrics given to `save`; NaN and infinities as text, since JSON has none.
+        metrics: Metrics given to `save`, in groups if they were given so; NaN and infinities as
+            text, since JSON has none. `flat_metrics` makes numbers of them.
         metadata: User metadata given to `save`.
         parent: What the run has begun from, or None.
         created_ns: Unix time in nanoseconds at which the save began.

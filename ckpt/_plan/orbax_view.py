@@ -17,6 +17,7 @@ import numpy as np
 
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import ItemEntry, Node, ShardingEntry
+from ckpt._format.metrics import json_metrics
 from ckpt._tree.leaf_names import sibling_names
 from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, decode_scalar, scalar_array
 from ckpt._tree.static_values import decode_key
@@ -48,7 +49,7 @@ def root_view(metadata: Mapping[str, Any]) -> bytes:
 def step_view(
     step_dir: str,
     items: Mapping[str, ItemEntry],
-    metrics: Mapping[str, float | str] | None,
+    metrics: Mapping[str, Any] | None,
     metadata: Any,
     created_ns: int,
     committed_ns: int,
@@ -84,7 +85,7 @@ def step_view(
     if metrics is not None:
         # An item of their own, where Orbax looks; NaN and infinities as Python's json has them.
         handlers["metrics"] = _JSON
-        files["metrics/metrics"] = _json({name: float(value) for name, value in metrics.items()})
+        files["metrics/metrics"] = _json(json_metrics(metrics))
     document = {
         "item_handlers": handlers,
         "metrics": {},

@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from ckpt._arguments import check_step
 from ckpt._format.manifest import FILE_NAME, HEAD_BYTES, MAX_BYTES, Summary, peek
+from ckpt._format.metrics import flat_metrics
 from ckpt._redaction import redact
 from ckpt._steps.opened import OpenedStep, open_step
 from ckpt._steps.unreadable import UnreadableStep, described, look_closely, shortened
@@ -425,14 +426,13 @@ class StepIndex:
         # A step is committed if and only if its manifest is there, whole, and its own.
         if summary is None or summary.step is None or summary.step != self._names.step(name):
             return None
-        metrics = summary.metrics
         return IndexedStep(
             summary.step,
             name,
             summary.attempt,
             summary.created_ns,
             summary.committed_ns,
-            None if metrics is None else {key: float(value) for key, value in metrics.items()},
+            None if summary.metrics is None else flat_metrics(summary.metrics),
             summary.save,
         )
 

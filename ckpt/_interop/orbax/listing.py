@@ -16,6 +16,7 @@ import anyio
 from msgspec import Struct
 
 from ckpt._format.digests import digest
+from ckpt._format.metrics import flat_metrics
 from ckpt._interop.orbax.layout import (
     MARK_V1,
     METRICS,
@@ -178,10 +179,4 @@ def _time(document: Mapping[str, Any], name: str) -> int:
 
 
 def _numbers(found: object) -> dict[str, float]:
-    if not isinstance(found, dict):
-        return {}
-    return {
-        str(name): float(value)
-        for name, value in found.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    return flat_metrics(found) if isinstance(found, dict) else {}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
 
 import anyio
 from msgspec.structs import replace
 
-from ckpt._arguments import check_step, shown
+from ckpt._arguments import check_step
 from ckpt._engine.save.multihost import JointSave, MultihostSave
 from ckpt._engine.save.request import SaveRequest
 from ckpt._format.manifest import FILE_NAME, MAX_BYTES, peek
+from ckpt._format.metrics import plain_metrics
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import PassedOver
 from ckpt._steps.removal.retention import is_ours, spare_others
@@ -35,7 +35,7 @@ async def with_plain_metrics(request: SaveRequest) -> SaveRequest:
     """
     if request.metrics is None:
         return request
-    metrics = await run_in_thread(_plain_metrics, request.metrics)
+    metrics = await run_in_thread(plain_metrics, request.metrics)
     return replace(request, metrics=metrics)
 
 
@@ -162,18 +162,3 @@ async def remove_others(storage: Storage, others: Sequence[str]) -> None:
                 logger.warning(
                     "%s/%s was replaced and is left: %s", storage.location, step_dir, error
                 )
-
-
-def _plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
-    """Return metrics as JSON has them; waits for jax scalars that are still being computed."""
-    plain: dict[str, float | str] = {}
-    for name, value in metrics.items():
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidArgumentError(
-                f"metrics[{shown(name)}]={shown(value)}: expected a number"
-            ) from error
-        finite = number - number == 0
-        plain[str(name)] = number if finite else repr(number)
-    return plain
