@@ -92,6 +92,13 @@ _NO_S3 = _FailureKind(
     "web page, and does not end with the bucket",
     True,
 )
+_NO_PATHS = _FailureKind(
+    errno.ENOTSUP,
+    "The store takes the name of the bucket only in the host name (virtual-hosted addressing), and "
+    "with endpoint= it is in the path here. Use an endpoint of the store that accepts that, or "
+    "another store; see docs/object-stores.md",
+    True,
+)
 _NO_CREDENTIALS = _NO_ACCESS._replace(
     advice="No credentials were found. Set them, or choose another source with credentials= of "
     "ckpt.storage.S3; see docs/object-stores.md"
@@ -109,6 +116,10 @@ _ELSEWHERE_CODES = re.compile(
     "AuthorizationHeaderMalformed|PermanentRedirect|TemporaryRedirect|IllegalLocationConstraint"
 )
 _EXPIRED_CODES = re.compile("ExpiredToken|InvalidToken|TokenRefreshRequired")
+# Of Alibaba, Tencent and Volcengine; S3 itself has no code for it.
+_NO_PATHS_CODES = re.compile(
+    "SecondLevelDomainForbidden|PathStyleDomainForbidden|InvalidPathAccess"
+)
 # Status 400, but a retry may succeed: the request was garbled on its way.
 _GARBLED_CODES = re.compile("RequestTimeout|IncompleteBody|BadDigest|ContentSHA256Mismatch")
 _MAYBE_DONE = (408, 412, 425)
@@ -207,6 +218,8 @@ def _kind(status: str, text: str) -> _FailureKind:
         return _NO_CREDENTIALS
     if _EXPIRED_CODES.search(text):
         return _EXPIRED
+    if _NO_PATHS_CODES.search(text):
+        return _NO_PATHS
     if code in (301, 302, 307, 308) or _ELSEWHERE_CODES.search(text):
         return _ELSEWHERE
     if status in ("PERMISSION_DENIED", "UNAUTHENTICATED") or code in (401, 403):
