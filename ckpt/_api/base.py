@@ -71,8 +71,8 @@ class ManagerBase:
             deletion: How the other steps are deleted; `Deletion(trash=...)` moves them away.
             step_names: How the directories of steps are named (`ckpt.step_names`).
             metadata: JSON values to keep with the root. If it has metadata already, that stays.
-            handlers: Handlers for more kinds of items, tried in order before the built-in ones;
-                or a mapping of item names to the handler of each.
+            handlers: Handlers for more kinds of items, tried in order before the built-in ones (a
+                `PyTreeHandler` after those); or a mapping of item names to the handler of each.
             staging: How snapshots are taken, and how much host memory they may use: a `Staging`,
                 or the name of its mode.
             formats: How arrays are stored: `{pattern of leaf paths: ArrayFormat}`, of which the

@@ -25,6 +25,8 @@ else:
 
     State = TypeVar("State")
 Fresh = TypeVar("Fresh")
+# Leaves that hold no arrays of jax.
+_PLAIN = (bool, int, float, complex, str, bytes, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 def abstract(tree: Any, shardings: ShardingTree = None) -> Any:
@@ -99,8 +101,20 @@ def _traced(function: Callable[[], Any]) -> Any:
             f"{type(error).__name__}: {' '.join(str(error).split()):.200}. Pass the state that it "
             "returns instead"
         ) from error
+    odd = next((leaf for leaf in kept if leaf is not None and not _is_plain(leaf)), None)
+    if odd is not None:
+        raise InvalidArgumentError(
+            f"the function {_name(function)} cannot be traced by jax.eval_shape: it returns a leaf "
+            f"of type {type(odd).__name__}, which may hold arrays that are only traced. Pass the "
+            "state that it returns instead"
+        )
     both = zip(shapes, kept, strict=True)
     return jax.tree.unflatten(structure, [leaf if shape is None else shape for shape, leaf in both])
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Tell whether a leaf is what it is, traced or not."""
+    return callable(leaf) or isinstance(leaf, _PLAIN)
 
 
 def _name(function: Callable[[], Any]) -> str:

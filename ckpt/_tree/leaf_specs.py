@@ -133,8 +133,9 @@ def classify(leaf: Any, name: str, spanning: bool = False) -> LeafSpec:
     raise UnsupportedLeafError(
         f"a leaf of type {type(leaf).__module__}.{type(leaf).__qualname__} cannot be stored; "
         "leaves are jax or numpy arrays, typed PRNG keys, numpy scalars, bool, int, float, "
-        "complex, str or bytes. An object of a class of yours can be an item with a handler, or "
-        f"its class registered with jax.tree_util{_hint_at_config(leaf)}",
+        "complex, str or bytes. For objects of a class of yours, pass a LeafType to PyTreeHandler, "
+        "make them items with a handler, or register the class with jax.tree_util"
+        f"{_hint_at_config(leaf)}",
         leaf=name,
     )
 

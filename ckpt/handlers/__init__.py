@@ -8,6 +8,7 @@ from __future__ import annotations
 from ckpt._format.manifest import ItemEntry
 from ckpt.handlers._base import Deferred, Handler, ItemReader, ItemWriter
 from ckpt.handlers._json import JsonHandler
+from ckpt.handlers._leaf_types import LeafType, PackedLeaf
 from ckpt.handlers._protobuf import ProtobufHandler
 from ckpt.handlers._pytree import PyTreeHandler
 from ckpt.handlers._random_state import RandomStateHandler
@@ -22,6 +23,8 @@ __all__ = [
     "ItemReader",
     "ItemWriter",
     "JsonHandler",
+    "LeafType",
+    "PackedLeaf",
     "ProtobufHandler",
     "PyTreeHandler",
     "RandomStateHandler",

@@ -18,6 +18,7 @@ from ckpt._tree.leaf_names import nested
 from ckpt._tree.leaf_specs import is_function
 from ckpt._tree.unflatten import unflatten
 from ckpt.handlers._base import Deferred, ItemReader, ItemWriter
+from ckpt.handlers._leaf_types import PACKED, LeafType, LeafTypes
 
 logger = logging.getLogger("ckpt")
 
@@ -34,19 +35,25 @@ class PyTreeHandler:
 
     name = "pytree"
 
-    def __init__(self, classes: Mapping[str, type] | Iterable[type] = ()) -> None:
-        """Rebuild also nodes of these classes.
+    def __init__(
+        self,
+        classes: Mapping[str, type] | Iterable[type] = (),
+        leaf_types: Iterable[LeafType] = (),
+    ) -> None:
+        """Rebuild also nodes of these classes, and save leaves of these types.
 
         A class is found by its name if its module is imported, so only others are needed here:
         classes made inside functions, and those renamed or moved since they were saved.
 
         Args:
             classes: The classes; or `{"module:name as saved": class}`.
+            leaf_types: How leaves are stored that are objects of classes of yours.
 
         Raises:
-            InvalidArgumentError: Something other than a class is among them.
+            InvalidArgumentError: Something else is among the classes or the leaf types.
         """
         self._classes = known_classes(classes)
+        self._leaf_types = LeafTypes(leaf_types)
         # Classes that were not found, and the reasons; each is said once.
         self._said: set[tuple[str, str]] = set()
 
@@ -61,7 +68,7 @@ class PyTreeHandler:
         Raises:
             UnsupportedLeafError: A leaf or key cannot be stored; names its path.
         """
-        await writer.stage(item)
+        await writer.stage(self._leaf_types.packed(item))
 
         async def commit() -> ItemEntry:
             return ItemEntry(handler=self.name)
@@ -81,12 +88,30 @@ class PyTreeHandler:
             match = await reader.in_thread(match_as_saved, entry, stored, adapt)
             leaves = match.leaves(await reader.read(entry, match.reads))
             tree = await reader.in_thread(self._rebuilt, entry, stored, leaves)
+            if any(node.class_name == PACKED for node in entry.nodes):
+                tree = await reader.in_thread(self._unpacked, tree)
         else:
+            like = self._leaf_types.packed(like)
             structure = await reader.in_thread(describe, like)
             match = await reader.in_thread(match_target, structure, stored, adapt)
             leaves = match.leaves(await reader.read(entry, match.reads))
             tree = jax.tree.unflatten(jax.tree.structure(like), leaves)
+            if self._leaf_types:
+                tree = await reader.in_thread(self._unpacked, tree)
         _report(entry, match, adapt, reader.item)
+        return tree
+
+    def _unpacked(self, tree: Any) -> Any:
+        unknown: set[str] = set()
+        tree = self._leaf_types.unpacked(tree, unknown)
+        new = sorted((name, "") for name in unknown if (name, "") not in self._said)
+        if new:
+            self._said.update(new)
+            logger.warning(
+                "leaves of the types %s are restored as ckpt.handlers.PackedLeaf: pass their "
+                "LeafType as PyTreeHandler(leaf_types=[...])",
+                ", ".join(name for name, _ in new),
+            )
         return tree
 
     def _rebuilt(self, entry: ItemEntry, stored: Stored, leaves: list[Any]) -> Any:

@@ -106,11 +106,16 @@ def find_handlers(given: HandlersLike) -> Handlers:
         problem = _problem(handler)
         if problem is not None:
             raise InvalidArgumentError(f"handlers={shown(given)}: {problem}")
-    return Handlers(by_item, (*first, *installed_handlers(), *_built_in()))
+    # The tree handler takes everything, so nothing may come after it: one that is given, to know
+    # more classes, is asked in the place of the built-in one.
+    trees = [handler for handler in first if isinstance(handler, PyTreeHandler)]
+    others = [handler for handler in first if not isinstance(handler, PyTreeHandler)]
+    return Handlers(
+        by_item, (*others, *installed_handlers(), *_built_in(), *trees, PyTreeHandler())
+    )
 
 
 def _built_in() -> tuple[Handler, ...]:
-    # The tree handler takes everything, so nothing may come after it.
     return (
         BytesHandler(),
         RandomStateHandler(),
@@ -118,7 +123,6 @@ def _built_in() -> tuple[Handler, ...]:
         # Before models and dataclasses: what has methods for its state is saved by them.
         StatefulHandler(),
         JsonHandler(),
-        PyTreeHandler(),
     )
 
 
@@ -131,7 +135,7 @@ def installed_handlers() -> tuple[Handler, ...]:
     """
     points = importlib.metadata.entry_points(group=ENTRY_POINTS)
     found: list[Handler] = []
-    taken = {handler.name for handler in _built_in()}
+    taken = {handler.name for handler in (*_built_in(), PyTreeHandler())}
     for point in sorted(points, key=lambda each: (each.name, each.value)):
         try:
             made: Any = point.load()
