@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from ckpt._api.background import background_saves
 from ckpt._api.coroutines import awaited
 from ckpt._api.resumption import State
-from ckpt._api.wrong_paths import explained
 from ckpt._arguments import instance_of, one_of
 from ckpt._commit import Commit, CommitHooks, StepInfo
 from ckpt._engine.restore.pipeline import restore_items
@@ -36,6 +35,7 @@ from ckpt._steps.restore_requests import result_of, wanted_items
 from ckpt._steps.saves.one_shot import finished, prepared, processes_of
 from ckpt._steps.saves.requests import make_request
 from ckpt._steps.step_metadata import StepMetadata, describe_step
+from ckpt._steps.wrong_paths import explained
 from ckpt._tree.table import size_text
 from ckpt.coordination._base import Coordinator
 from ckpt.errors import NotACheckpointError

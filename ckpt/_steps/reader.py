@@ -26,6 +26,7 @@ from ckpt._steps.previous_steps import saved_step
 from ckpt._steps.processes import Processes
 from ckpt._steps.restore_requests import result_of, wanted_items
 from ckpt._steps.step_metadata import StepMetadata, describe_step
+from ckpt._steps.wrong_paths import explained
 from ckpt._tree.suggestions import suggestion
 from ckpt._tree.table import size_text
 from ckpt.errors import (
@@ -168,7 +169,7 @@ class StepReader:
         where = f"{storage.location}/{step_dir}"
         opened = await open_step(storage, step_dir)
         if opened is None:
-            raise no_manifest(where)
+            raise await explained(source, no_manifest(where))
         processes, manifest = self._processes, opened.manifest
         like, items = (None, target) if named else (target, None)
         async with while_read(storage, step_dir, manifest):

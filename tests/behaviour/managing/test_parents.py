@@ -159,6 +159,16 @@ def test_a_source_that_is_none(tmp_path: Path) -> None:
         assert mgr.save(0, state_of(0), durable=True).parent is None
 
 
+def test_a_root_as_the_source_is_told_what_it_holds(tmp_path: Path) -> None:
+    with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
+        mgr.save(7, {"w": 1}, durable=True)
+    with (
+        ckpt.sync.CheckpointManager(tmp_path / "tuned") as mgr,
+        pytest.raises(errors.NotACheckpointError, match=r"run is a root with the steps 7, not one"),
+    ):
+        mgr.resume({"w": 0}, source=tmp_path / "run")
+
+
 def test_it_is_said_once(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="ckpt")
     with CheckpointManager(tmp_path / "tuned") as mgr:
