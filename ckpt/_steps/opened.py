@@ -67,7 +67,7 @@ def context_of(
 
 
 async def open_step(storage: Storage, step_dir: str, step: int | None = None) -> OpenedStep | None:
-    """Open a step of this library, or one of Orbax; return None if there is neither.
+    """Open a step of this library or of Orbax, or safetensors; return None if there is neither.
 
     Args:
         storage: The root.
@@ -86,5 +86,14 @@ async def open_step(storage: Storage, step_dir: str, step: int | None = None) ->
         from ckpt._interop.orbax.step import open_orbax
 
         with located(step=step):
-            found = await open_orbax(storage, step_dir, step)
-        return None if found is None else OpenedStep(step_dir, found.manifest, found.files)
+            orbax = await open_orbax(storage, step_dir, step)
+        if orbax is not None:
+            return OpenedStep(step_dir, orbax.manifest, orbax.files)
+        if step is not None:
+            return None
+        from ckpt._interop.safetensors.checkpoint import open_safetensors
+
+        tensors = await open_safetensors(storage, step_dir)
+        if tensors is None:
+            return None
+        return OpenedStep(step_dir, tensors.manifest, tensors.files)

@@ -182,10 +182,10 @@ class StepMetadata:
         info = self.info
         count = sum(len(leaves) for leaves in self.leaves.values())
         name = info.path if info.step is None else f"step {info.step}"
-        title = (
-            f"{name}: {count} {'leaf' if count == 1 else 'leaves'}, {size_text(info.nbytes)}, "
-            f"committed {info.committed:%Y-%m-%d %H:%M:%S} UTC"
-        )
+        title = f"{name}: {count} {'leaf' if count == 1 else 'leaves'}, {size_text(info.nbytes)}"
+        # What other libraries wrote may not say when.
+        if info.committed.timestamp():
+            title += f", committed {info.committed:%Y-%m-%d %H:%M:%S} UTC"
         for key, value in info.metrics.items():
             title += f", {key:.60}={value:.6g}"
         if info.parent is not None:

@@ -17,7 +17,6 @@ from ckpt.storage._resolve import PathLike, open_root
 _MOST_BYTES = 16 << 20
 # What reads files of other formats.
 _READERS = {
-    ".safetensors": "safetensors.flax.load_file",
     ".npz": "numpy.load",
     ".npy": "numpy.load",
     ".msgpack": "flax.serialization.from_bytes",
@@ -48,7 +47,10 @@ async def _found_at(path: PathLike) -> str | None:
             return f"there is no directory {where}"
         if error.errno != errno.ENOTDIR:
             raise
-        reader = _READERS.get(PurePath(os.fspath(where)).suffix)
+        suffix = PurePath(os.fspath(where)).suffix
+        if suffix == ".safetensors":
+            return f"{where} has no digests to verify; ckpt.load and ckpt.metadata read it"
+        reader = _READERS.get(suffix)
         advice = f": read it with {reader}" if reader else ""
         return f"{where} is a file; a checkpoint of this library is a directory{advice}"
     steps = sorted(step for name in names if (step := _STANDARD.step(name)) is not None)

@@ -231,6 +231,8 @@ class Storage(Protocol):
     ) -> None:
         """Fill `target` with the bytes of a step directory's data file from `offset` on.
 
+        With an empty `step_dir`, it is a file of the root itself.
+
         `target` is in use until this returns, also if it raises or is cancelled.
 
         Args:

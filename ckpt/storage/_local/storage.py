@@ -165,7 +165,7 @@ class LocalStorage:
             return await self._in_thread(posix.list_files, target)
 
     async def read(self, step_dir: str, path: str, limit: int) -> bytes | None:
-        relative = f"{step_dir}/{path}" if step_dir else path
+        relative = _below(step_dir, path)
         target = self._root / relative
         with translated("read", target):
             try:
@@ -268,7 +268,8 @@ class LocalStorage:
         target: memoryview,
         then: Callable[[], None] | None = None,
     ) -> None:
-        read = partial(self._files.read_block, self._root, f"{step_dir}/{path}", offset, target)
+        where = _below(step_dir, path)
+        read = partial(self._files.read_block, self._root, where, offset, target)
         await self._read(step_dir, path, read, then or _nothing)
 
     async def map_block(
@@ -279,7 +280,8 @@ class LocalStorage:
         nbytes: int,
         then: Callable[[memoryview], None],
     ) -> None:
-        read = partial(data_files.map_block, self._root, f"{step_dir}/{path}", offset, nbytes)
+        where = _below(step_dir, path)
+        read = partial(data_files.map_block, self._root, where, offset, nbytes)
         await self._read(step_dir, path, read, then)
 
     async def _read(
@@ -441,6 +443,11 @@ class LocalStorage:
         with anyio.CancelScope(shield=True):
             result: T = await _wrapped_call(function, args, options, executor=threads_of_loop())
         return result
+
+
+def _below(step_dir: str, path: str) -> str:
+    """Return the path of a file relative to the root; without a step directory, of the root."""
+    return f"{step_dir}/{path}" if step_dir else path
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:

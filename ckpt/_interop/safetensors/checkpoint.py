@@ -1,0 +1,270 @@
+"""Safetensors, opened: one file, or several with an index, as a manifest over these files."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import anyio
+from msgspec import Struct
+
+from ckpt._format.digests import digest
+from ckpt._format.leaf_table import UNCHECKED, LeafEntry, LeafTable
+from ckpt._format.manifest import ItemEntry, Manifest
+from ckpt._interop.safetensors.header import (
+    LENGTH_BYTES,
+    Header,
+    Tensor,
+    header_length,
+    nested,
+    parse_header,
+    parse_index,
+)
+from ckpt._redaction import redact
+from ckpt._runtime.threads import run_in_thread
+from ckpt._tree.flatten import describe
+from ckpt.errors import CorruptCheckpointError, StorageError, UnsupportedFormatError, located
+from ckpt.storage._base import Storage
+
+logger = logging.getLogger("ckpt")
+
+# What a manifest is of that describes safetensors.
+FORMAT = "safetensors"
+SUFFIX = ".safetensors"
+_INDEX = f"{SUFFIX}.index.json"
+_MOST_INDEX_BYTES = 256 << 20
+_ITEM = "default"
+# Tensors are read in blocks of rows, so that a process reads little more than the rows that its
+# devices need: at most a sixteenth of a tensor, or a MiB, at either end. Larger blocks than 8 MiB
+# are no faster.
+_BLOCKS, _LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 16, 1 << 20, 8 << 20
+_CONCURRENT_READS = 16
+
+
+class SafetensorsCheckpoint(Struct, frozen=True):
+    """Tensors in one file or several.
+
+    Attributes:
+        manifest: What they are.
+        files: The files, under the names that they have in the manifest.
+    """
+
+    manifest: Manifest
+    files: SafetensorsFiles
+
+
+class SafetensorsFiles(Struct, frozen=True):
+    """The files of a checkpoint, under the names of a manifest.
+
+    Attributes:
+        storage: Where they are.
+        folder: Their directory there; empty for the root itself.
+    """
+
+    storage: Storage
+    folder: str
+
+    async def read(self, path: str, limit: int) -> bytes | None:
+        """Return a small file; there is none."""
+        return None
+
+    async def read_block(
+        self,
+        path: str,
+        offset: int,
+        target: memoryview,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Fill `target` with bytes of a data file; see `Storage.read_block`."""
+        file = path.removeprefix(f"{_ITEM}/")
+        await self.storage.read_block(self.folder, file, offset, target, then)
+
+
+class _StoredTensor:
+    """A tensor in the place of its leaf."""
+
+    __slots__ = ("file", "tensor")
+
+    def __init__(self, file: int, tensor: Tensor) -> None:
+        self.file = file
+        self.tensor = tensor
+
+
+async def open_safetensors(storage: Storage, name: str) -> SafetensorsCheckpoint | None:
+    """Return the checkpoint of safetensors at a path; None if there is none.
+
+    Args:
+        storage: The directory, or the place in a store.
+        name: A file `*.safetensors` in it; or a directory with such files, and with an index
+            (`*.safetensors.index.json`) if there are several.
+
+    Raises:
+        CorruptCheckpointError: A file is damaged, or missing; names it.
+        UnsupportedFormatError: A tensor has a dtype that is not read.
+        StorageError: The store refused.
+    """
+    if name.endswith(SUFFIX):
+        files, listed, folder = [name], None, ""
+    else:
+        found = await _listed(storage, name)
+        if found is None:
+            return None
+        files, listed, folder = *found, name
+    where = f"{storage.location}/{folder}".rstrip("/")
+    opened = SafetensorsFiles(storage, folder)
+    headers: dict[str, Header] = {}
+    slots = anyio.Semaphore(_CONCURRENT_READS)
+
+    async def read(file: str) -> None:
+        async with slots:
+            headers[file] = await _header(opened, file, where)
+
+    with located():
+        async with anyio.create_task_group() as tasks:
+            for file in files:
+                tasks.start_soon(read, file)
+    make = partial(_item, files, headers, listed, where)
+    item, metadata = await run_in_thread(make)
+    manifest = Manifest(
+        format=FORMAT,
+        version=1,
+        step=None,
+        attempt=_identity(headers),
+        unnamed=True,
+        items={_ITEM: item},
+        created_ns=0,
+        committed_ns=0,
+        writer={},
+        process_count=1,
+        files={},
+        metadata=dict(metadata) or None,
+    )
+    return SafetensorsCheckpoint(manifest, opened)
+
+
+async def _listed(
+    storage: Storage, folder: str
+) -> tuple[list[str], Mapping[str, str] | None] | None:
+    """Return the files of a directory, and the file of each tensor if there is an index."""
+    try:
+        sizes = await storage.files(folder)
+    except StorageError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        return None
+    files = sorted(path for path in sizes if path.endswith(SUFFIX) and "/" not in path)
+    indexes = [path for path in sizes if path.endswith(_INDEX) and "/" not in path]
+    where = f"{storage.location}/{folder}"
+    if len(indexes) > 1:
+        raise CorruptCheckpointError(
+            f"{where} has several indexes ({', '.join(sorted(indexes)):.200}): give the path of "
+            "one file, or move one of them away"
+        )
+    if not indexes:
+        if len(files) > 1:
+            raise CorruptCheckpointError(
+                f"{where} has {len(files)} files of safetensors and no index (*{_INDEX}), so it is "
+                "not known which of them belong together: give the path of one"
+            )
+        return (files, None) if files else None
+    data = await storage.read(folder, indexes[0], _MOST_INDEX_BYTES) or b""
+    try:
+        listed = await run_in_thread(parse_index, data)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{where}/{indexes[0]}: {error.message}") from None
+    missing = sorted(set(listed.values()) - sizes.keys())
+    if missing:
+        raise CorruptCheckpointError(
+            f"{where}/{indexes[0]}: files that it lists are missing ({len(missing)}): {missing[0]}"
+        )
+    return sorted(set(listed.values())), listed
+
+
+async def _header(files: SafetensorsFiles, file: str, where: str) -> Header:
+    try:
+        data = await _bytes(files, file, 0, LENGTH_BYTES)
+        data = await _bytes(files, file, LENGTH_BYTES, header_length(data))
+        header = await run_in_thread(parse_header, data)
+        if header.end > LENGTH_BYTES + len(data):
+            # A file that was cut is found here, and not in the middle of a load.
+            await _bytes(files, file, header.end - 1, 1)
+    except (CorruptCheckpointError, UnsupportedFormatError) as error:
+        if error.message.startswith(files.storage.location):
+            raise
+        raise type(error)(f"{where}/{file}: {error.message}", leaf=error.leaf) from None
+    return header
+
+
+async def _bytes(files: SafetensorsFiles, file: str, offset: int, length: int) -> bytes:
+    target = bytearray(length)
+    await files.read_block(f"{_ITEM}/{file}", offset, memoryview(target))
+    return bytes(target)
+
+
+def _item(
+    files: list[str], headers: Mapping[str, Header], listed: Mapping[str, str] | None, where: str
+) -> tuple[ItemEntry, Mapping[str, str]]:
+    """Return the item of all tensors, and the texts that the files have with them."""
+    leaves: dict[str, Any] = {}
+    metadata: dict[str, str] = {}
+    for number, file in enumerate(files):
+        metadata |= headers[file].metadata
+        for name, tensor in headers[file].tensors.items():
+            if listed is not None and listed.get(name) != file:
+                continue
+            if name in leaves:
+                raise CorruptCheckpointError(f"{where}: two files have it", leaf=name)
+            leaves[name] = _StoredTensor(number, tensor)
+    lost = next((name for name in listed or () if name not in leaves), None)
+    if lost is not None and listed is not None:
+        raise CorruptCheckpointError(
+            f"{where}/{listed[lost]} does not have it, and the index says so", leaf=lost
+        )
+    tree = nested(leaves)
+    if tree is None:
+        logger.warning(
+            "%s: some names are parts of others, so the names are the keys of one dict",
+            redact(where),
+        )
+        tree = leaves
+    structure = describe(tree)
+    entries = [
+        _entry(name, leaf) for name, leaf in zip(structure.names, structure.leaves, strict=True)
+    ]
+    nbytes = sum(leaf.tensor.nbytes for leaf in leaves.values())
+    table = LeafTable.unchecked(entries)
+    return ItemEntry("pytree", list(structure.nodes), table, [], files, nbytes), metadata
+
+
+def _entry(name: str, leaf: _StoredTensor) -> LeafEntry:
+    """Return a tensor as a leaf whose chunks are blocks of its rows."""
+    tensor = leaf.tensor
+    chunks, count, step = tensor.shape, 1, 0
+    if tensor.shape and tensor.nbytes:
+        row = tensor.nbytes // tensor.shape[0]
+        block = min(max(tensor.nbytes // _BLOCKS, _LEAST_BLOCK_BYTES), _MOST_BLOCK_BYTES)
+        rows = min(max(block // row, 1), tensor.shape[0])
+        chunks, step = (rows, *tensor.shape[1:]), rows * row
+        count = -(-tensor.shape[0] // rows)
+    elif not tensor.nbytes and tensor.shape:
+        chunks, count = tuple(max(n, 1) for n in tensor.shape), 0
+    return LeafEntry(
+        name,
+        "jax",
+        tensor.dtype,
+        tensor.shape,
+        chunks,
+        (UNCHECKED,) * count,
+        tuple(tensor.offset + number * step for number in range(count)),
+        (leaf.file,) * count,
+        committed=False,
+    )
+
+
+def _identity(headers: Mapping[str, Header]) -> str:
+    """Return what tells these tensors from others at the same place."""
+    texts = [f"{file} {headers[file]!r}" for file in sorted(headers)]
+    return digest("\n".join(texts).encode())

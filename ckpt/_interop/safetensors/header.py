@@ -1,0 +1,201 @@
+"""The header of a safetensors file, and the index of several: which tensor is where. Pure.
+
+Source: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ckpt._format.dtypes import DTYPES
+from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, located
+
+# The length of the header comes first, as eight bytes, little endian.
+LENGTH_BYTES = 8
+# The limit of the format itself.
+MOST_HEADER_BYTES = 100_000_000
+_METADATA = "__metadata__"
+_FILE = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.=+,@-]{0,254}\Z")
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+_Size = Annotated[int, Meta(ge=0, le=1 << 62)]
+
+
+class Tensor(Struct, frozen=True):
+    """A tensor.
+
+    Attributes:
+        dtype: Its dtype, by the name it has in a manifest.
+        shape: Its shape.
+        offset: Its first byte in the file.
+        nbytes: Its bytes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class Header(Struct, frozen=True):
+    """What a header says.
+
+    Attributes:
+        tensors: The tensors by name, in the order of their bytes.
+        metadata: Texts by name.
+        end: Bytes of the whole file.
+    """
+
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+    end: int
+
+
+class _Entry(Struct):
+    dtype: str
+    shape: list[_Size]
+    data_offsets: tuple[_Size, _Size]
+
+
+class _Index(Struct):
+    weight_map: dict[str, str]
+    metadata: dict[str, Any] = {}
+
+
+def header_length(data: bytes) -> int:
+    """Return how long a header is, from the first bytes of its file.
+
+    Raises:
+        CorruptCheckpointError: That cannot be the length of a header.
+    """
+    length = int.from_bytes(data, "little")
+    if len(data) != LENGTH_BYTES or not 2 <= length <= MOST_HEADER_BYTES:
+        raise CorruptCheckpointError("it does not begin like a safetensors file")
+    return length
+
+
+def parse_header(data: bytes) -> Header:
+    """Return what a header says.
+
+    Raises:
+        CorruptCheckpointError: It is damaged, or contradicts itself; names the tensor.
+        UnsupportedFormatError: A tensor has a dtype that is not read here; names it.
+    """
+    try:
+        pairs = _pairs(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"its header is damaged: {error!s:.200}") from error
+    metadata: Mapping[str, str] = {}
+    entries: dict[str, _Entry] = {}
+    for name, raw in pairs.items():
+        try:
+            if name == _METADATA:
+                metadata = msgspec.json.decode(raw, type=dict[str, str])
+            else:
+                entries[name] = msgspec.json.decode(raw, type=_Entry)
+        except msgspec.MsgspecError as error:
+            raise CorruptCheckpointError(
+                f"its header is damaged at {name!r:.200}: {error!s:.200}"
+            ) from error
+    start = LENGTH_BYTES + len(data)
+    ordered = sorted(entries.items(), key=lambda pair: pair[1].data_offsets)
+    tensors = {name: _tensor(name, entry, start) for name, entry in ordered}
+    begin = start
+    for name, tensor in tensors.items():
+        if tensor.offset != begin:
+            what = "overlap others" if tensor.offset < begin else "leave a gap before them"
+            raise CorruptCheckpointError(f"its header is damaged: the bytes {what}", leaf=name)
+        begin += tensor.nbytes
+    return Header(tensors, metadata, begin)
+
+
+def _pairs(data: bytes) -> dict[str, msgspec.Raw]:
+    """Return the members of a JSON object.
+
+    Raises:
+        ValueError: It has two of one name, of which other readers take one or the other.
+    """
+    found = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    # Quotation marks within texts are escaped, so these are the members, and what is within them.
+    for name in found:
+        key = msgspec.json.encode(name)
+        if data.count(key) > 1 and len(re.findall(re.escape(key) + rb"\s*:", data)) > 1:
+            raise ValueError(f"{name!r:.200} is there twice")
+    return found
+
+
+def _tensor(name: str, entry: _Entry, start: int) -> Tensor:
+    dtype = _DTYPES.get(entry.dtype)
+    with located(leaf=name):
+        if dtype is None or dtype not in DTYPES:
+            raise UnsupportedFormatError(
+                f"it has the dtype {entry.dtype!r:.40}, which is not read here"
+            )
+        begin, end = entry.data_offsets
+        nbytes = math.prod(entry.shape) * DTYPES[dtype].itemsize
+        if end - begin != nbytes:
+            raise CorruptCheckpointError(
+                f"its header is damaged: {dtype}{entry.shape} has {nbytes} bytes, and the offsets "
+                f"are {begin} and {end}"
+            )
+    return Tensor(dtype, tuple(entry.shape), start + begin, nbytes)
+
+
+def parse_index(data: bytes) -> Mapping[str, str]:
+    """Return the file of every tensor that an index of several files lists.
+
+    Raises:
+        CorruptCheckpointError: It is damaged, or a file is not in its own directory.
+    """
+    try:
+        found = msgspec.json.decode(data, type=_Index).weight_map
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"it is damaged: {error!s:.200}") from error
+    wrong = next((file for file in found.values() if not _FILE.match(file)), None)
+    if wrong is not None:
+        raise CorruptCheckpointError(f"it is damaged: {wrong!r:.120} is no file beside it")
+    return found
+
+
+def nested(names: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a tree of what has names with dots; None if one name is part of another.
+
+    `{"a.b": 1, "a.c": 2}` becomes `{"a": {"b": 1, "c": 2}}`.
+    """
+    tree: dict[str, Any] = {}
+    inner: set[str] = set()
+    for name in names:
+        keys = name.split(".")
+        inner.update(".".join(keys[:end]) for end in range(1, len(keys)))
+    if inner & names.keys():
+        return None
+    for name, value in names.items():
+        *keys, last = name.split(".")
+        node = tree
+        for key in keys:
+            node = node.setdefault(key, {})
+        node[last] = value
+    return tree
