@@ -37,6 +37,7 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt._steps.opened import OpenedStep
 from ckpt._steps.removal.retention import Retention
+from ckpt._steps.removal.trash import StepTrash
 from ckpt._steps.restore_requests import check_broadcast
 from ckpt._steps.unreadable import shortened
 from ckpt.coordination._collectives import gathered
@@ -108,6 +109,10 @@ class OneProcess:
         return await act()
 
     on_step = everywhere = delete = on_primary
+
+    async def undelete(self, step: int, trash: StepTrash) -> None:
+        """Take a step back from the trash."""
+        await _take_back(step, trash)
 
     async def superfluous(self, saved: int, retention: Retention) -> None:
         """Leave it to the retention to find out what is to be deleted."""
@@ -250,6 +255,14 @@ class SharedRoot(_SeveralProcesses):
 
     on_step = everywhere = delete = _SeveralProcesses.on_primary
 
+    async def undelete(self, step: int, trash: StepTrash) -> None:
+        """Take a step back from the trash, on the primary."""
+
+        async def act() -> None:
+            await _take_back(step, trash)
+
+        await self.on_primary("undelete", step, f"undeleting step {step}", act)
+
     async def superfluous(self, saved: int, retention: Retention) -> None:
         """Leave it to the retention to find out what is to be deleted."""
 
@@ -341,6 +354,21 @@ class SeparateRoots(_SeveralProcesses):
                 raise missing
         return None
 
+    async def undelete(self, step: int, trash: StepTrash) -> None:
+        """Take a step back from the trash of every disk.
+
+        Raises:
+            StepNotFoundError: No save of it is in the trash of all of them; nothing was done.
+            StepExistsError: It exists on one of them; nothing was done.
+        """
+        async with self.peers.all_of(f"undelete-{step}", f"undeleting step {step}") as operation:
+            own: JsonValue = list(await trash.saves_of(step))
+            every = await gathered(operation, own, "trashed")
+            common = [save for save in every[0] if all(save in each for each in every)]
+            if not common:
+                raise await trash.missing(step)
+            await trash.undelete(step, common[-1])
+
     async def superfluous(self, saved: int, retention: Retention) -> dict[int, IndexedStep] | None:
         """Return what is to be deleted after `saved`, as it is on this disk.
 
@@ -405,6 +433,14 @@ class SeparateRoots(_SeveralProcesses):
 
 
 Processes = OneProcess | SharedRoot | SeparateRoots
+
+
+async def _take_back(step: int, trash: StepTrash) -> None:
+    """Take the one back that was deleted last."""
+    found = await trash.saves_of(step)
+    if not found:
+        raise await trash.missing(step)
+    await trash.undelete(step, found[-1])
 
 
 def _restore_of(step: int | None) -> str:

@@ -73,7 +73,7 @@ class RootService:
         retention = Retention(
             storage, index, preservation, deletion, engine.observers, engine.now_ns
         )
-        self.trash = StepTrash(storage, names, trash_of(deletion), engine.now_ns)
+        self.trash = StepTrash(storage, index, names, trash_of(deletion), engine.now_ns)
         self.root = Root(
             storage,
             names,
@@ -203,9 +203,7 @@ class RootService:
         """Take a step back from the trash."""
         step = check_step(step)
         self.root.refuse_writing()
-        what = f"undeleting step {step}"
-        act = partial(self.trash.undelete, step)
-        await self.root.processes.everywhere("undelete", step, what, act)
+        await self.root.processes.undelete(step, self.trash)
 
     async def empty_trash(self, older_than: float) -> list[int]:
         """Remove what was deleted at least that many seconds ago; return the steps."""

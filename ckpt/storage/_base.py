@@ -49,15 +49,17 @@ class TrashEntry(Struct, frozen=True):
 
     Attributes:
         name: Its name there.
-        step_dir: The name that it had; where that was taken in the trash, with `-` and a number.
-        path: Where it is, relative to the root, or a path.
+        step_dir: The name that it had.
+        path: Where it is.
         deleted_ns: When it was moved there, in Unix nanoseconds.
+        save: `Manifest.save` of it, which its copies on the disks of other processes have, too.
     """
 
     name: str
     step_dir: str
     path: str
     deleted_ns: int
+    save: str = ""
 
 
 @runtime_checkable
@@ -285,18 +287,18 @@ class Storage(Protocol):
         With `attempt`, it is removed only if its manifest is of that attempt.
         """
 
-    async def move(self, step_dir: str, trash: str) -> str | None:
+    async def move(self, step_dir: str, trash: str, *, listed: bool = True) -> str | None:
         """Move a step directory into a folder, atomically and durably; return its path there.
 
         None if it does not exist. `trash` is a folder below the root, or a path. It is made if it
-        is missing; see `prepare_trash`.
+        is missing; see `prepare_trash`. `listed` says whether `trashed` knows of it.
         """
 
     async def prepare_trash(self, trash: str) -> None:
         """Make the folder `trash`, and raise if step directories cannot be moved into it."""
 
     async def trashed(self, trash: str) -> list[TrashEntry]:
-        """Return what is in the folder `trash`; nothing if it does not exist."""
+        """Return what was moved from this root into the folder `trash` and is still there."""
 
     async def undelete(self, trash: str, name: str, step_dir: str) -> None:
         """Make an entry of the trash the step directory `step_dir`, atomically and durably.

@@ -291,11 +291,11 @@ class Retention:
         trash, is_gone = None, False
         async with self._deletion(step):
             for step_dir, attempt in step_dirs.items():
+                await spare_others(self._storage, step_dir)
                 if self._trash is not None:
                     trash = await self._storage.move(step_dir, self._trash)
                     is_gone = trash is not None
                 else:
-                    await spare_others(self._storage, step_dir)
                     is_gone = await self._storage.remove(step_dir, attempt=attempt)
         if is_gone:
             where = "deleted" if trash is None else f"moved to {trash}:"

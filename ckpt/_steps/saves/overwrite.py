@@ -112,7 +112,7 @@ async def _damage_of(
 
 
 async def _move_aside(storage: Storage, step: int, step_dir: str, reason: str) -> None:
-    kept = await storage.move(step_dir, _DAMAGED)
+    kept = await storage.move(step_dir, _DAMAGED, listed=False)
     if kept is not None:
         logger.warning(
             "step %d is saved anew, because it is damaged: %s. The damaged step was moved to %s",

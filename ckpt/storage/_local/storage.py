@@ -349,18 +349,21 @@ class LocalStorage:
             await self._finish_removal(attempts.remove_hidden, trash, trash)
         return True
 
-    async def move(self, step_dir: str, trash: str) -> str | None:
+    async def move(self, step_dir: str, trash: str, *, listed: bool = True) -> str | None:
+        def note(name: str, data: bytes) -> None:
+            notes.put(self._root, name, data, self._timeouts.lease, self._mode, replace=False)
+
+        folder = self._root / trash
+        move = partial(
+            trash_folder.move_to_trash, self._root, step_dir, folder, note if listed else None
+        )
         with translated("move to the trash", self._root / step_dir):
             try:
-                path = await self._in_thread(
-                    trash_folder.move_to_trash, self._root, step_dir, self._root / trash
-                )
+                path = await self._in_thread(move)
             except FileNotFoundError:
                 # It was not made yet, or was removed to empty the trash.
                 await self.prepare_trash(trash)
-                path = await self._in_thread(
-                    trash_folder.move_to_trash, self._root, step_dir, self._root / trash
-                )
+                path = await self._in_thread(move)
         return None if path is None else str(path)
 
     async def prepare_trash(self, trash: str) -> None:
@@ -371,20 +374,23 @@ class LocalStorage:
 
     async def trashed(self, trash: str) -> list[TrashEntry]:
         with translated("list the trash folder", self._root / trash):
-            return await self._in_thread(trash_folder.trashed, self._root, trash)
+            return await self._in_thread(trash_folder.trashed, self._root, self._root / trash)
 
     async def undelete(self, trash: str, name: str, step_dir: str) -> None:
-        with translated("undelete", self._root / trash / name):
+        path = self._root / trash / name
+        with translated("undelete", path):
             try:
-                await self._in_thread(trash_folder.undelete, self._root, trash, name, step_dir)
+                await self._in_thread(trash_folder.undelete, self._root, path, step_dir)
             except FileExistsError:
                 raise undelete_exists(f"{self._root}/{step_dir}") from None
             except FileNotFoundError:
-                raise undelete_missing(f"{self._root}/{trash}/{name}") from None
+                raise undelete_missing(str(path)) from None
 
     async def purge(self, trash: str, name: str) -> None:
-        with translated("remove", self._root / trash / name):
-            hidden = await self._in_thread(trash_folder.hide, self._root, trash, name)
+        path = self._root / trash / name
+        with translated("remove", path):
+            hidden = await self._in_thread(trash_folder.hide, self._root, path)
+            await self._in_thread(trash_folder.forget, self._root)
         if hidden is not None:
             with anyio.CancelScope(shield=True):
                 await self._finish_removal(attempts.remove_hidden, hidden, hidden)

@@ -5,17 +5,28 @@ The functions block and raise `OSError`.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import stat
+import time
 import uuid
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
+import msgspec
+from msgspec import Struct
+
+from ckpt._format.manifest import FILE_NAME, MAX_BYTES, peek
 from ckpt.storage._base import TrashEntry
 from ckpt.storage._local import posix
 from ckpt.storage._local.sweep import attempt_name, trash_name
 
 _ASIDE = ".others"
+# The folder of the root in which it is written down what is in the trash.
+_NOTES = ".ckpt-trash"
+_MOST_NOTE_BYTES = 1 << 16
 
 
 def prepare_trash(root: Path, trash: Path, mode: int | None = None) -> None:
@@ -34,10 +45,13 @@ def prepare_trash(root: Path, trash: Path, mode: int | None = None) -> None:
         )
 
 
-def move_to_trash(root: Path, step_dir: str, trash: Path) -> Path | None:
+def move_to_trash(
+    root: Path, step_dir: str, trash: Path, note: Callable[[str, bytes], object] | None = None
+) -> Path | None:
     """Move a step directory into a folder, durably; return its new path, None if it did not exist.
 
-    It keeps its name, with a number appended if that is taken.
+    It keeps its name, with a number appended if that is taken. Before it is moved, `note` writes
+    down that it was: a file of the root, its name and content.
 
     Raises:
         FileNotFoundError: The step directory exists, and the folder does not.
@@ -45,7 +59,15 @@ def move_to_trash(root: Path, step_dir: str, trash: Path) -> Path | None:
     for number in count():
         target = trash / (f"{step_dir}-{number}" if number else step_dir)
         try:
-            posix.rename_new(root / step_dir, target)
+            if posix.is_there(target):
+                continue
+            with contextlib.ExitStack() as stack:
+                if note is not None:
+                    name, data = _note_of(root, step_dir, target)
+                    note(name, data)
+                    stack.callback(_unlink, root / name)
+                posix.rename_new(root / step_dir, target)
+                stack.pop_all()
         except FileExistsError:
             continue
         except FileNotFoundError:
@@ -59,42 +81,101 @@ def move_to_trash(root: Path, step_dir: str, trash: Path) -> Path | None:
     raise AssertionError("count() does not end")
 
 
-def trashed(root: Path, trash: str) -> list[TrashEntry]:
-    """Return the directories in the trash folder; none if it is not there."""
-    try:
-        with os.scandir(root / trash) as entries:
-            found = [each for each in entries if each.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
-        return []
-    # A rename changes the time of the inode, and nobody writes to a step that was deleted.
-    return [
-        TrashEntry(each.name, each.name, f"{trash}/{each.name}", each.stat().st_ctime_ns)
-        for each in found
-    ]
+class _Note(Struct):
+    """What is written down of a step directory that goes to the trash.
+
+    Attributes:
+        path: Where it is from then on.
+        step_dir: Its name before.
+        inode: The directory itself, which keeps its number when it is renamed: others may have put
+            another one in its place.
+        deleted_ns: When, in Unix nanoseconds.
+    """
+
+    path: str
+    step_dir: str
+    inode: int
+    deleted_ns: int
 
 
-def undelete(root: Path, trash: str, name: str, step_dir: str) -> None:
+def _note_of(root: Path, step_dir: str, target: Path) -> tuple[str, bytes]:
+    inode = os.stat(root / step_dir, follow_symlinks=False).st_ino
+    note = _Note(str(target), step_dir, inode, time.time_ns())
+    return f"{_NOTES}/{uuid.uuid4().hex}", msgspec.json.encode(note)
+
+
+def trashed(root: Path, trash: Path) -> list[TrashEntry]:
+    """Return the step directories of the root that are in the trash folder.
+
+    What others put there is none of them, such as the steps of another root.
+    """
+    found = []
+    for note in _notes(root).values():
+        path = Path(note.path)
+        if path.parent == trash and _is_there(note):
+            summary = peek(posix.read_regular(path, FILE_NAME, MAX_BYTES) or b"")
+            save = "" if summary is None else summary.save
+            found.append(TrashEntry(path.name, note.step_dir, note.path, note.deleted_ns, save))
+    return found
+
+
+def undelete(root: Path, path: Path, step_dir: str) -> None:
     """Move a directory out of the trash folder, durably.
 
     Raises:
         FileExistsError: There is a step directory of that name.
         FileNotFoundError: It is not in the trash any more.
     """
-    posix.rename_new(root / trash / name, root / step_dir)
+    posix.rename_new(path, root / step_dir)
     posix.fsync_directory(root)
-    posix.fsync_directory(root / trash)
+    posix.fsync_directory(path.parent)
+    forget(root)
 
 
-def hide(root: Path, trash: str, name: str) -> Path | None:
+def hide(root: Path, path: Path) -> Path | None:
     """Give a directory of the trash a name that a sweep removes, durably; None if it is gone."""
-    hidden = root / trash_name(attempt_name(name, uuid.uuid4().hex))
+    hidden = root / trash_name(attempt_name(path.name, uuid.uuid4().hex))
     try:
-        os.rename(root / trash / name, hidden)
+        os.rename(path, hidden)
     except FileNotFoundError:
         return None
     posix.fsync_directory(root)
-    posix.fsync_directory(root / trash)
+    posix.fsync_directory(path.parent)
     return hidden
+
+
+def forget(root: Path) -> None:
+    """Remove what is written down of directories that are not in the trash any more."""
+    for file, note in _notes(root).items():
+        if not _is_there(note):
+            _unlink(file)
+
+
+def _notes(root: Path) -> dict[Path, _Note]:
+    found = {}
+    try:
+        names = sorted(os.listdir(root / _NOTES))
+    except FileNotFoundError:
+        return {}
+    for name in names:
+        with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
+            data = posix.read_regular(root / _NOTES, name, _MOST_NOTE_BYTES)
+            if data is not None:
+                found[root / _NOTES / name] = msgspec.json.decode(data, type=_Note)
+    return found
+
+
+def _unlink(file: Path) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(file)
+
+
+def _is_there(note: _Note) -> bool:
+    try:
+        about = os.stat(note.path, follow_symlinks=False)
+    except OSError:
+        return False
+    return stat.S_ISDIR(about.st_mode) and about.st_ino == note.inode
 
 
 def set_aside(root: Path, step_dir: str, files: list[str], mode: int | None = None) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckpt.storage._object.client import ObjectClient, StoredObject, each
+from ckpt.storage._object.names import folder_of
 
 _SUCCESS, _ABOUT = "commit_success.txt", "_CHECKPOINT_METADATA"
 # What makes a step of Orbax one.
@@ -29,6 +30,7 @@ async def remove_foreign(keys: ObjectClient, step_dir: str) -> bool:
     if not await is_foreign(keys, step_dir):
         return False
     await each(lambda name: keys.delete(f"{step_dir}/{name}"), MARKS)
-    below = await keys.list(f"{step_dir}/")
+    # In folders of attempts are objects of this library, such as those of a step in the trash.
+    below = [path for path in await keys.list(f"{step_dir}/") if folder_of(path) is None]
     await each(lambda path: keys.delete(f"{step_dir}/{path}"), below)
     return True

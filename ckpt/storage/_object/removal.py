@@ -146,9 +146,11 @@ async def finish(keys: ObjectClient, record: LeaseRecord) -> None:
     found = await keys.get(key)
     if found is not None and deleter_of(found.data) == attempt:
         await keys.delete_if(key, found.generation)
-    is_there = found is not None and attempt_of(found.data) == attempt
-    if not is_there and not await _is_in_trash(keys, step_dir, attempt):
-        await remove_data(keys, step_dir, attempt)
+    # In this order: a step that is undeleted has its manifest before its entry is removed.
+    if not await _is_in_trash(keys, step_dir, attempt):
+        found = await keys.get(key)
+        if found is None or attempt_of(found.data) != attempt:
+            await remove_data(keys, step_dir, attempt)
     await keys.delete(record.key)
 
 

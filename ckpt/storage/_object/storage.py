@@ -320,7 +320,7 @@ class ObjectStorage:
             removed = await remove(self._keys, step_dir, attempt, self._timeouts.lease)
         return removed
 
-    async def move(self, step_dir: str, trash: str) -> str | None:
+    async def move(self, step_dir: str, trash: str, *, listed: bool = True) -> str | None:
         with anyio.CancelScope(shield=True):
             moved = await trash_folder.move(self._keys, step_dir, self._timeouts.lease)
         return None if moved is None else f"{self.location}/{moved}"

@@ -12,7 +12,7 @@ import uuid
 
 import anyio
 
-from ckpt._format.manifest import FILE_NAME, peek_files
+from ckpt._format.manifest import FILE_NAME, peek, peek_files
 from ckpt.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -28,6 +28,8 @@ from ckpt.storage._object.names import NAMES, TRASH, attempt_of, gone, is_gone, 
 from ckpt.storage._object.removal import finish, remove_plain_files
 
 _NAMED_FILES = 3
+# Nanoseconds have nineteen digits for centuries.
+_TIME_DIGITS = 20
 
 
 async def move(keys: ObjectClient, step_dir: str, seconds: float) -> str | None:
@@ -77,9 +79,11 @@ async def entries(keys: ObjectClient) -> list[TrashEntry]:
         manifest = await keys.get(f"{names[0]}/{FILE_NAME}")
         # A process that died while it deleted or undeleted the step has left the entry.
         is_there = manifest is not None and attempt_of(manifest.data) == names[1]
-        time_ns, _, _ = entry.data.partition(b"\n")
-        if not is_there and time_ns.isdigit():
-            found.append(TrashEntry(name, names[0], f"{TRASH}/{name}", int(time_ns)))
+        time_ns, data = _parts_of(entry)
+        summary = peek(data)
+        if not is_there and time_ns is not None and summary is not None:
+            path = f"{keys.location}/{TRASH}/{name}"
+            found.append(TrashEntry(name, names[0], path, time_ns, summary.save))
 
     await each(look, await keys.list(f"{TRASH}/"))
     return found
@@ -95,7 +99,12 @@ async def undelete(keys: ObjectClient, name: str, step_dir: str, seconds: float)
     """
     where = f"{keys.location}/{step_dir}"
     entry, attempt = await _entry(keys, name)
-    data = entry.data.partition(b"\n")[2]
+    _, data = _parts_of(entry)
+    files = peek_files(data)
+    if files is None or attempt_of(data) != attempt:
+        raise CorruptCheckpointError(
+            f"{keys.location}/{TRASH}/{name} is damaged, so the step cannot be undeleted"
+        )
     # A record that is left behind can be ended by a cleaner: this manifest was seen, and is gone.
     later = leases.later_key(step_dir, attempt)
     await keys.put(later, b"-")
@@ -107,7 +116,7 @@ async def undelete(keys: ObjectClient, name: str, step_dir: str, seconds: float)
         )
     try:
         there = set(await keys.list(f"{step_dir}/"))
-        missing = sorted((peek_files(data) or frozenset()) - there - {FILE_NAME})
+        missing = sorted(files - there - {FILE_NAME})
         if missing:
             raise CorruptCheckpointError(
                 f"{where} cannot be undeleted, since objects of it are missing ({len(missing)}): "
@@ -153,12 +162,19 @@ async def purge(keys: ObjectClient, name: str, seconds: float) -> None:
         # Another process is at it.
         return
     await keys.delete_if(f"{TRASH}/{name}", entry.generation)
-    data = entry.data.partition(b"\n")[2]
+    _, data = _parts_of(entry)
     manifest = await keys.get(f"{step_dir}/{FILE_NAME}")
     if manifest is None or attempt_of(manifest.data) != attempt:
         kept = frozenset() if manifest is None else peek_files(manifest.data) or frozenset()
         await remove_plain_files(keys, step_dir, StoredObject(data, b""), kept)
     await finish(keys, record)
+
+
+def _parts_of(entry: StoredObject) -> tuple[int | None, bytes]:
+    """Return the time and the manifest of an entry; without a time, it is none."""
+    first, _, data = entry.data.partition(b"\n")
+    is_time = first.isdigit() and len(first) < _TIME_DIGITS
+    return (int(first) if is_time else None), data
 
 
 async def _entry(keys: ObjectClient, name: str) -> tuple[StoredObject, str]:

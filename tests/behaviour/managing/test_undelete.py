@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 import uuid
 from datetime import UTC, datetime
@@ -136,6 +137,8 @@ def test_nothing_of_an_emptied_trash_is_left_on_a_disk(tmp_path: Path) -> None:
         (tmp_path / "trash" / "notes.txt").write_text("mine")
         mgr.trash.empty()
     assert [each.name for each in (tmp_path / "trash").iterdir()] == ["notes.txt"]
+    assert list((tmp_path / ".ckpt-trash").iterdir()) == []
+    (tmp_path / ".ckpt-trash").rmdir()
     assert not [each for each in tmp_path.iterdir() if each.name not in ("trash", "metadata")]
 
 
@@ -221,3 +224,100 @@ def test_it_is_logged(opening: dict[str, Any], caplog: pytest.LogCaptureFixture)
     texts = [each.getMessage() for each in caplog.records]
     assert any("step 1 of" in text and "undeleted" in text for text in texts)
     assert any("removed from the trash: 2 " in text for text in texts)
+
+
+def test_roots_that_share_a_trash_keep_their_own_steps(tmp_path: Path) -> None:
+    shared = policies.Deletion(trash=tmp_path / "bin")
+    with (
+        ckpt.sync.CheckpointManager(tmp_path / "a", deletion=shared) as a,
+        ckpt.sync.CheckpointManager(tmp_path / "b", deletion=shared) as b,
+    ):
+        for mgr, seed in ((a, 1), (b, 2)):
+            save(mgr, 100, seed=seed)
+            mgr.delete(100)
+        assert b.trash.empty() == [100]
+        a.trash.undelete(100)
+        assert a.restore(100)["seed"] == 1
+        assert b.trash.steps() == []
+
+
+def test_what_others_put_into_the_folder_is_left_alone(tmp_path: Path) -> None:
+    with ckpt.sync.CheckpointManager(tmp_path, deletion=TRASH) as mgr:
+        save(mgr, 1, 2)
+        mgr.delete(1)
+        photos = tmp_path / "trash" / "2024"
+        photos.mkdir()
+        (photos / "photo.jpg").write_bytes(b"x")
+        # Somebody has taken the step out by hand, and put something else in its place.
+        (tmp_path / "trash" / "1").rename(tmp_path / "trash" / "mine")
+        (tmp_path / "trash" / "1").mkdir()
+        assert mgr.trash.steps() == []
+        assert mgr.trash.empty() == []
+        with pytest.raises(errors.StepNotFoundError):
+            mgr.trash.undelete(2024)
+        assert sorted(each.name for each in (tmp_path / "trash").iterdir()) == ["1", "2024", "mine"]
+
+
+def test_files_of_others_in_a_step_are_never_removed(tmp_path: Path) -> None:
+    with ckpt.sync.CheckpointManager(tmp_path, deletion=TRASH) as mgr:
+        save(mgr, 1)
+        (tmp_path / "1" / "notes.txt").write_text("mine")
+        mgr.delete(1)
+        mgr.trash.empty()
+    assert (tmp_path / "1.others" / "notes.txt").read_text() == "mine"
+
+
+def test_when_it_was_deleted_does_not_change(opening: dict[str, Any]) -> None:
+    with ckpt.sync.CheckpointManager(**opening) as mgr:
+        save(mgr, 5, seed=1)
+        mgr.delete(5)
+        (first,) = mgr.trash.steps()
+        if not str(opening["root"]).startswith("memory"):
+            Path(first.path).chmod(0o700)
+        save(mgr, 5, seed=2)
+        mgr.delete(5)
+        assert mgr.trash.steps()[0] == first
+        mgr.trash.undelete(5)
+        assert mgr.restore(5)["seed"] == 2
+
+
+def test_a_step_under_another_of_its_names_is_in_the_way(tmp_path: Path) -> None:
+    plain, padded = ckpt.step_names.Standard(), ckpt.step_names.Standard("ckpt", 8)
+    with ckpt.sync.CheckpointManager(tmp_path, deletion=TRASH) as mgr:
+        save(mgr, 5, seed=1)
+        mgr.delete(5)
+    both = ckpt.step_names.Composite(padded, plain)
+    with ckpt.sync.CheckpointManager(tmp_path, deletion=TRASH, step_names=both) as mgr:
+        save(mgr, 5, seed=2)
+        with pytest.raises(errors.StepExistsError, match="ckpt_00000005 exists"):
+            mgr.trash.undelete(5)
+        assert [each.step for each in mgr.trash.steps()] == [5]
+
+
+def test_a_very_old_age_empties_nothing(opening: dict[str, Any]) -> None:
+    with ckpt.sync.CheckpointManager(**opening) as mgr:
+        save(mgr, 1)
+        mgr.delete(1)
+        assert mgr.trash.empty(older_than=1e300) == []
+
+
+def test_where_every_process_has_its_disk_only_the_same_save_comes_back(tmp_path: Path) -> None:
+    mgrs = managers(tmp_path, seconds=FAR, own_disks=True, deletion=TRASH)
+    for _ in range(2):
+        saved(mgrs, 3)
+        together(*(lambda m=m: m.delete(3) for m in mgrs))
+    # One disk has lost the later one, so the earlier one comes back everywhere.
+    later = mgrs[0].trash.steps()[-1]
+    shutil.rmtree(later.path)
+    assert together(*(lambda m=m: m.trash.undelete(3) for m in mgrs)) == [None] * 2
+    assert together(*(mgr.all_steps for mgr in mgrs)) == [[3]] * 2
+    assert together(*(mgr.restore for mgr in mgrs))[0] is not None
+    together(*(lambda m=m: m.delete(3) for m in mgrs))
+    # One has none, so nothing is done anywhere.
+    for each in mgrs[0].trash.steps():
+        shutil.rmtree(each.path)
+    before = mgrs[1].trash.steps()
+    found = together(*(lambda m=m: m.trash.undelete(3) for m in mgrs))
+    assert [type(each) for each in found] == [errors.StepNotFoundError] * 2
+    assert mgrs[1].trash.steps() == before
+    closed(mgrs)

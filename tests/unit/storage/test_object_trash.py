@@ -10,11 +10,15 @@ import pytest
 from msgspec.structs import replace
 
 from ckpt._format.manifest import FILE_NAME, decode, encode
+from ckpt._settings import Timeouts
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StepExistsError, StepNotFoundError
 from ckpt.storage._base import Storage
+from ckpt.storage._object import leases
 from ckpt.storage._object.connection import connect
+from ckpt.storage._object.removal import finish
+from ckpt.storage._object.storage import ObjectStorage
 from ckpt.testing.conformance.store_cases import assert_whole, publish, read_all
-from tests.unit.storage.failing_store import KINDS
+from tests.unit.storage.failing_store import KINDS, MeetingStore
 from tests.unit.storage.test_object_faults import PATIENCE_S, Place, outcome, quiet
 
 TRASH = "trash"
@@ -210,5 +214,68 @@ def test_an_entry_that_is_gone_is_said_to_be() -> None:
         with pytest.raises(StepNotFoundError, match="not in the trash any more"):
             await storage.undelete(TRASH, entry.name, entry.step_dir)
         await storage.purge(TRASH, entry.name)
+
+    anyio.run(main)
+
+
+def test_deleting_a_step_of_orbax_leaves_what_is_in_the_trash() -> None:
+    async def main() -> None:
+        place = Place()
+        await a_trashed_one(place)
+        storage, _ = place.opened()
+        raw = connect(place.config).open()[0]
+        for name, data in (("commit_success.txt", b"at /runs/a/5"), ("default/d/x", b"1")):
+            raw.write(f"5/{name}", data).result()
+        assert await storage.remove("5")
+        assert not {"5/commit_success.txt", "5/default/d/x"} & set(place.keys())
+        await undelete(storage)
+        await assert_whole(storage, "5", "old")
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_a_cleaner_and_one_who_undeletes_do_not_lose_the_data(at: int) -> None:
+    """A cleaner that took the one who undeletes for dead meets the rest of what that one does."""
+
+    async def main() -> None:
+        place = Place()
+        await a_trashed_one(place)
+        storage, _ = place.opened()
+        (entry,) = await storage.trashed(TRASH)
+        raw = connect(place.config).open()[0]
+        manifest = raw.read(f".ckpt-trash/{entry.name}").result().value.partition(b"\n")[2]
+
+        def go_on() -> None:
+            raw.write(f"5/{FILE_NAME}", manifest).result()
+            raw.write(f".ckpt-trash/{entry.name}", None).result()
+
+        meeting = MeetingStore(connect(place.config).open()[0], at, go_on)
+        cleaner = ObjectStorage(
+            place.config, Timeouts(lease=60.0), open_store=lambda: (meeting, meeting)
+        )
+        attempt = entry.name.removeprefix("5.")
+        record = await leases.make(storage._keys, "5", attempt, 60.0, "deleting")
+        assert record is not None
+        await finish(cleaner._keys, record)
+        if meeting.count <= at:
+            go_on()
+        await assert_whole(storage, "5", "old")
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("data", [b"", b"12", b"no time\n{}", b"1\n{}", b"9" * 40 + b"\n{}"])
+def test_an_entry_that_somebody_made_up_is_none(data: bytes) -> None:
+    async def main() -> None:
+        place = Place()
+        await a_trashed_one(place)
+        storage, _ = place.opened()
+        (entry,) = await storage.trashed(TRASH)
+        raw = connect(place.config).open()[0]
+        raw.write(f".ckpt-trash/{entry.name}", data).result()
+        assert await storage.trashed(TRASH) == []
+        with pytest.raises(CorruptCheckpointError, match="is damaged"):
+            await storage.undelete(TRASH, entry.name, "5")
 
     anyio.run(main)
