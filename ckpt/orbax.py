@@ -84,14 +84,20 @@ class NameFormat:
         name = self._names.name(step)
         if self._root is None:
             return name
-        found = self._found(_path(self._root) / name)
-        return name if found is None else str(found.path.relative_to(_path(self._root)))
+        root = _path(self._root)
+        try:
+            return str(self.find_step(root, step).path.relative_to(root))
+        except ValueError:
+            # It is about to be saved.
+            return name
 
     def find_all(self, base_path: str | os.PathLike[str]) -> Iterator[step_lib.Metadata]:
         """Yield the committed steps of a root, in any order."""
         from orbax.checkpoint.path import step as step_lib
 
-        yield from step_lib.build_step_metadatas(_path(base_path).iterdir(), self._found)
+        root = _path(base_path)
+        if root.exists():
+            yield from step_lib.build_step_metadatas(root.iterdir(), self._found)
 
     def find_step(self, base_path: str | os.PathLike[str], step: int) -> step_lib.Metadata:
         """Return where a step is.
@@ -105,6 +111,9 @@ class NameFormat:
             ```
         """
         found = self._found(_path(base_path) / self._names.name(step))
+        if found is None and not isinstance(self._names, Standard):
+            # It may have been saved under another of its names.
+            found = next((each for each in self.find_all(base_path) if each.step == step), None)
         if found is None:
             raise ValueError(f"there is no committed step {step} in {os.fspath(base_path)}")
         return found
@@ -118,12 +127,14 @@ class NameFormat:
             return None
         try:
             summary = peek((directory / FILE_NAME).read_bytes())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             # One of Orbax: on a disk it has its name once it is committed.
             in_store = str(directory).startswith(_STORES)
             is_committed = (directory / _SUCCESS).exists() if in_store else directory.is_dir()
             return step_lib.Metadata(step, directory) if is_committed else None
-        return None if summary is None else step_lib.Metadata(step, directory / summary.folder)
+        # A step that was renamed is none.
+        is_own = summary is not None and summary.step == step
+        return step_lib.Metadata(step, directory / summary.folder) if is_own and summary else None
 
 
 def _path(path: str | os.PathLike[str]) -> Any:

@@ -114,7 +114,7 @@ def _traced(function: Callable[[], Any]) -> Any:
 
 def _is_plain(leaf: Any) -> bool:
     """Tell whether a leaf is what it is, traced or not."""
-    return callable(leaf) or isinstance(leaf, _PLAIN)
+    return is_function(leaf) or isinstance(leaf, _PLAIN)
 
 
 def _name(function: Callable[[], Any]) -> str:

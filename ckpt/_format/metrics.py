@@ -63,6 +63,14 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
+def copied_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy, groups included, of metrics that are not yet checked."""
+    return {
+        name: copied_metrics(value) if isinstance(value, Mapping) else value
+        for name, value in metrics.items()
+    }
+
+
 def json_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics of a manifest with numbers alone, as Python's `json` writes and reads them."""
     return {
@@ -75,6 +83,8 @@ def _plain(metrics: Mapping[str, Any], above: str, levels: int) -> dict[str, Any
     found: dict[str, Any] = {}
     for name, value in metrics.items():
         path = f"{above}{name}"
+        if str(name) in found:
+            raise InvalidArgumentError(f"metrics: two of them have the name {shown(path)}")
         if isinstance(value, Mapping):
             if levels == 1:
                 raise InvalidArgumentError(
@@ -84,9 +94,13 @@ def _plain(metrics: Mapping[str, Any], above: str, levels: int) -> dict[str, Any
             continue
         try:
             number = float(value)
-        except (TypeError, ValueError, OverflowError) as error:
+        except Exception as error:
+            # Of jax, too: an array that was donated has no value any more.
+            what = f"{type(value).__name__}: {error!s:.200}"
+            with contextlib.suppress(Exception):
+                what = shown(value)
             raise InvalidArgumentError(
-                f"metrics[{shown(path)}]={shown(value)}: expected a number, or a dict of numbers"
+                f"metrics[{shown(path)}]={what}: expected a number, or a dict of numbers"
             ) from error
         finite = number - number == 0
         found[str(name)] = number if finite else repr(number)

@@ -16,13 +16,15 @@ import numpy as np
 
 from ckpt._arguments import invalid, shown
 from ckpt._tree.classes import class_name
-from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError, located
+from ckpt.errors import CheckpointError, HandlerError, UnsupportedLeafError, located
 
 PyTree = Any
 # What is stored as it is.
 _OWN = (bool, int, float, complex, str, bytes, np.ndarray, np.generic, jax.Array, type(None))
 _CONTAINERS = (dict, list, tuple)
 _MOST_NAME = 200
+# Deeper than any tree that can be saved.
+_MOST_LEVELS = 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,10 @@ class LeafType:
     Attributes:
         cls: The class; leaves of its subclasses are of this type, too, unless they have their own.
         pack: Returns what is stored of an object: an array, a number, a text, bytes, or a tree of
-            them. It is called by `save`, before that returns, so it should be quick.
+            them. It is called by `save`, before that returns, so it should be quick; and by a
+            restore for the objects in the target, whose arrays may be `jax.ShapeDtypeStruct`.
         unpack: Returns the object again; it is given what `pack` returned, as it was restored.
+            What a restore was told to skip stays `...`, and is not unpacked.
         name: The name of the type in checkpoints; by default that of the class with its module.
             Keep it when the class is renamed or moved.
 
@@ -60,7 +64,7 @@ class LeafType:
         given: object = cls
         if not isinstance(given, type):
             raise invalid("cls", cls, "a class", of="LeafType")
-        if issubclass(given, (*_OWN, *_CONTAINERS)) or issubclass(object, given):
+        if issubclass(given, (*_OWN, *_CONTAINERS)) or given is object:
             what = "a class of your own; arrays, numbers, texts and containers are stored already"
             raise invalid("cls", cls, what, of="LeafType")
         for label, function in (("pack", pack), ("unpack", unpack)):
@@ -117,7 +121,10 @@ class LeafTypes:
         Raises:
             InvalidArgumentError: Something else is among them, or two have one name or class.
         """
-        listed: list[Any] = list(types)
+        given: object = types
+        if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+            raise invalid("leaf_types", given, "a list of objects of ckpt.handlers.LeafType")
+        listed: list[Any] = list(given)
         for each in listed:
             if not isinstance(each, LeafType):
                 raise invalid("leaf_types", each, "objects of ckpt.handlers.LeafType")
@@ -125,6 +132,8 @@ class LeafTypes:
         self._by_class: Mapping[type, LeafType] = {each.cls: each for each in listed}
         if not len(listed) == len(self._by_name) == len(self._by_class):
             raise invalid("leaf_types", listed, "types with different names and classes")
+        # Which type the leaves of a class are of.
+        self._found: dict[type, LeafType | None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._by_name)
@@ -135,9 +144,16 @@ class LeafTypes:
         Raises:
             UnsupportedLeafError: A leaf cannot be packed; names its path.
         """
-        if not self:
+        # After too deep a recursion in jax, this thread could not go on.
+        if not self or _is_endless(tree):
             return tree
-        return jax.tree_util.tree_map_with_path(self._pack, tree, is_leaf=self._is_one)
+        try:
+            return jax.tree_util.tree_map_with_path(self._pack, tree, is_leaf=self.is_one)
+        except CheckpointError:
+            raise
+        except (ValueError, TypeError):
+            # jax cannot walk it; who flattens it next says why, and names the place.
+            return tree
 
     def unpacked(self, tree: PyTree, unknown: set[str]) -> PyTree:
         """Return the tree with every packed leaf unpacked.
@@ -147,7 +163,7 @@ class LeafTypes:
             unknown: Takes the names of the types that are not known; such leaves stay packed.
 
         Raises:
-            CorruptCheckpointError: A leaf cannot be unpacked; names its path.
+            HandlerError: A leaf cannot be unpacked; names its path.
         """
 
         def unpack(path: Any, leaf: Any) -> Any:
@@ -157,13 +173,17 @@ class LeafTypes:
             if known is None:
                 unknown.add(leaf.type_name)
                 return leaf
+            skipped = [each is ... for each in jax.tree.leaves(leaf.value)]
+            if any(skipped):
+                return ... if all(skipped) else leaf
             with located(leaf=_path(path)):
                 try:
                     return known.unpack(leaf.value)
                 except CheckpointError:
                     raise
                 except Exception as error:
-                    raise CorruptCheckpointError(
+                    # Not damage: what is stored may be whole.
+                    raise HandlerError(
                         f"it cannot be unpacked as {known.name!r}: {type(error).__name__}: "
                         f"{error!s:.300}"
                     ) from error
@@ -183,20 +203,55 @@ class LeafTypes:
                 f"it cannot be packed as {known.name!r}: {type(error).__name__}: {error!s:.300}",
                 leaf=_path(path),
             ) from error
-        if value is leaf or self._is_one(value):
+        inside = jax.tree.leaves(value, is_leaf=self.is_one)
+        if any(self.is_one(each) for each in inside):
             raise UnsupportedLeafError(
-                f"pack of {known.name!r} returned {shown(value)}: expected arrays, numbers, texts, "
-                "bytes, or a tree of them",
+                f"pack of {known.name!r} returned {shown(value)}, in which there are leaves of "
+                "such types: expected arrays, numbers, texts, bytes, or a tree of them",
                 leaf=_path(path),
             )
         return PackedLeaf(known.name, value)
 
-    def _is_one(self, node: Any) -> bool:
+    def is_one(self, node: Any) -> bool:
+        """Tell whether an object is of one of these types."""
         return self._type_of(node) is not None
 
     def _type_of(self, leaf: Any) -> LeafType | None:
-        kinds = type(leaf).__mro__
-        return next((self._by_class[kind] for kind in kinds if kind in self._by_class), None)
+        kind = type(leaf)
+        if kind not in self._found:
+            self._found[kind] = self._look_up(leaf)
+        return self._found[kind]
+
+    def _look_up(self, leaf: Any) -> LeafType | None:
+        if isinstance(leaf, (*_OWN, *_CONTAINERS)):
+            return None
+        nearest = (self._by_class[each] for each in type(leaf).__mro__ if each in self._by_class)
+        # A class may also be abstract, with subclasses that are only registered.
+        others = (each for cls, each in self._by_class.items() if isinstance(leaf, cls))
+        return next(nearest, None) or next(others, None)
+
+
+def _is_endless(tree: PyTree) -> bool:
+    """Tell whether a tree contains itself, or is far deeper than any that can be saved."""
+    heights: dict[int, int] = {}
+    # A node is met twice: first for its children, then for its own height.
+    stack: list[tuple[Any, bool]] = [(tree, False)] if isinstance(tree, _CONTAINERS) else []
+    while stack:
+        node, has_children = stack.pop()
+        children = list(node.values() if isinstance(node, Mapping) else node)
+        children = [each for each in children if isinstance(each, _CONTAINERS)]
+        if has_children:
+            heights[id(node)] = 1 + max((heights[id(each)] for each in children), default=0)
+            if heights[id(node)] > _MOST_LEVELS:
+                return True
+        elif id(node) not in heights:
+            # Until its height is known, it is on the way to what is looked at.
+            heights[id(node)] = _MOST_LEVELS + 1
+            stack.append((node, True))
+            if any(heights.get(id(each), 0) > _MOST_LEVELS for each in children):
+                return True
+            stack.extend((each, False) for each in children)
+    return False
 
 
 def _path(path: Any) -> str:

@@ -57,6 +57,10 @@ class PyTreeHandler:
         # Classes that were not found, and the reasons; each is said once.
         self._said: set[tuple[str, str]] = set()
 
+    def packs(self, item: Any) -> bool:
+        """Tell whether `item` itself is of one of the leaf types."""
+        return self._leaf_types.is_one(item)
+
     def accepts(self, item: Any) -> bool:
         """Tell whether `item` can be saved as a tree; leaves are checked one by one later."""
         # Only the name of a function is stored, which does not make an item.

@@ -53,6 +53,9 @@ class Handlers(Struct, frozen=True):
         if chosen is not None:
             return chosen
         for handler in self.in_order:
+            if isinstance(handler, PyTreeHandler) and handler.packs(value):
+                return handler
+        for handler in self.in_order:
             with errors_of(handler, item, f"say whether it takes a {type(value).__name__}"):
                 if handler.accepts(value):
                     return handler
@@ -108,8 +111,8 @@ def find_handlers(given: HandlersLike) -> Handlers:
             raise InvalidArgumentError(f"handlers={shown(given)}: {problem}")
     # The tree handler takes everything, so nothing may come after it: one that is given, to know
     # more classes, is asked in the place of the built-in one.
-    trees = [handler for handler in first if isinstance(handler, PyTreeHandler)]
-    others = [handler for handler in first if not isinstance(handler, PyTreeHandler)]
+    trees = [handler for handler in first if type(handler) is PyTreeHandler]
+    others = [handler for handler in first if type(handler) is not PyTreeHandler]
     return Handlers(
         by_item, (*others, *installed_handlers(), *_built_in(), *trees, PyTreeHandler())
     )

@@ -53,6 +53,7 @@ WITHOUT_EXAMPLE = {
     "ckpt.types.Problem": RETURNED,
     "ckpt.orbax.NameFormat.build_name": "is called by Orbax",
     "ckpt.orbax.NameFormat.find_all": "is called by Orbax",
+    "ckpt.PyTreeHandler.packs": CALLED_BACK,
     "ckpt.Adapt.dtype_for": CALLED_BACK,
     "ckpt.Adapt.resize_for": CALLED_BACK,
     "ckpt.Blosc.codec": CALLED_BACK,

@@ -10,6 +10,7 @@ from typing import Any
 from ckpt._arguments import invalid, number_of_seconds, plain_json
 from ckpt._engine.save.request import SaveRequest
 from ckpt._format.item_file_names import check_item_name
+from ckpt._format.metrics import copied_metrics
 from ckpt._tree.table import size_text
 from ckpt.errors import InvalidArgumentError
 
@@ -71,7 +72,7 @@ def make_request(
         step=step,
         items=named,
         unnamed=items is None,
-        metrics=None if metrics is None else dict(metrics),
+        metrics=None if metrics is None else copied_metrics(metrics),
         metadata=plain,
         overwrite=overwrite,
         deadline=None if deadline is None else number_of_seconds("deadline", deadline),

@@ -97,6 +97,8 @@ def test_deleting_an_item_keeps_them(tmp_path: Path) -> None:
         ({"eval": {"loss": "low"}}, r"metrics\['eval/loss'\]='low': expected a number, or a dict"),
         ({"eval": {"loss": [1.0]}}, r"metrics\['eval/loss'\]=\[1.0\]: expected a number"),
         ({"a/b": 1, "a": {"b": 2}}, "two of them have the name 'a/b'"),
+        ({1: 0.5, "1": 0.7}, "two of them have the name '1'"),
+        ({"x": {1: {"b": 2}, "1": {"c": 3}}}, "two of them have the name 'x/1'"),
         ({"a": {"b": {"c": {"d": {"e": 1}}}}}, r"\['a/b/c/d'\].*more than 4 levels"),
     ],
 )
@@ -143,3 +145,23 @@ def test_nothing_is_lost_on_the_way(tree: dict[str, Any]) -> None:
         return {name: value for name, value in inner.items() if value != {}}
 
     assert unflat(flat_metrics(plain)) == without_empty(tree)
+
+
+def test_a_metric_that_was_donated_is_named(tmp_path: Path) -> None:
+    loss = jnp.float32(1) + 1
+    loss.delete()
+    with (
+        ckpt.sync.CheckpointManager(tmp_path) as mgr,
+        pytest.raises(errors.InvalidArgumentError, match=r"metrics\['a/loss'\].*deleted"),
+    ):
+        mgr.save(1, {"w": 1}, metrics={"a": {"loss": loss}}, durable=True)
+
+
+def test_what_the_caller_changes_afterwards_is_not_saved(tmp_path: Path) -> None:
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        for step in range(8):
+            groups = {"train": {"loss": 1.0}}
+            with mgr.partial(step, metrics=groups) as part:
+                groups["train"]["loss"] = 99.0
+                part.save({"w": step})
+            assert mgr.metrics(step) == {"train/loss": 1.0}

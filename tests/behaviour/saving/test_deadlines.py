@@ -39,10 +39,11 @@ def test_a_commit_that_is_late_says_so_and_leaves_nothing(tmp_path: Path) -> Non
     async def main() -> None:
         async with manager(tmp_path, staging=MIB) as mgr:
             held = Odd(LARGE, hold="commit")
-            commit = await mgr.save(7, held, deadline=SOON)
+            # On a busy machine, staging alone may take longer than the others have.
+            commit = await mgr.save(7, held, deadline=10 * SOON)
             with pytest.raises(
                 errors.DeadlineExceededError,
-                match=r"^step 7: the save was given up 0\.2 s after its call.*while it was writing",
+                match=r"^step 7: the save was given up 2(\.0)? s after its.*while it was writing",
             ) as caught:
                 await commit
             assert isinstance(caught.value, TimeoutError)

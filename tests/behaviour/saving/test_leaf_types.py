@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import numbers
 import uuid
 from dataclasses import dataclass
 from decimal import Decimal
@@ -177,6 +178,7 @@ def fails(_: Any) -> Any:
     [
         (fails, r"leaf 'a\.0'.*cannot be packed as 'decimal': RuntimeError: out of ink"),
         (lambda leaf: leaf, r"leaf 'a\.0'.*pack of 'decimal' returned Decimal"),
+        (lambda _: {"b": [Decimal(2)]}, r"leaf 'a\.0'.*in which there are leaves of such types"),
         (lambda _: object(), r"leaf 'a\.0\.value'.*builtins\.object cannot be stored"),
     ],
 )
@@ -194,9 +196,87 @@ def test_what_cannot_be_unpacked_is_named(tmp_path: Path) -> None:
     broken = [ckpt.PyTreeHandler(leaf_types=[LeafType(Decimal, str, fails, name="decimal")])]
     for like in (None, {"a": [Decimal(0)]}):
         with pytest.raises(
-            errors.CorruptCheckpointError, match=r"leaf 'a\.0': it cannot be unpacked as 'decimal'"
+            errors.HandlerError, match=r"leaf 'a\.0': it cannot be unpacked as 'decimal'"
         ):
             ckpt.sync.load(tmp_path / "one", like=like, handlers=broken)
+
+
+def test_a_leaf_that_cannot_be_unpacked_is_no_damage(tmp_path: Path) -> None:
+    def unpack(text: str) -> Decimal:
+        if text == "2":
+            raise RuntimeError("the service for prices is down")
+        return Decimal(text)
+
+    busy = [ckpt.PyTreeHandler(leaf_types=[LeafType(Decimal, str, unpack, name="decimal")])]
+    with ckpt.sync.CheckpointManager(tmp_path, handlers=busy) as mgr:
+        for step in (1, 2):
+            mgr.save(step, {"a": Decimal(step)}, durable=True)
+        with pytest.raises(errors.HandlerError, match=r"step 2.*prices is down"):
+            mgr.restore(fallback=True)
+        with pytest.raises(errors.StepExistsError):
+            mgr.save(2, {"a": Decimal(3)}, durable=True)
+
+
+def test_trees_that_cannot_be_walked_are_told_as_without_leaf_types(tmp_path: Path) -> None:
+    endless: dict[str, Any] = {"a": Decimal(1)}
+    endless["d"] = endless
+    deep: Any = Decimal(1)
+    for _ in range(5000):
+        deep = [deep]
+    unsorted = {1: Decimal(1), "a": 2}
+    with ckpt.sync.CheckpointManager(tmp_path, handlers=HANDLERS) as mgr:
+        for tree, text in (
+            (endless, "contains itself"),
+            (deep, "nested deeper"),
+            (unsorted, "cannot be sorted"),
+        ):
+            with pytest.raises(errors.UnsupportedLeafError, match=text):
+                mgr.save(1, {"tree": tree}, durable=True)
+        mgr.save(1, state(), durable=True)
+        with pytest.raises(errors.CheckpointError):
+            mgr.restore(1, like=endless)
+
+
+def test_what_is_left_out_is_not_unpacked(tmp_path: Path) -> None:
+    ckpt.sync.save(tmp_path / "one", state(3), handlers=HANDLERS)
+    load = ckpt.sync.load
+    found = load(tmp_path / "one", adapt=ckpt.Adapt(select="w"), handlers=HANDLERS)
+    assert found["price"] is ...
+    assert found["layers"][0] is ...
+    some = ckpt.Adapt(select="layers.*.data")
+    half = load(tmp_path / "one", adapt=some, handlers=HANDLERS)["layers"][0]
+    assert isinstance(half, PackedLeaf)
+    assert np.array_equal(half.value["data"], state(3)["layers"][0].data)
+
+
+def test_an_object_that_is_a_whole_item_is_packed(tmp_path: Path) -> None:
+    items = {"one": Quantized(0.5, jnp.arange(3)), "two": {"a": 1}}
+    ckpt.sync.save(tmp_path / "one", items=items, handlers=HANDLERS)
+    assert ckpt.sync.load(tmp_path / "one", handlers=HANDLERS)["one"] == items["one"]
+
+
+def test_an_abstract_class_stands_for_what_is_registered_with_it(tmp_path: Path) -> None:
+    numbers_type = LeafType(numbers.Number, pack=str, unpack=Decimal, name="number")
+    handlers = [ckpt.PyTreeHandler(leaf_types=[numbers_type])]
+    ckpt.sync.save(tmp_path / "one", {"a": Decimal("1.5"), "b": 3, "c": 2.5}, handlers=handlers)
+    found = ckpt.sync.load(tmp_path / "one", handlers=handlers)
+    assert found == {"a": Decimal("1.5"), "b": 3, "c": 2.5}
+
+
+class Called(Quantized):
+    def __call__(self) -> None: ...
+
+
+def test_a_callable_object_may_hold_arrays_too(tmp_path: Path) -> None:
+    def init() -> dict[str, Any]:
+        return {"q": Called(0.5, jnp.arange(4) * 2.0)}
+
+    for begin in (0, 1):
+        with ckpt.sync.CheckpointManager(tmp_path, handlers=HANDLERS) as mgr:
+            start, found = mgr.resume(init)
+            assert start == begin
+            assert np.array_equal(found["q"].data, [0, 2, 4, 6])
+            mgr.save(start, found)
 
 
 @pytest.mark.parametrize(
@@ -211,6 +291,8 @@ def test_what_cannot_be_unpacked_is_named(tmp_path: Path) -> None:
         lambda: LeafType(Decimal, str, None),  # type: ignore[arg-type]
         lambda: LeafType(Decimal, str, Decimal, name="a\nb"),
         lambda: ckpt.PyTreeHandler(leaf_types=[Decimal]),  # type: ignore[list-item]
+        lambda: ckpt.PyTreeHandler(leaf_types=MONEY),  # type: ignore[arg-type]
+        lambda: ckpt.PyTreeHandler(leaf_types=None),  # type: ignore[arg-type]
         lambda: ckpt.PyTreeHandler(leaf_types=[MONEY, MONEY]),
         lambda: ckpt.PyTreeHandler(leaf_types=[MONEY, LeafType(Finer, str, Finer, "decimal")]),  # type: ignore[arg-type]
     ],
