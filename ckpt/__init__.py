@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ckpt._api.manager import CheckpointManager
     from ckpt._api.oneshot import load, metadata, save, save_async, verify
     from ckpt._api.resumption import abstract
+    from ckpt._api.stored_array import open_array
     from ckpt._api.watch import watch
     from ckpt._commit import Commit, Progress, StepInfo
     from ckpt._events import Event
@@ -59,6 +60,7 @@ __all__ = [
     "load",
     "metadata",
     "observers",
+    "open_array",
     "policies",
     "save",
     "save_async",
@@ -93,6 +95,7 @@ _HOMES = {
     "abstract": "ckpt._api.resumption",
     "load": "ckpt._api.oneshot",
     "metadata": "ckpt._api.oneshot",
+    "open_array": "ckpt._api.stored_array",
     "save": "ckpt._api.oneshot",
     "save_async": "ckpt._api.oneshot",
     "verify": "ckpt._api.oneshot",

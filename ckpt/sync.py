@@ -8,18 +8,20 @@ prefer the asyncio API there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, TypeVar, overload
 
-from ckpt._api import manager, oneshot
+from ckpt._api import manager, oneshot, stored_array
 from ckpt._api import watch as watching
 from ckpt._api.background import background_saves
 from ckpt._api.base import ManagerBase
 from ckpt._api.coroutines import refused
-from ckpt._api.oneshot import Call, load_call, metadata_call, save_call, verify_call
+from ckpt._api.oneshot import load_call, metadata_call, save_call, verify_call
 from ckpt._api.partial import SyncPartialSave
 from ckpt._api.plain_docs import plain_docs
 from ckpt._api.resumption import Fresh, State, fresh_state, resume_target, source_target
+from ckpt._api.stored_array import SyncStoredArray, find_array
 from ckpt._api.trash import SyncTrash
 from ckpt._api.watch import SyncWatch, watcher_of
 from ckpt._arguments import true_or_false
@@ -28,7 +30,7 @@ from ckpt._engine.verify.report import VerifyReport
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.format_rules import Formats
 from ckpt._runtime.futures import settled_here
-from ckpt._runtime.loop import EngineLoop
+from ckpt._runtime.loop import call_once
 from ckpt._runtime.tracebacks import outcome
 from ckpt._settings import ArrayMemory, Staging, StagingMode, Timeouts
 from ckpt._steps.pins import Pin
@@ -41,7 +43,16 @@ from ckpt.policies._ranking import Metric, Mode
 from ckpt.step_names import StepNames
 from ckpt.storage._resolve import PathLike
 
-__all__ = ["CheckpointManager", "load", "metadata", "save", "save_async", "verify", "watch"]
+__all__ = [
+    "CheckpointManager",
+    "load",
+    "metadata",
+    "open_array",
+    "save",
+    "save_async",
+    "verify",
+    "watch",
+]
 
 
 def __dir__() -> list[str]:
@@ -363,7 +374,7 @@ def save(
     request = make_request(
         "", None, state, items, metrics, metadata, overwrite=overwrite, deadline=deadline
     )
-    return _run(save_call(path, request, handlers, staging, formats, timeouts, coordinator))
+    return call_once(save_call(path, request, handlers, staging, formats, timeouts, coordinator))
 
 
 @plain_docs(oneshot.save_async)
@@ -414,20 +425,26 @@ def load(
     memory: ArrayMemory = "jax",
 ) -> State:
     """Load a one-shot checkpoint, or a step from a manager's root. See `ckpt.load`."""
-    found: State = _run(load_call(path, like, items, at, adapt, handlers, coordinator, memory))
+    found: State = call_once(load_call(path, like, items, at, adapt, handlers, coordinator, memory))
     return found
 
 
 @plain_docs(oneshot.metadata)
 def metadata(path: PathLike) -> StepMetadata:
     """Return the structure, shapes, dtypes and shardings of a checkpoint. See `ckpt.metadata`."""
-    return _run(metadata_call(path))
+    return call_once(metadata_call(path))
 
 
 @plain_docs(oneshot.verify)
 def verify(path: PathLike, *, deep: bool = True) -> VerifyReport:
     """Compare a checkpoint with its manifest. See `ckpt.verify`."""
-    return _run(verify_call(path, deep))
+    return call_once(verify_call(path, deep))
+
+
+@plain_docs(stored_array.open_array)
+def open_array(path: PathLike, leaf: str, *, item: str | None = None) -> SyncStoredArray:
+    """Open one array of a checkpoint, to read parts of it. See `ckpt.open_array`."""
+    return SyncStoredArray(call_once(partial(find_array, path, leaf, item)))
 
 
 @plain_docs(watching.watch)
@@ -451,11 +468,3 @@ def watch(
     """
     options = WatchOptions(timeout, min_interval, until, after, only_latest, poll_interval, pin)
     return SyncWatch(watcher_of(root, options, step_names, timeouts))
-
-
-def _run(call: Call[T]) -> T:
-    loop = EngineLoop()
-    try:
-        return loop.call(call)
-    finally:
-        loop.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckpt._api.partial import PartialSave, SyncPartialSave
+from ckpt._api.stored_array import StoredArray, SyncStoredArray
 from ckpt._api.trash import SyncTrash, Trash
 from ckpt._api.watch import SyncWatch, Watch
 from ckpt._commit import SaveStatistics
@@ -18,7 +19,9 @@ __all__ = [
     "Pin",
     "Problem",
     "SaveStatistics",
+    "StoredArray",
     "SyncPartialSave",
+    "SyncStoredArray",
     "SyncTrash",
     "SyncWatch",
     "Trash",

@@ -25,7 +25,7 @@ from ckpt._plan.adapt import Adapt
 from ckpt._plan.format_rules import Formats
 from ckpt._redaction import redact
 from ckpt._runtime.futures import settled
-from ckpt._runtime.loop import EngineLoop, end_loop
+from ckpt._runtime.loop import run_once
 from ckpt._runtime.threads import run_in_thread
 from ckpt._runtime.tracebacks import outcome
 from ckpt._settings import ArrayMemory, Staging, StagingMode, Timeouts, as_staging
@@ -103,7 +103,9 @@ async def save(
     request = make_request(
         "", None, state, items, metrics, metadata, overwrite=overwrite, deadline=deadline
     )
-    return await _run(save_call(path, request, handlers, staging, formats, timeouts, coordinator))
+    return await run_once(
+        save_call(path, request, handlers, staging, formats, timeouts, coordinator)
+    )
 
 
 @awaited("ckpt.save_async", "ckpt.sync.save_async")
@@ -215,7 +217,7 @@ async def load(
         params = await ckpt.load("runs/a/100", like=params, at="params")
         ```
     """
-    return await _run(load_call(path, like, items, at, adapt, handlers, coordinator, memory))
+    return await run_once(load_call(path, like, items, at, adapt, handlers, coordinator, memory))
 
 
 @awaited("ckpt.metadata", "ckpt.sync.metadata")
@@ -231,7 +233,7 @@ async def metadata(path: PathLike) -> StepMetadata:
         print(found.tree["params"]["w"].shape)
         ```
     """
-    return await _run(metadata_call(path))
+    return await run_once(metadata_call(path))
 
 
 @awaited("ckpt.verify", "ckpt.sync.verify")
@@ -258,15 +260,7 @@ async def verify(path: PathLike, *, deep: bool = True) -> VerifyReport:
         assert report.ok, report
         ```
     """
-    return await _run(verify_call(path, deep))
-
-
-async def _run(call: Call[T]) -> T:
-    loop = EngineLoop()
-    try:
-        return await loop.run(call)
-    finally:
-        await end_loop(loop)
+    return await run_once(verify_call(path, deep))
 
 
 def save_call(

@@ -17,7 +17,7 @@ _PLAIN = {
     "Await it for": "Call its `result()` for",
 } | {
     f"ckpt.{call}": f"ckpt.sync.{call}"
-    for call in ("CheckpointManager", "load", "metadata", "save", "verify", "watch")
+    for call in ("CheckpointManager", "load", "metadata", "open_array", "save", "verify", "watch")
 }
 
 

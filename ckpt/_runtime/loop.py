@@ -264,6 +264,24 @@ async def end_loop(loop: EngineLoop) -> None:
             loop.stop()
 
 
+async def run_once(call: Callable[[], Awaitable[T]]) -> T:
+    """Return the result of a call that runs on a loop of its own."""
+    loop = EngineLoop()
+    try:
+        return await loop.run(call)
+    finally:
+        await end_loop(loop)
+
+
+def call_once(call: Callable[[], Awaitable[T]]) -> T:
+    """Return the result of a call that runs on a loop of its own, and block until it is there."""
+    loop = EngineLoop()
+    try:
+        return loop.call(call)
+    finally:
+        loop.close()
+
+
 class _IdleSelector(selectors.DefaultSelector):
     """Looks at files only when the loop has nothing to do, and now and then when it has.
 

@@ -25,7 +25,7 @@ OTHERWISE_CALLED = {
     "__anext__": "__next__",
     "aclose": "close",
 }
-FUNCTIONS = ["save", "save_async", "load", "metadata", "verify", "watch"]
+FUNCTIONS = ["save", "save_async", "load", "metadata", "open_array", "verify", "watch"]
 
 
 def surface(cls: type) -> dict[str, Any]:
