@@ -132,9 +132,10 @@ class NameFormat:
             in_store = str(directory).startswith(_STORES)
             is_committed = (directory / _SUCCESS).exists() if in_store else directory.is_dir()
             return step_lib.Metadata(step, directory) if is_committed else None
-        # A step that was renamed is none.
-        is_own = summary is not None and summary.step == step
-        return step_lib.Metadata(step, directory / summary.folder) if is_own and summary else None
+        # A step that was renamed does not count.
+        if summary is None or summary.step != step:
+            return None
+        return step_lib.Metadata(step, directory / summary.folder)
 
 
 def _path(path: str | os.PathLike[str]) -> Any:

@@ -88,8 +88,11 @@ async def find_array(path: PathLike, leaf: str, item: str | None) -> FoundArray:
     if item is None and len(manifest.items) == 1:
         [item] = manifest.items
     if item is None or item not in manifest.items:
-        what = "name one of its items" if item is None else f"there is no item {item!r:.80}"
-        raise InvalidArgumentError(f"{where}: {what}, item= {', '.join(map(repr, manifest.items))}")
+        listed = ", ".join(map(repr, manifest.items))
+        what = f"it has several items ({listed}): say with item= in which the array is"
+        if item is not None:
+            what = f"there is no item {item!r:.80}, only {listed}"
+        raise InvalidArgumentError(f"{where}: {what}")
     entry = manifest.items[item]
     check_leaves(entry)
     names = list(unboxed_names(entry.nodes, entry.leaves.names))
@@ -193,6 +196,9 @@ class SyncStoredArray(_ArrayBase):
         return call_once(self._call(index))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        if copy is False:
+            # As numpy wants it to be said.
+            raise ValueError("a stored array is read from its files, which makes a copy of it")
         found = self[...]
         return found if dtype is None else found.astype(dtype)
 

@@ -27,7 +27,7 @@ _NOT_FINITE = ("nan", "inf", "-inf")
 def flat_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Return the metrics by their names, with `/` between those of groups.
 
-    What is no number, in files that others wrote, is left out.
+    Values that are not numbers, which only files of other programs have, are left out.
 
     Example:
         ```python

@@ -82,18 +82,13 @@ async def open_step(storage: Storage, step_dir: str, step: int | None = None) ->
     try:
         return OpenedStep(step_dir, await read_manifest(storage, step_dir, step=step))
     except (NotACheckpointError, StepNotFoundError):
-        # Only here, since most programs never need it.
+        # Only here, since most programs never need them.
         from ckpt._interop.orbax.step import open_orbax
-
-        with located(step=step):
-            orbax = await open_orbax(storage, step_dir, step)
-        if orbax is not None:
-            return OpenedStep(step_dir, orbax.manifest, orbax.files)
-        if step is not None:
-            return None
         from ckpt._interop.safetensors.checkpoint import open_safetensors
 
-        tensors = await open_safetensors(storage, step_dir)
-        if tensors is None:
-            return None
-        return OpenedStep(step_dir, tensors.manifest, tensors.files)
+        with located(step=step):
+            found = await open_orbax(storage, step_dir, step)
+        # A step of a root is never one of safetensors.
+        if found is None and step is None:
+            found = await open_safetensors(storage, step_dir)
+        return None if found is None else OpenedStep(step_dir, found.manifest, found.files)

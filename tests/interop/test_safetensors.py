@@ -176,9 +176,9 @@ def test_names_that_are_parts_of_others_are_keys_of_one_dict(
     assert "parts of others" in caplog.text
 
 
-NAMES = st.lists(st.sampled_from(["a", "b", "w", "0", "12", "ä"]), min_size=1, max_size=3).map(
-    ".".join
-)
+NAMES = st.lists(
+    st.sampled_from(["a", "b", "w", "0", "12", "ä", "dtype", "format"]), min_size=1, max_size=3
+).map(".".join)
 DTYPES = st.sampled_from(
     [
         "bool",
@@ -210,7 +210,7 @@ def tensors(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=80, deadline=None)
 @given(tensors())
 def test_what_the_package_writes_is_read(made: dict[str, Any]) -> None:
-    data = save(made)
+    data = save(made, metadata={"format": "pt", "a": "text"})
     header = parse_header(data[8 : 8 + int.from_bytes(data[:8], "little")])
     assert header.end == len(data)
     name = uuid.uuid4().hex
@@ -260,6 +260,16 @@ LIES: dict[str, tuple[bytes, bytes, str]] = {
         bytes(4),
         "'a' is there twice",
     ),
+    "twice, escaped": (
+        b'{"a": {}, "\\u0061": {}}',
+        b"",
+        "'a' is there twice",
+    ),
+    "twice within": (
+        b'{"a": {"dtype": "F32", "shape": [1], "shape": [1], "data_offsets": [0, 4]}}',
+        bytes(4),
+        "'shape' is there twice",
+    ),
     "a dtype": (
         head(a=entry("F128", [1], 0, 16)),
         bytes(16),
@@ -303,7 +313,7 @@ def test_an_index_whose_files_are_missing_or_lie(sharded: Path) -> None:
         ckpt.sync.load(sharded)
     document["weight_map"]["lm_head.weight"] = "../elsewhere.safetensors"
     index.write_text(json.dumps(document))
-    with pytest.raises(errors.CorruptCheckpointError, match="is no file beside it"):
+    with pytest.raises(errors.CorruptCheckpointError, match="cannot be a file beside it"):
         ckpt.sync.load(sharded)
     document["weight_map"]["lm_head.weight"] = "model-00003-of-00003.safetensors"
     index.write_text(json.dumps(document))

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Mapping
 
-from msgspec import Struct
-
-from ckpt._engine.restore.step_files import StepFiles
 from ckpt._format.digests import digest
 from ckpt._format.manifest import FileEntry, ItemEntry, Manifest
+from ckpt._interop.foreign import ForeignCheckpoint, ForeignFiles
 from ckpt._interop.orbax.item import OrbaxItemReader, json_file, parse_json
 from ckpt._interop.orbax.layout import (
     MOST_BYTES,
@@ -32,7 +29,6 @@ from ckpt._interop.orbax.listing import (
     looks_like_ours,
 )
 from ckpt._redaction import redact
-from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import (
     CorruptCheckpointError,
     NotACheckpointError,
@@ -48,56 +44,9 @@ logger = logging.getLogger("ckpt")
 FORMAT = "orbax"
 
 
-class OrbaxStep(Struct, frozen=True):
-    """A checkpoint of Orbax.
-
-    Attributes:
-        manifest: What it holds.
-        files: Its files, under the names that they have in the manifest.
-    """
-
-    manifest: Manifest
-    files: StepFiles
-
-
-class OrbaxFiles(Struct, frozen=True):
-    """The files of a checkpoint of Orbax, under the names of a manifest.
-
-    Attributes:
-        storage, step_dir: Where it is.
-        folders: Of every item its directory there.
-        kept: Files that are in memory.
-    """
-
-    storage: Storage
-    step_dir: str
-    folders: Mapping[str, str]
-    kept: Mapping[str, bytes]
-
-    async def read(self, path: str, limit: int) -> bytes | None:
-        """Return a small file; see `Storage.read`."""
-        return self.kept.get(path)
-
-    async def read_block(
-        self,
-        path: str,
-        offset: int,
-        target: memoryview,
-        then: Callable[[], None] | None = None,
-    ) -> None:
-        """Fill `target` with bytes of a data file; see `Storage.read_block`."""
-        kept = self.kept.get(path)
-        if kept is None:
-            item, _, rest = path.partition("/")
-            real = self.folders[item] + rest
-            await self.storage.read_block(self.step_dir, real, offset, target, then)
-            return
-        target[:] = kept[offset : offset + len(target)]
-        if then is not None:
-            await run_in_thread(then)
-
-
-async def open_orbax(storage: Storage, step_dir: str, step: int | None = None) -> OrbaxStep | None:
+async def open_orbax(
+    storage: Storage, step_dir: str, step: int | None = None
+) -> ForeignCheckpoint | None:
     """Return the checkpoint of Orbax in a step directory; None if there is none.
 
     Args:
@@ -185,7 +134,7 @@ async def open_orbax(storage: Storage, step_dir: str, step: int | None = None) -
         metadata=about.get("custom_metadata") or None,
     )
     folders = {name: item.folder for name, item in items.items()}
-    return OrbaxStep(manifest, OrbaxFiles(storage, step_dir, folders, kept))
+    return ForeignCheckpoint(manifest, ForeignFiles(storage, step_dir, folders, kept))
 
 
 def _unsupported(error: BaseException) -> BaseException | None:

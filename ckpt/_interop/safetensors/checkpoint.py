@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import anyio
-from msgspec import Struct
 
 from ckpt._format.digests import digest
 from ckpt._format.leaf_table import UNCHECKED, LeafEntry, LeafTable
 from ckpt._format.manifest import ItemEntry, Manifest
+from ckpt._interop.foreign import ForeignCheckpoint, ForeignFiles
 from ckpt._interop.safetensors.header import (
     LENGTH_BYTES,
     Header,
@@ -44,45 +44,6 @@ _BLOCKS, _LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 16, 1 << 20, 8 << 20
 _CONCURRENT_READS = 16
 
 
-class SafetensorsCheckpoint(Struct, frozen=True):
-    """Tensors in one file or several.
-
-    Attributes:
-        manifest: What they are.
-        files: The files, under the names that they have in the manifest.
-    """
-
-    manifest: Manifest
-    files: SafetensorsFiles
-
-
-class SafetensorsFiles(Struct, frozen=True):
-    """The files of a checkpoint, under the names of a manifest.
-
-    Attributes:
-        storage: Where they are.
-        folder: Their directory there; empty for the root itself.
-    """
-
-    storage: Storage
-    folder: str
-
-    async def read(self, path: str, limit: int) -> bytes | None:
-        """Return a small file; there is none."""
-        return None
-
-    async def read_block(
-        self,
-        path: str,
-        offset: int,
-        target: memoryview,
-        then: Callable[[], None] | None = None,
-    ) -> None:
-        """Fill `target` with bytes of a data file; see `Storage.read_block`."""
-        file = path.removeprefix(f"{_ITEM}/")
-        await self.storage.read_block(self.folder, file, offset, target, then)
-
-
 class _StoredTensor:
     """A tensor in the place of its leaf."""
 
@@ -93,7 +54,7 @@ class _StoredTensor:
         self.tensor = tensor
 
 
-async def open_safetensors(storage: Storage, name: str) -> SafetensorsCheckpoint | None:
+async def open_safetensors(storage: Storage, name: str) -> ForeignCheckpoint | None:
     """Return the checkpoint of safetensors at a path; None if there is none.
 
     Args:
@@ -114,7 +75,7 @@ async def open_safetensors(storage: Storage, name: str) -> SafetensorsCheckpoint
             return None
         files, listed, folder = *found, name
     where = f"{storage.location}/{folder}".rstrip("/")
-    opened = SafetensorsFiles(storage, folder)
+    opened = ForeignFiles(storage, folder, {_ITEM: ""})
     headers: dict[str, Header] = {}
     slots = anyio.Semaphore(_CONCURRENT_READS)
 
@@ -142,7 +103,7 @@ async def open_safetensors(storage: Storage, name: str) -> SafetensorsCheckpoint
         files={},
         metadata=dict(metadata) or None,
     )
-    return SafetensorsCheckpoint(manifest, opened)
+    return ForeignCheckpoint(manifest, opened)
 
 
 async def _listed(
@@ -183,7 +144,7 @@ async def _listed(
     return sorted(set(listed.values())), listed
 
 
-async def _header(files: SafetensorsFiles, file: str, where: str) -> Header:
+async def _header(files: ForeignFiles, file: str, where: str) -> Header:
     try:
         data = await _bytes(files, file, 0, LENGTH_BYTES)
         data = await _bytes(files, file, LENGTH_BYTES, header_length(data))
@@ -198,7 +159,7 @@ async def _header(files: SafetensorsFiles, file: str, where: str) -> Header:
     return header
 
 
-async def _bytes(files: SafetensorsFiles, file: str, offset: int, length: int) -> bytes:
+async def _bytes(files: ForeignFiles, file: str, offset: int, length: int) -> bytes:
     target = bytearray(length)
     await files.read_block(f"{_ITEM}/{file}", offset, memoryview(target))
     return bytes(target)

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from ckpt._format.manifest import FILE_NAME, MAX_BYTES, peek
+from ckpt._format.manifest import FILE_NAME, HEAD_BYTES, MAX_BYTES, peek
 from ckpt.storage._base import TrashEntry
 from ckpt.storage._local import posix
 from ckpt.storage._local.sweep import attempt_name, trash_name
@@ -113,10 +113,18 @@ def trashed(root: Path, trash: Path) -> list[TrashEntry]:
     for note in _notes(root).values():
         path = Path(note.path)
         if path.parent == trash and _is_there(note):
-            summary = peek(posix.read_regular(path, FILE_NAME, MAX_BYTES) or b"")
-            save = "" if summary is None else summary.save
+            save = _save_of(path)
             found.append(TrashEntry(path.name, note.step_dir, note.path, note.deleted_ns, save))
     return found
+
+
+def _save_of(path: Path) -> str:
+    """Return what the copies of a step on several disks have in common; empty if there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        head = posix.read_head(path, FILE_NAME, MAX_BYTES, HEAD_BYTES)
+        summary = None if head is None else peek(*head)
+        return "" if summary is None else summary.save
+    return ""
 
 
 def undelete(root: Path, path: Path, step_dir: str) -> None:

@@ -1,12 +1,13 @@
 """The trash of an object store: a step goes with its manifest, and its other objects stay.
 
 An entry is the object `.ckpt-trash/<step>.<attempt>`: a line that says when the step was deleted,
-and its manifest. As long as it exists, the objects of the attempt are removed by nobody (see
+and its manifest. As long as it exists, nobody removes the objects of the attempt (see
 `removal`). docs/design/006-object-stores.md has the order of these operations.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 
@@ -26,6 +27,8 @@ from ckpt.storage._object.client import MISSING, ObjectClient, StoredObject, eac
 from ckpt.storage._object.foreign import is_foreign
 from ckpt.storage._object.names import NAMES, TRASH, attempt_of, gone, is_gone, is_id, trash_key
 from ckpt.storage._object.removal import finish, remove_plain_files
+
+logger = logging.getLogger("ckpt")
 
 _NAMED_FILES = 3
 # Nanoseconds have nineteen digits for centuries.
@@ -123,11 +126,26 @@ async def undelete(keys: ObjectClient, name: str, step_dir: str, seconds: float)
                 f"{', '.join(missing[:_NAMED_FILES])}"
             )
         await _put_back(keys, step_dir, attempt, data)
+    except BaseException:
+        await _tidied(keys, record.key, later)
+        raise
+    try:
         # Until here its objects were protected by it.
         await keys.delete_if(f"{TRASH}/{name}", entry.generation)
-    finally:
-        await keys.delete(record.key)
+    except StorageError as error:
+        # Where the step is back, the entry does not count.
+        logger.warning("an entry of the trash at %s was left: %s", keys.location, error)
+    await _tidied(keys, record.key, later)
+
+
+async def _tidied(keys: ObjectClient, record: str, later: str) -> None:
+    """Remove the record of an undeletion that has ended; a cleaner removes what stays."""
+    try:
+        await keys.delete(record)
+        # Not before: without it, no cleaner could end a record that has stayed.
         await keys.delete(later)
+    except StorageError as error:
+        logger.warning("a record at %s was left to a cleaner: %s", keys.location, error)
 
 
 async def _put_back(keys: ObjectClient, step_dir: str, attempt: str, data: bytes) -> None:

@@ -373,7 +373,7 @@ async def an_attempt_that_is_not_there_cannot_be_joined(case: StoreCase) -> None
 
 
 async def a_step_dir_comes_back_from_the_trash(case: StoreCase) -> None:
-    """What was moved is whole again once it is undeleted, and takes nobody's place."""
+    """A step directory that was moved is whole once it is undeleted, and never replaces another."""
     async with opened(case) as [storage]:
         await storage.prepare_trash("trash")
         attempt = await publish(storage, "1", "one")

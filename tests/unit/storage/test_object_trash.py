@@ -279,3 +279,25 @@ def test_an_entry_that_somebody_made_up_is_none(data: bytes) -> None:
             await storage.undelete(TRASH, entry.name, "5")
 
     anyio.run(main)
+
+
+def test_a_step_that_is_back_is_back_whatever_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    """Once the manifest is in its place the store may fail: the step was undeleted."""
+
+    async def main() -> None:
+        dry = Place()
+        await a_trashed_one(dry)
+        storage, store = dry.opened()
+        await undelete(storage)
+        # The last two requests remove the record, and the note for cleaners.
+        for at in (store.count - 2, store.count - 1):
+            place = Place("refused")
+            await a_trashed_one(place)
+            storage, _ = place.opened(at, "refused")
+            caplog.clear()
+            assert await outcome(undelete(storage)) is None
+            assert [each.message for each in caplog.records if "was left" in each.message]
+            await assert_whole(place.opened()[0], "5", "old")
+            assert await place.opened()[0].trashed(TRASH) == []
+
+    anyio.run(main)

@@ -1,0 +1,61 @@
+"""A checkpoint that another library wrote: a manifest in memory, over that library's files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from msgspec import Struct
+
+from ckpt._engine.restore.step_files import StepFiles
+from ckpt._format.manifest import Manifest
+from ckpt._runtime.threads import run_in_thread
+from ckpt.storage._base import Storage
+
+
+class ForeignCheckpoint(Struct, frozen=True):
+    """A checkpoint of another library.
+
+    Attributes:
+        manifest: What it holds.
+        files: Its files, under the names that they have in the manifest.
+    """
+
+    manifest: Manifest
+    files: StepFiles
+
+
+class ForeignFiles(Struct, frozen=True):
+    """The files of such a checkpoint, under the names of a manifest.
+
+    Attributes:
+        storage, step_dir: Where it is.
+        folders: Of every item its directory there, with `/` at the end unless it is empty.
+        kept: Files that are in memory.
+    """
+
+    storage: Storage
+    step_dir: str
+    folders: Mapping[str, str]
+    kept: Mapping[str, bytes] = {}
+
+    async def read(self, path: str, limit: int) -> bytes | None:
+        """Return a small file; see `Storage.read`."""
+        return self.kept.get(path)
+
+    async def read_block(
+        self,
+        path: str,
+        offset: int,
+        target: memoryview,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Fill `target` with bytes of a data file; see `Storage.read_block`."""
+        kept = self.kept.get(path)
+        if kept is None:
+            item, _, rest = path.partition("/")
+            real = self.folders[item] + rest
+            await self.storage.read_block(self.step_dir, real, offset, target, then)
+            return
+        target[:] = kept[offset : offset + len(target)]
+        if then is not None:
+            await run_in_thread(then)
