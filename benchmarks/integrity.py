@@ -43,7 +43,7 @@ START, END = "<!-- integrity:start -->", "<!-- integrity:end -->"
 # A restore, or a save, may take so much longer with digests.
 GOAL_ON_DISK, GOAL_IN_MEMORY = 0.10, 0.30
 _WITH, _WITHOUT = "with", "without"
-_NO_DIGEST = "0" * 32
+_NO_DIGEST = "1" * 32
 # The functions by which a save takes digests, and a restore takes and compares them.
 _SAVING = (digest,)
 _RESTORING = (check_chunk,)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckpt import storage as storage
     from ckpt import testing as testing
     from ckpt import types as types
+    from ckpt._api.adoption import adopt
     from ckpt._api.manager import CheckpointManager
     from ckpt._api.oneshot import load, metadata, save, save_async, verify
     from ckpt._api.resumption import abstract
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from ckpt._tree.classes import UnknownNode
     from ckpt.errors import CheckpointError
     from ckpt.handlers._base import Handler
-    from ckpt.handlers._json import JsonHandler
-    from ckpt.handlers._pytree import PyTreeHandler
 
 __all__ = [
     "Adapt",
@@ -44,9 +43,7 @@ __all__ = [
     "Commit",
     "Event",
     "Handler",
-    "JsonHandler",
     "Progress",
-    "PyTreeHandler",
     "RestoreReport",
     "Staging",
     "StepInfo",
@@ -55,6 +52,7 @@ __all__ = [
     "UnknownNode",
     "Zstd",
     "abstract",
+    "adopt",
     "errors",
     "handlers",
     "load",
@@ -82,9 +80,7 @@ _HOMES = {
     "Commit": "ckpt._commit",
     "Event": "ckpt._events",
     "Handler": "ckpt.handlers._base",
-    "JsonHandler": "ckpt.handlers._json",
     "Progress": "ckpt._commit",
-    "PyTreeHandler": "ckpt.handlers._pytree",
     "UnknownNode": "ckpt._tree.classes",
     "RestoreReport": "ckpt._plan.adapt",
     "Staging": "ckpt._settings",
@@ -93,6 +89,7 @@ _HOMES = {
     "Timeouts": "ckpt._settings",
     "Zstd": "ckpt._format.array_format",
     "abstract": "ckpt._api.resumption",
+    "adopt": "ckpt._api.adoption",
     "load": "ckpt._api.oneshot",
     "metadata": "ckpt._api.oneshot",
     "open_array": "ckpt._api.stored_array",

@@ -14,8 +14,9 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
-from ckpt._format.manifest import Manifest, Parent
+from ckpt._format.manifest import Manifest
 from ckpt._format.metrics import flat_metrics
+from ckpt._format.parent import Parent
 from ckpt._runtime.futures import settled, settled_here
 from ckpt._runtime.tracebacks import outcome
 from ckpt._tree.table import size_text

@@ -11,12 +11,12 @@ from ckpt._format.manifest import (
     HEAD_BYTES,
     MAX_BYTES,
     OWN_DISKS,
+    VIRTUAL,
     FileEntry,
     ItemEntry,
     JsonValue,
     Manifest,
     Node,
-    Parent,
     ShardingEntry,
     Summary,
     decode,
@@ -28,6 +28,8 @@ from ckpt._format.manifest import (
     peek_files,
 )
 from ckpt._format.metrics import flat_metrics
+from ckpt._format.parent import Parent
+from ckpt._format.source_files import SourceFile
 
 __all__ = [
     "COMPRESSION",
@@ -37,6 +39,7 @@ __all__ = [
     "HEAD_BYTES",
     "MAX_BYTES",
     "OWN_DISKS",
+    "VIRTUAL",
     "FileEntry",
     "ItemEntry",
     "JsonValue",
@@ -47,6 +50,7 @@ __all__ = [
     "Node",
     "Parent",
     "ShardingEntry",
+    "SourceFile",
     "Summary",
     "decode",
     "decode_item",

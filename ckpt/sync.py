@@ -12,8 +12,9 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, TypeVar, overload
 
-from ckpt._api import manager, oneshot, stored_array
+from ckpt._api import adoption, manager, oneshot, stored_array
 from ckpt._api import watch as watching
+from ckpt._api.adoption import adopt_call
 from ckpt._api.background import background_saves
 from ckpt._api.base import ManagerBase
 from ckpt._api.coroutines import refused
@@ -45,6 +46,7 @@ from ckpt.storage._resolve import PathLike
 
 __all__ = [
     "CheckpointManager",
+    "adopt",
     "load",
     "metadata",
     "open_array",
@@ -439,6 +441,19 @@ def metadata(path: PathLike) -> StepMetadata:
 def verify(path: PathLike, *, deep: bool = True) -> VerifyReport:
     """Compare a checkpoint with its manifest. See `ckpt.verify`."""
     return call_once(verify_call(path, deep))
+
+
+@plain_docs(adoption.adopt)
+def adopt(
+    source: PathLike,
+    target: PathLike,
+    *,
+    step: int | None = None,
+    step_names: StepNames | None = None,
+    overwrite: bool = False,
+) -> StepInfo:
+    """Make a checkpoint of what another library wrote, without copying it. See `ckpt.adopt`."""
+    return call_once(adopt_call(source, target, step, step_names, overwrite))
 
 
 @plain_docs(stored_array.open_array)

@@ -313,7 +313,7 @@ def load_call(
 
     async def call() -> Any:
         began = time.perf_counter()
-        opened = await _opened(path, storage, step_dir)
+        opened = await opened_checkpoint(path, storage, step_dir)
         manifest, (process, count) = opened.manifest, (job.process_index, job.process_count)
         async with while_read(storage, step_dir, manifest):
             restore = context_of(opened, storage, engine, process, count, memory=memory)
@@ -334,7 +334,7 @@ def metadata_call(path: PathLike) -> Call[StepMetadata]:
     storage, step_dir = open_step_dir(path, follow=True)
 
     async def call() -> StepMetadata:
-        opened = await _opened(path, storage, step_dir)
+        opened = await opened_checkpoint(path, storage, step_dir)
         where = f"{storage.location}/{step_dir}"
         return await run_in_thread(describe_step, opened.manifest, where)
 
@@ -354,7 +354,12 @@ def verify_call(path: PathLike, deep: bool) -> Call[VerifyReport]:
     return call
 
 
-async def _opened(path: PathLike, storage: Storage, step_dir: str) -> OpenedStep:
+async def opened_checkpoint(path: PathLike, storage: Storage, step_dir: str) -> OpenedStep:
+    """Return the checkpoint at `path`, which is a directory of a storage.
+
+    Raises:
+        NotACheckpointError: There is none; says what is there instead.
+    """
     opened = await open_step(storage, step_dir)
     if opened is None:
         raise await explained(path, no_manifest(f"{storage.location}/{step_dir}"))

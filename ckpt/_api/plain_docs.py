@@ -17,7 +17,16 @@ _PLAIN = {
     "Await it for": "Call its `result()` for",
 } | {
     f"ckpt.{call}": f"ckpt.sync.{call}"
-    for call in ("CheckpointManager", "load", "metadata", "open_array", "save", "verify", "watch")
+    for call in (
+        "CheckpointManager",
+        "adopt",
+        "load",
+        "metadata",
+        "open_array",
+        "save",
+        "verify",
+        "watch",
+    )
 }
 
 

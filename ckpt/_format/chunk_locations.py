@@ -11,6 +11,7 @@ from ckpt._format.dtypes import parse_dtype
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import FileEntry, ItemEntry
 from ckpt._format.regions import Region, chunk_region
+from ckpt._format.source_files import SourceFile
 
 Shape = tuple[int, ...]
 
@@ -81,17 +82,35 @@ def places_in(item: ItemEntry, files: Collection[int]) -> list[ChunkLocation]:
 
 
 def _places_of(number: int, leaf: LeafEntry) -> Iterator[ChunkLocation]:
-    whole = math.prod(leaf.chunks) * parse_dtype(leaf.dtype).itemsize
+    itemsize = parse_dtype(leaf.dtype).itemsize
+    whole = math.prod(leaf.chunks) * itemsize
     for chunk, start in enumerate(leaf.offsets):
         if not leaf.digests[chunk]:
             # It is on the disk of another process.
             continue
         length = leaf.lengths[chunk] if leaf.codec is not None else whole
+        if leaf.codec is None and len(leaf.offsets) > 1:
+            length -= _padding_after(leaf, chunk) * itemsize
         file = leaf.files[chunk] if leaf.files else 0
         yield ChunkLocation(file, start, start + length, number, chunk)
 
 
-def misplaced_leaves(name: str, item: ItemEntry, files: Mapping[str, FileEntry]) -> dict[int, str]:
+def _padding_after(leaf: LeafEntry, number: int) -> int:
+    """Return how many elements of a chunk follow the last one that is in the array.
+
+    Other libraries do not store them.
+    """
+    inside = region_of(leaf, number).shape
+    after, stride = 0, 1
+    for used, length in zip(reversed(inside), reversed(leaf.chunks), strict=True):
+        after += (length - used) * stride
+        stride *= length
+    return after
+
+
+def misplaced_leaves(
+    name: str, item: ItemEntry, files: Mapping[str, FileEntry | SourceFile]
+) -> dict[int, str]:
     """Return what is wrong with the chunk locations of leaves, by number of the leaf.
 
     Chunks must be within files that the manifest lists, and must not overlap. A reader of the
@@ -118,7 +137,7 @@ def _contradiction(
     item: ItemEntry,
     place: ChunkLocation,
     last: ChunkLocation | None,
-    files: Mapping[str, FileEntry],
+    files: Mapping[str, FileEntry | SourceFile],
 ) -> str | None:
     path = f"{name}/{item.data_files[place.file]}"
     known = files.get(path)

@@ -22,8 +22,9 @@ Number = Annotated[int, Meta(ge=0, le=1 << 31)]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 DIGEST_BYTES = 16
-# Stands for the digest of a chunk that another library wrote, which has none.
+# Stands for the digest of a chunk that another library wrote, as long as it is not known.
 UNCHECKED = "unchecked"
+_UNKNOWN = "0" * 2 * DIGEST_BYTES
 # The offset of a chunk that is not on this disk.
 _ABSENT = -1
 _OFFSET = np.dtype("<i8")
@@ -70,7 +71,8 @@ class LeafEntry(Struct, frozen=True, gc=False):
         name: The stored name (escaped leaf path); its keys in the database begin with `<name>/`.
         digests: xxh3_128 of the logical bytes (C order, little endian) of every chunk, in C order
             of the chunk grid. Of a chunk at the upper edge only the part inside the array counts.
-            Empty for a chunk that another process keeps on a disk of its own.
+            Empty for a chunk that another process keeps on a disk of its own; `unchecked` for one
+            that another library wrote and that was not verified yet.
         offsets: First byte of every chunk within its data file, in the order of `digests`.
         files: Index into the item's `data_files` of every chunk's file; empty where all are in
             the first.
@@ -123,7 +125,7 @@ class LeafColumns(Struct, frozen=True, omit_defaults=True):
         names: Name of every leaf.
         forms: The distinct forms.
         form: Number of every leaf's form, 4 bytes each; empty if all are of the first one.
-        digests: Digest of every chunk, leaf by leaf, 16 bytes each.
+        digests: Digest of every chunk, leaf by leaf, 16 bytes each; zeros for one not known.
         offsets: Offset of every chunk, 8 bytes each, signed; -1 for one on another disk.
         files: Number of every chunk's file, 4 bytes each; empty if all are in the first one.
         lengths: Bytes of every encoded chunk, 8 bytes each, 0 for a plain one; empty if all are.
@@ -263,8 +265,12 @@ class LeafTable(Sequence[LeafEntry]):
                         f"{leaf.name}: {count} digests and {len(column)} offsets, files or lengths "
                         "do not fit each other"
                     )
-        digests = [digest for leaf in own for digest in leaf.digests]
-        if not {len(each) for each in digests} <= {0, 2 * DIGEST_BYTES}:
+        digests = [
+            _UNKNOWN if digest in ("", UNCHECKED) else digest
+            for leaf in own
+            for digest in leaf.digests
+        ]
+        if not {len(each) for each in digests} <= {2 * DIGEST_BYTES}:
             raise ValueError("a digest has not 32 hex digits")
         offsets = [
             offset if digest else _ABSENT
@@ -279,31 +285,15 @@ class LeafTable(Sequence[LeafEntry]):
             [leaf.name for leaf in leaves],
             list(numbers),
             form,
-            bytes.fromhex("".join(each or "0" * 32 for each in digests)),
+            bytes.fromhex(
+                "".join(_UNKNOWN if each in ("", UNCHECKED) else each for each in digests)
+            ),
             np.array(offsets, np.int64),
             np.array(files if any(files) else (), np.int64),
             np.array(lengths if any(lengths) else (), np.int64),
             {n: leaf.same_as for n, leaf in enumerate(leaves) if leaf.same_as is not None},
             {n: leaf.value for n, leaf in enumerate(leaves) if leaf.value is not None},
         )
-
-    @classmethod
-    def unchecked(cls, entries: Sequence[LeafEntry]) -> LeafTable:
-        """Return the table of leaves whose chunks have no digests; it cannot be written.
-
-        Example:
-            ```python
-            table = ckpt.manifest.LeafTable.unchecked(list(manifest.items["default"].leaves))
-            ```
-        """
-        table = cls.of(
-            [
-                replace(each, digests=("0" * 2 * DIGEST_BYTES,) * len(each.digests))
-                for each in entries
-            ]
-        )
-        table._entries = list(entries)
-        return table
 
     @classmethod
     def read(cls, columns: LeafColumns) -> LeafTable:
@@ -356,6 +346,17 @@ class LeafTable(Sequence[LeafEntry]):
             sorted(self.values.items()),
         )
 
+    def unchecked(self) -> Integers:
+        """Return the numbers of the chunks whose digests are not known, counted over all leaves.
+
+        Example:
+            ```python
+            assert not len(manifest.items["default"].leaves.unchecked())
+            ```
+        """
+        halves = np.frombuffer(self.digests, np.uint64).reshape(-1, 2)
+        return np.flatnonzero(~halves.any(axis=1) & (self.offsets >= 0))
+
     def bare(self, number: int) -> LeafEntry:
         """Return a leaf without its chunks; makes no other.
 
@@ -398,6 +399,8 @@ class LeafTable(Sequence[LeafEntry]):
             text = self.digests.hex()
             size = 2 * DIGEST_BYTES
             hexadecimal = [text[start : start + size] for start in range(0, len(text), size)]
+            for chunk in self.unchecked().tolist():
+                hexadecimal[chunk] = UNCHECKED
             for chunk in np.flatnonzero(self.offsets < 0).tolist():
                 hexadecimal[chunk] = ""
             # Tuples of plain values cost the garbage collector nothing.

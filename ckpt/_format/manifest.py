@@ -15,7 +15,6 @@ milliseconds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -25,6 +24,8 @@ from msgspec import Meta, Struct, field
 from ckpt._format.digests import digest
 from ckpt._format.leaf_table import LeafColumns, LeafTable
 from ckpt._format.metrics import Metrics
+from ckpt._format.parent import Parent, Step
+from ckpt._format.source_files import SourceFile
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
 
 FILE_NAME = "ckpt.json"
@@ -37,7 +38,9 @@ COMPRESSION = "compression"
 FOLDER = "folder"
 # Other processes have other chunks of the arrays, on disks of their own.
 OWN_DISKS = "own_disks"
-SUPPORTED_FEATURES: frozenset[str] = frozenset({COMPRESSION, FOLDER, OWN_DISKS})
+# Data files may lie outside of the step, where another library wrote them.
+VIRTUAL = "virtual"
+SUPPORTED_FEATURES: frozenset[str] = frozenset({COMPRESSION, FOLDER, OWN_DISKS, VIRTUAL})
 # A manifest takes about 100 bytes a leaf, so this is room for two million leaves; a larger file is
 # refused before it is parsed.
 MAX_BYTES = 256 << 20
@@ -59,7 +62,6 @@ JsonValue = Any
 # Bounded, so that no number in a file can make a date impossible.
 Size = Annotated[int, Meta(ge=0, le=1 << 62)]
 UnixTime = Annotated[int, Meta(ge=0, le=1 << 62)]
-Step = Annotated[int, Meta(ge=0)]
 _MOST_STEPS = 10**19
 # Names from a file: they must not point anywhere else.
 DataFile = Annotated[str, Meta(pattern=r"^d/[0-9a-f]{32}\Z")]
@@ -146,28 +148,6 @@ class FileEntry(Struct, frozen=True):
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class Parent:
-    """The checkpoint that a run has begun from; a dataclass, as a part of the public `StepInfo`.
-
-    Attributes:
-        path: Where it was.
-        step: Its step, or None for a checkpoint by itself.
-        attempt: The attempt that wrote it, which tells it from another one at that path.
-
-    Example:
-        ```python
-        parent = ckpt.sync.metadata("runs/a/100").info.parent
-        if parent is not None:
-            print(parent.path, parent.step)
-        ```
-    """
-
-    path: str
-    step: Step | None
-    attempt: str
-
-
 class Manifest(Struct, frozen=True):
     """Everything there is to know of a step without reading an array byte.
 
@@ -193,6 +173,7 @@ class Manifest(Struct, frozen=True):
         save: Where each of them has a disk of its own: random id that its manifests have in common.
         statistics: Where the time of the save went until the manifest was written, in seconds.
         files: Every other file of the step, by path relative to it, or to `folder`.
+        sources: The data files that are not in the step, by the path that they would have there.
     """
 
     format: str
@@ -213,6 +194,7 @@ class Manifest(Struct, frozen=True):
     parent: Parent | None = None
     save: str = ""
     statistics: dict[str, float] = {}
+    sources: dict[str, SourceFile] = {}
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -277,6 +259,7 @@ class _Rest(Struct, frozen=True, omit_defaults=True):
     metadata: JsonValue = None
     parent: Parent | None = None
     statistics: dict[str, Seconds] = {}
+    sources: dict[str, SourceFile] = {}
 
 
 def _sizes(folder: str, files: Mapping[str, FileEntry]) -> dict[str, int]:
@@ -309,6 +292,7 @@ def encode(manifest: Manifest) -> bytes:
         manifest.metadata,
         manifest.parent,
         manifest.statistics,
+        manifest.sources,
     )
     try:
         tail = msgspec.json.encode(rest)[1:-1]
@@ -510,6 +494,8 @@ def decode(data: bytes, *, where: str) -> Manifest:
         items = {name: _read(item) for name, item in rest.items.items()}
         if OWN_DISKS not in front.requires:
             _check_places(items)
+        if VIRTUAL not in front.requires:
+            _check_whole(items, rest.sources)
     except MemoryError as error:
         raise CorruptCheckpointError(
             f"{where}: the manifest has {len(data)} bytes, and there is not enough memory for it"
@@ -536,7 +522,18 @@ def decode(data: bytes, *, where: str) -> Manifest:
         save=front.save,
         statistics=rest.statistics,
         files=front.files,
+        sources=rest.sources,
     )
+
+
+def _check_whole(items: Mapping[str, ItemEntry], sources: Mapping[str, SourceFile]) -> None:
+    """Check that a step that is not virtual has all of its files, and the digests of all chunks.
+
+    Raises:
+        ValueError: It has not.
+    """
+    if sources or any(len(item.leaves.unchecked()) for item in items.values()):
+        raise ValueError(f"it needs files of others, or lacks digests, and is not {VIRTUAL!r}")
 
 
 def _check_places(items: Mapping[str, ItemEntry]) -> None:

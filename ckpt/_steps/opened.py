@@ -8,6 +8,7 @@ from ckpt._engine.engine import Engine
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.shared_reads import Broadcast
 from ckpt._engine.restore.step_files import StepFiles
+from ckpt._engine.restore.virtual_files import files_of
 from ckpt._events import Observer
 from ckpt._format.manifest import Manifest
 from ckpt._settings import ArrayMemory
@@ -62,8 +63,15 @@ def context_of(
         count,
         broadcast,
         memory=memory,
-        foreign=opened.foreign,
+        foreign=opened.foreign or _virtual(storage, opened),
     )
+
+
+def _virtual(storage: Storage, opened: OpenedStep) -> StepFiles | None:
+    """Return the files of a virtual step; None for any other step, which has all of its own."""
+    if not opened.manifest.sources:
+        return None
+    return files_of(storage, opened.step_dir, opened.manifest)
 
 
 async def open_step(storage: Storage, step_dir: str, step: int | None = None) -> OpenedStep | None:

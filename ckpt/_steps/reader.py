@@ -14,7 +14,7 @@ from ckpt._engine.restore.pipeline import restore_items
 from ckpt._engine.verify.pipeline import verify_step_dir
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._events import EventRecorder
-from ckpt._format.manifest import Parent
+from ckpt._format.parent import Parent
 from ckpt._plan.adapt import Adapt
 from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
@@ -61,6 +61,8 @@ class StepReader:
         ranking: BestN | None,
         processes: Processes,
         begins_from: Callable[[Parent], None],
+        *,
+        may_write: bool,
     ) -> None:
         """Read from `storage`, together with the other processes of the job.
 
@@ -73,6 +75,7 @@ class StepReader:
         self._ranking = ranking
         self._processes = processes
         self._begins_from = begins_from
+        self._may_write = may_write
 
     async def all_steps(self) -> list[int]:
         """Return every committed step, ascending."""
@@ -129,7 +132,12 @@ class StepReader:
                     )
                 try:
                     report = await verify_step_dir(
-                        self._storage, step_dirs[0], chosen, deep, self._engine.observers
+                        self._storage,
+                        step_dirs[0],
+                        chosen,
+                        deep,
+                        self._engine.observers,
+                        may_write=self._may_write,
                     )
                 except StepNotFoundError as error:
                     deleted = error

@@ -93,6 +93,7 @@ class RootService:
             ranking_of(preservation),
             processes,
             self.saves.history.begin_from,
+            may_write=not read_only,
         )
 
     @property

@@ -31,7 +31,8 @@ class JsonHandler:
 
     Example:
         ```python
-        with ckpt.sync.CheckpointManager(root, handlers={"config": ckpt.JsonHandler()}) as mgr:
+        handlers = {"config": ckpt.handlers.JsonHandler()}
+        with ckpt.sync.CheckpointManager(root, handlers=handlers) as mgr:
             mgr.save(step, items={"model": state, "config": {"lr": 0.1}})
         ```
     """

@@ -49,7 +49,7 @@ class LeafType:
         from decimal import Decimal
 
         money = ckpt.handlers.LeafType(Decimal, pack=str, unpack=Decimal, name="decimal")
-        trees = ckpt.PyTreeHandler(leaf_types=[money])
+        trees = ckpt.handlers.PyTreeHandler(leaf_types=[money])
         mgr = ckpt.CheckpointManager(root, handlers=[trees])
         ```
     """

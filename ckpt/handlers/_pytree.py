@@ -28,7 +28,7 @@ class PyTreeHandler:
 
     Example:
         ```python
-        handlers = [ckpt.PyTreeHandler(classes=[TrainState])]
+        handlers = [ckpt.handlers.PyTreeHandler(classes=[TrainState])]
         tree = await ckpt.load("runs/a/100", handlers=handlers)
         ```
     """

@@ -151,6 +151,13 @@ class Storage(Protocol):
         files.
         """
 
+    async def fingerprint(self, step_dir: str, path: str) -> str | None:
+        """Return a text that differs once a file was changed, and is the same on all hosts.
+
+        None if it does not exist. This is much cheaper than reading the file. With an empty
+        `step_dir`, it is a file of the root itself.
+        """
+
     async def read_each(
         self,
         step_dirs: Sequence[str],

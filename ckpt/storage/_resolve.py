@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -16,7 +17,7 @@ from ckpt.errors import InvalidArgumentError
 from ckpt.storage._base import Storage
 from ckpt.storage._local.config import FileIo, Local
 from ckpt.storage._local.storage import LocalStorage
-from ckpt.storage._object.config import GCS, S3, Memory, StoreConfig, parent_of
+from ckpt.storage._object.config import GCS, S3, Memory, StoreConfig, parent_of, parts_of
 from ckpt.storage._plugins import open_installed, schemes
 
 # A path, a URL, or a store.
@@ -77,6 +78,41 @@ def open_root(
             "policy of the bucket instead"
         )
     return _open_remote(local, timeouts, create=create)
+
+
+def open_beside(storage: Storage, folder: str) -> Storage:
+    """Return the storage of a folder that files of a root refer to.
+
+    Args:
+        storage: The root. A folder in the same bucket is opened with the same settings, since a URL
+            has no room for them.
+        folder: Path or URL of the folder.
+
+    Raises:
+        InvalidArgumentError: There is no storage for it.
+    """
+    own, place = getattr(storage, "config", None), _place(folder)
+    if (
+        isinstance(own, S3 | GCS | Memory)
+        and type(place) is type(own)
+        and parts_of(place)[0] == parts_of(own)[0]
+    ):
+        return _open_remote(replace(own, url=place.url), _DEFAULT_TIMEOUTS, create=False)
+    return open_root(folder, create=False)
+
+
+def followed(storage: Storage, step_dir: str, path: str) -> tuple[Storage, str, str]:
+    """Return where a file really is, if it is a symbolic link on a disk.
+
+    Caches of models are made of links: the user who gives the path of one means the files.
+
+    Returns:
+        A storage, the directory in it and the path of the file there.
+    """
+    if not isinstance(storage, LocalStorage):
+        return storage, step_dir, path
+    real = Path(os.path.realpath(Path(storage.location, step_dir, path)))
+    return LocalStorage(real.parent, _DEFAULT_TIMEOUTS, create=False), "", real.name
 
 
 def check_trash(

@@ -111,7 +111,7 @@ def with_leaf(path: Path, number: int, **changes: Any) -> None:
         {"lengths": [1 << 62] * 10},
         {"lengths": [-(1 << 63)] * 10},
         {"packed": True},
-        {"codec": "zstd", "packed": True, "digests": ["0" * 32], "chunks": [300_000], "count": 1,
+        {"codec": "zstd", "packed": True, "digests": ["1" * 32], "chunks": [300_000], "count": 1,
          "lengths": [9], "offsets": [0]},
     ],
 )  # fmt: skip

@@ -37,7 +37,9 @@ PATIENCE_S = 20
 
 
 def save_items(path: Path) -> Any:
-    ckpt.sync.save(path, items=items(1), handlers={"config": ckpt.JsonHandler()}, metrics=METRICS)
+    ckpt.sync.save(
+        path, items=items(1), handlers={"config": ckpt.handlers.JsonHandler()}, metrics=METRICS
+    )
 
 
 def save_zstd(path: Path) -> None:

@@ -173,7 +173,7 @@ def test_named_tuples_and_tuples_that_orbax_wrote_down(unpacked: Mapping[str, Pa
     assert type(found["layers"]) is list
     assert type(found["layers"][1]) is tuple
     assert found["moments"]["mu"].shape == (2,)
-    handler = ckpt.PyTreeHandler(classes={"__main__:Moments": Moments})
+    handler = ckpt.handlers.PyTreeHandler(classes={"__main__:Moments": Moments})
     found = ckpt.sync.load(path, handlers={"default": handler})
     assert type(found["moments"]) is Moments
     assert described(found) == samples_of("0.11.20")["classes-full"]["leaves"]

@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "averages": Averages(2.0),
         "data": iterator(7),
     }
-    with ckpt.sync.CheckpointManager(root, handlers={"config": ckpt.JsonHandler()}) as mgr:
+    with ckpt.sync.CheckpointManager(root, handlers={"config": ckpt.handlers.JsonHandler()}) as mgr:
         mgr.save(3, items=items, metrics={"loss": 1.0}).result()
     return root
 

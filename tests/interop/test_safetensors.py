@@ -246,7 +246,7 @@ LIES: dict[str, tuple[bytes, bytes, str]] = {
     "beyond the end": (
         head(a=entry("F32", [4], 0, 16)),
         bytes(8),
-        "it has 78 bytes, 86 are needed",
+        "it is shorter than the 86 bytes",
     ),
     "backwards": (head(a=entry("F32", [1], 4, 0)), bytes(4), "leaf 'a'"),
     "negative": (head(a=entry("F32", [-1], 0, 4)), bytes(4), "damaged at 'a'"),

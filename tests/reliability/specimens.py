@@ -117,7 +117,7 @@ Save = Callable[[Path, int], object]
 
 
 def save_items(path: Path, seed: int) -> None:
-    ckpt.sync.save(path, items=items(seed), handlers={"config": ckpt.JsonHandler()})
+    ckpt.sync.save(path, items=items(seed), handlers={"config": ckpt.handlers.JsonHandler()})
 
 
 def save_step(path: Path, seed: int) -> None:

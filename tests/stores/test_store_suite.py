@@ -47,6 +47,9 @@ class Forgetful(LocalStorage):
 
 
 class Unstamped(LocalStorage):
+    async def fingerprint(self, step_dir: str, path: str) -> str | None:
+        return "always the same"
+
     async def stamps(self, names: Sequence[str], path: str) -> list[Any]:
         return [1 if stamp else None for stamp in await super().stamps(names, path)]
 
@@ -213,6 +216,7 @@ def case(kind: type[LocalStorage], root: Path, place: Place) -> StoreCase:
         (Unprotected, writers.of_many_who_replace_one_attempt_one_wins),
         (Forgetful, step_dirs.its_listing_is_always_true),
         (Unstamped, step_dirs.a_change_is_told_by_the_stamp),
+        (Unstamped, step_dirs.a_change_is_told_by_the_fingerprint),
         (Mistrustful, step_dirs.a_file_that_is_cut_is_told),
         (Shifted, step_dirs.every_range_is_read),
         (Short, step_dirs.every_range_is_read),

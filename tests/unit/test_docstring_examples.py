@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 import prometheus_client
 import pytest
+import safetensors.numpy
 from google.protobuf.struct_pb2 import Struct
 
 import ckpt
@@ -53,7 +54,7 @@ WITHOUT_EXAMPLE = {
     "ckpt.types.Problem": RETURNED,
     "ckpt.orbax.NameFormat.build_name": "is called by Orbax",
     "ckpt.orbax.NameFormat.find_all": "is called by Orbax",
-    "ckpt.PyTreeHandler.packs": CALLED_BACK,
+    "ckpt.handlers.PyTreeHandler.packs": CALLED_BACK,
     "ckpt.Adapt.dtype_for": CALLED_BACK,
     "ckpt.Adapt.resize_for": CALLED_BACK,
     "ckpt.Blosc.codec": CALLED_BACK,
@@ -212,6 +213,11 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
     ckpt.sync.save(folder / "runs" / "unrolled", {"layers": {"0": LAYER, "1": LAYER}})
     ckpt.sync.save(folder / "runs" / "scanned", SCANNED)
     (folder / "config.json").write_text("{}")
+    (folder / "models" / "llama").mkdir(parents=True)
+    safetensors.numpy.save_file(
+        {"w": np.zeros((4, 8), np.float32), "b": np.zeros(8, np.float32)},
+        folder / "models" / "llama" / "model.safetensors",
+    )
     return Template(folder, events)
 
 

@@ -38,7 +38,8 @@ class RestoreContext(Struct, frozen=True):
         slots: Taken by every request in progress.
         moved: Bytes of array data that the reads of each item take from the storage.
         memory: Whose memory the arrays have on CPU devices.
-        foreign: The files of a step that another library wrote; None for one of this library.
+        foreign: The files of a step that another library wrote, or of a virtual one; None where all
+            are in the directory of the step.
     """
 
     storage: Storage

@@ -50,3 +50,22 @@ class OwnFiles(Struct, frozen=True):
     ) -> None:
         """Fill `target` with bytes of a data file; see `Storage.read_block`."""
         await self.storage.read_block(self.folder, path, offset, target, then)
+
+
+class FilePlace(Struct, frozen=True):
+    """Where a file is.
+
+    Attributes:
+        storage: The root.
+        folder: The directory in it; empty for the root itself.
+        path: The file there.
+    """
+
+    storage: Storage
+    folder: str
+    path: str
+
+    @property
+    def location(self) -> str:
+        """Its path or URL, for messages."""
+        return "/".join(filter(None, (self.storage.location.rstrip("/"), self.folder, self.path)))

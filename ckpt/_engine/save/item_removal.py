@@ -5,10 +5,10 @@ from __future__ import annotations
 import anyio
 from msgspec.structs import replace
 
-from ckpt._engine.save.pipeline import keep_lease
+from ckpt._engine.save.republication import republish
 from ckpt._engine.save.step_manifest import features
 from ckpt._format.digests import digest
-from ckpt._format.manifest import FILE_NAME, OWN_DISKS, FileEntry, Manifest, encode, sizes
+from ckpt._format.manifest import FILE_NAME, OWN_DISKS, VIRTUAL, FileEntry, Manifest, encode, sizes
 from ckpt._plan.orbax_view import step_view
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import InvalidArgumentError, located
@@ -52,35 +52,26 @@ async def delete_item(storage: Storage, step_dir: str, manifest: Manifest, item:
             f"item={item!r:.120} is the only item of the step; delete the step instead",
             step=manifest.step,
         )
-    attempt: Attempt | None = await storage.begin(step_dir)
-    assert attempt is not None
-    try:
-        with located(step=manifest.step):
-            async with anyio.create_task_group() as tasks:
-                keeper = anyio.CancelScope()
-                tasks.start_soon(keep_lease, storage, attempt, keeper)
-                kept = replace(
-                    manifest,
-                    items=items,
-                    attempt=attempt.id,
-                    folder=attempt.folder,
-                    requires=features(
-                        items, attempt.folder, own_disks=OWN_DISKS in manifest.requires
-                    ),
-                )
-                async with while_read(storage, step_dir, manifest):
-                    files = await _write_rest(storage, attempt, manifest, kept, item)
-                # Not cancelled from here on: it must be known what the store has done.
-                with anyio.CancelScope(shield=True):
-                    await storage.publish(
-                        attempt, overwrite=True, replacing=manifest.attempt, files=files
-                    )
-                    attempt = None
-                keeper.cancel()
-    finally:
-        if attempt is not None:
-            with anyio.CancelScope(shield=True):
-                await storage.discard(attempt)
+
+    async def write(attempt: Attempt) -> dict[str, int]:
+        own_disks, virtual = OWN_DISKS in manifest.requires, VIRTUAL in manifest.requires
+        kept = replace(
+            manifest,
+            items=items,
+            attempt=attempt.id,
+            folder=attempt.folder,
+            requires=features(items, attempt.folder, own_disks=own_disks, virtual=virtual),
+            sources={
+                path: source
+                for path, source in manifest.sources.items()
+                if not path.startswith(f"{item}/")
+            },
+        )
+        async with while_read(storage, step_dir, manifest):
+            return await _write_rest(storage, attempt, manifest, kept, item)
+
+    with located(step=manifest.step):
+        await republish(storage, step_dir, write, replacing=manifest.attempt)
 
 
 async def _write_rest(
@@ -89,7 +80,7 @@ async def _write_rest(
     """Write all but one item to an attempt, its manifest last; return the sizes of its files."""
     step_dir = attempt.step_dir
     written: dict[str, bytes] = {}
-    if OWN_DISKS not in old.requires:
+    if not {OWN_DISKS, VIRTUAL} & set(old.requires):
         written = step_view(
             step_dir,
             new.items,

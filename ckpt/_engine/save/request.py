@@ -10,7 +10,8 @@ from typing import Any
 import anyio
 from msgspec import Struct, field
 
-from ckpt._format.manifest import JsonValue, Parent
+from ckpt._format.manifest import JsonValue
+from ckpt._format.parent import Parent
 
 
 class SaveRequest(Struct, frozen=True):

@@ -19,6 +19,7 @@ from ckpt._format.manifest import (
     FORMAT_VERSION,
     MAX_BYTES,
     OWN_DISKS,
+    VIRTUAL,
     FileEntry,
     ItemEntry,
     Manifest,
@@ -148,9 +149,12 @@ async def write_manifest(
     return manifest
 
 
-def features(items: Mapping[str, ItemEntry], folder: str, *, own_disks: bool = False) -> list[str]:
+def features(
+    items: Mapping[str, ItemEntry], folder: str, *, own_disks: bool = False, virtual: bool = False
+) -> list[str]:
     """Return the features that a reader has to know."""
     compressed = any(
         form.codec is not None for item in items.values() for form in item.leaves.forms
     )
-    return [COMPRESSION] * compressed + [FOLDER] * bool(folder) + [OWN_DISKS] * own_disks
+    needed = {COMPRESSION: compressed, FOLDER: folder, OWN_DISKS: own_disks, VIRTUAL: virtual}
+    return [name for name, is_needed in needed.items() if is_needed]

@@ -9,7 +9,16 @@ from msgspec.structs import replace
 
 from ckpt._engine.verify.report import Problem
 from ckpt._format.chunk_locations import misplaced_leaves
-from ckpt._format.manifest import FILE_NAME, OWN_DISKS, ItemEntry, Manifest, Node
+from ckpt._format.manifest import (
+    FILE_NAME,
+    OWN_DISKS,
+    VIRTUAL,
+    FileEntry,
+    ItemEntry,
+    Manifest,
+    Node,
+)
+from ckpt._format.source_files import SourceFile
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._tree.flatten import unboxed_names
 from ckpt._tree.unflatten import unflatten
@@ -45,10 +54,11 @@ def contradictions(manifest: Manifest) -> Contradictions:
         Problem(FILE_NAME, None, None, f"it lists {path!r:.200}, which is not a file of a step")
         for path in sorted(unsafe)
     )
+    listed: dict[str, FileEntry | SourceFile] = {**manifest.files, **manifest.sources}
     for name, item in manifest.items.items():
         try:
             check_leaves(item)
-            wrong = misplaced_leaves(name, item, manifest.files)
+            wrong = misplaced_leaves(name, item, listed)
             names = unboxed_names(item.nodes, item.leaves.names)
         except CorruptCheckpointError as error:
             problems.append(Problem(FILE_NAME, name, error.leaf, error.message))
@@ -70,7 +80,7 @@ def _problems_of_item(name: str, item: ItemEntry, manifest: Manifest) -> list[Pr
         found.append(Problem(FILE_NAME, name, error.leaf, error.message))
     if (
         any(leaf.digests for leaf in item.leaves)
-        and OWN_DISKS not in manifest.requires
+        and not {OWN_DISKS, VIRTUAL} & set(manifest.requires)
         and f"{name}/{_DATABASE}" not in manifest.files
     ):
         message = f"it does not list {name}/{_DATABASE}, the database of the item's arrays"

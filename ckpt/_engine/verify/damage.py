@@ -15,7 +15,7 @@ from msgspec import Struct
 from ckpt._engine.verify.report import Problem
 from ckpt._engine.verify.scanner import Scanner
 from ckpt._format.chunk_locations import ChunkLocation, places_in
-from ckpt._format.leaf_table import LeafEntry
+from ckpt._format.leaf_table import UNCHECKED, LeafEntry
 from ckpt._format.manifest import ItemEntry
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.flatten import unboxed_names
@@ -191,6 +191,8 @@ class _Finder:
         if self._scanner is None:
             return None
         leaf = self._item.leaves[place.leaf]
+        if leaf.digests[place.number] == UNCHECKED:
+            return "has no digest that could tell whether it is right"
         try:
             found = await self._scanner.chunk_digest(damage.path, place, leaf, lane)
         except CheckpointError as error:

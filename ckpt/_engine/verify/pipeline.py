@@ -1,7 +1,7 @@
 """The verify flow: a committed step is compared with its manifest, file by file, byte by byte.
 
-Nothing is written, and damage does not raise: it is the result. docs/verifying.md says what is
-found and what is not.
+Damage does not raise: it is the result. Nothing is written, except the digests of a virtual step
+that has none yet. docs/verifying.md says what is found and what is not.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 
 from msgspec import Struct, field
 
+from ckpt._engine.restore.step_files import StepFiles
+from ckpt._engine.restore.virtual_files import VirtualFiles, files_of, unverified_arrays
 from ckpt._engine.verify.consistency import contradictions
 from ckpt._engine.verify.damage import DamagedFile, problems_of_item
 from ckpt._engine.verify.report import Problem, VerifyReport
-from ckpt._engine.verify.scanner import Scanner
+from ckpt._engine.verify.scanner import MOST_DECODED_BYTES, MOST_FOREIGN_BYTES, Scanner
+from ckpt._engine.verify.sources import FirstDigests, compare_sources, note_digests
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.chunk_locations import ChunkLocation, places_in
 from ckpt._format.leaf_table import LeafEntry
@@ -35,6 +38,8 @@ async def verify_step_dir(
     step: int | None,
     deep: bool,
     observers: tuple[Observer, ...],
+    *,
+    may_write: bool = True,
 ) -> VerifyReport:
     """Return what is wrong with a step directory.
 
@@ -44,6 +49,7 @@ async def verify_step_dir(
         step: The step that it should be; None for a one-shot checkpoint or any step.
         deep: Read every byte; otherwise compare names, kinds and sizes.
         observers: Receive the timed phases.
+        may_write: Whether the digests of a virtual step are written down if it has none.
 
     Raises:
         StepNotFoundError: `step` was given and there is no such step.
@@ -59,7 +65,9 @@ async def verify_step_dir(
         manifest = await _manifest(storage, step_dir, work)
         if manifest is not None:
             work.step = manifest.step
-            await _compare_unless_deleted(storage, step_dir, manifest, deep, observers, work)
+            await _compare_unless_deleted(
+                storage, step_dir, manifest, deep, observers, work, may_write
+            )
     seconds = time.perf_counter() - began
     logger.info(
         "verified %s (%s): %d problems; %d files, %s read in %.2f s",
@@ -79,6 +87,8 @@ async def verify_step_dir(
         nbytes=work.nbytes,
         seconds=seconds,
         unlisted=tuple(work.unlisted),
+        first_digests=work.first_digests,
+        without_digests=work.without_digests,
     )
 
 
@@ -92,6 +102,9 @@ class _Findings(Struct):
     nbytes: int = 0
     unlisted: list[str] = field(default_factory=list)
     unsized: set[str] = field(default_factory=set)
+    first: FirstDigests = field(default_factory=dict)
+    first_digests: int = 0
+    without_digests: int = 0
 
 
 async def _manifest(storage: Storage, step_dir: str, work: _Findings) -> Manifest | None:
@@ -110,29 +123,44 @@ async def _compare_unless_deleted(
     deep: bool,
     observers: tuple[Observer, ...],
     work: _Findings,
+    may_write: bool,
 ) -> None:
     place = lies_in(step_dir, manifest)
-    scanner = Scanner(storage, place, EventRecorder("verify", manifest.step, observers))
+    files = files_of(storage, step_dir, manifest)
+    most_decoded = MOST_FOREIGN_BYTES if manifest.sources else MOST_DECODED_BYTES
+    recorder = EventRecorder("verify", manifest.step, observers)
+    scanner = Scanner(files, recorder, most_decoded)
     try:
-        await _compare(storage, place, manifest, scanner if deep else None, work)
+        await _compare(storage, place, manifest, files, scanner if deep else None, work)
     finally:
         scanner.close()
         work.nbytes = scanner.nbytes
     if any(problem.file != FILE_NAME for problem in work.problems):
         await refuse_deleted(storage, step_dir, manifest)
+    work.without_digests = unverified_arrays(manifest)
+    notes = work.first and not work.problems and may_write
+    if notes and await note_digests(storage, step_dir, manifest, work.first):
+        work.first_digests, work.without_digests = work.without_digests, 0
 
 
 async def _compare(
-    storage: Storage, place: str, manifest: Manifest, scanner: Scanner | None, work: _Findings
+    storage: Storage,
+    place: str,
+    manifest: Manifest,
+    files: StepFiles,
+    scanner: Scanner | None,
+    work: _Findings,
 ) -> None:
     """Compare the files in the directory `place` of the root with a manifest."""
     wrong = await run_in_thread(contradictions, manifest)
     work.problems.extend(wrong.problems)
-    work.files += len(manifest.files)
+    work.files += len(manifest.files) + len(manifest.sources)
     found = await _found(storage, place, manifest, work)
     if found is not None:
         work.unlisted = sorted(found.keys() - manifest.files.keys() - {FILE_NAME})
     damages = await run_in_thread(_damages_seen, manifest, found, wrong.unsafe)
+    if isinstance(files, VirtualFiles):
+        damages |= await compare_sources(files, manifest, wrong.leaves, scanner, work.first)
     if scanner is not None:
         chunks = await run_in_thread(_chunks_by_file, manifest, wrong.leaves)
         left_out = wrong.unsafe | damages.keys()
@@ -143,7 +171,7 @@ async def _compare(
         damages |= await _damages_read(manifest, left_out, chunks, scanner, goes_on)
     by_item: dict[str | None, list[DamagedFile]] = {}
     # In the order of the manifest, not in the order of discovery.
-    for path in manifest.files:
+    for path in (*manifest.files, *manifest.sources):
         if path in damages:
             by_item.setdefault(_item_of(manifest, path), []).append(damages[path])
     for name, own in by_item.items():
@@ -241,18 +269,18 @@ async def _damages_read(
         path, known = listed
         places, leaves = chunks.get(path, ([], []))
         try:
-            digest, right = await scanner.scan_file(path, known.size, places, leaves, lane)
+            found = await scanner.scan_file(path, known.size, places, leaves, lane)
             longer = await goes_on(path, known.size)
         except (StorageError, CorruptCheckpointError) as error:
             # Some of its chunks may still be readable.
             damages[path] = DamagedFile(path, f"cannot be read: {error.message}", known.size)
         else:
-            if digest != known.digest:
+            if found.digest != known.digest:
                 damages[path] = DamagedFile(path, "was changed", known.size)
             elif longer:
                 reason = f"has more than {known.size} bytes"
                 damages[path] = DamagedFile(path, reason, known.size)
-            elif not right:
+            elif not found.is_right:
                 # Damaged before it was written, or the manifest is not of this step.
                 reason = "is as listed, but not what the arrays were"
                 damages[path] = DamagedFile(path, reason, known.size)

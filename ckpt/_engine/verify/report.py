@@ -49,6 +49,8 @@ class VerifyReport:
         nbytes: How many bytes were read and compared with digests.
         seconds: How long it took.
         unlisted: Files of the step that the manifest does not list; not a problem in itself.
+        first_digests: How many arrays of a virtual step had no digests, and have them from now on.
+        without_digests: How many still have none, so that a changed byte in them is not noticed.
 
     Example:
         ```python
@@ -66,6 +68,8 @@ class VerifyReport:
     nbytes: int
     seconds: float
     unlisted: tuple[str, ...] = field(default=(), repr=False)
+    first_digests: int = 0
+    without_digests: int = 0
 
     @property
     def ok(self) -> bool:
@@ -91,6 +95,12 @@ class VerifyReport:
             wrong = f"{_count(len(self.problems), 'problem')} in {_count(hit, 'file')}"
             yield f"{_plain(self.path)} is damaged: {wrong} ({what})"
             yield from (f"  {problem}" for problem in self.problems)
+        if self.first_digests:
+            arrays = _count(self.first_digests, "array")
+            yield f"  {arrays} had no digests yet; from now on a changed byte is noticed"
+        if self.without_digests:
+            arrays = _count(self.without_digests, "array")
+            yield f"  no digests yet: {arrays}. A deep verify that may write notes them"
         if self.unlisted:
             shown = ", ".join(f"{_plain(name):.200}" for name in self.unlisted[:_SHOWN_UNLISTED])
             more = ", ..." if len(self.unlisted) > _SHOWN_UNLISTED else ""

@@ -15,8 +15,10 @@ from typing import Any, TypeVar
 
 import anyio
 import numpy as np
+from msgspec import Struct
 
 from ckpt._engine.codecs import decode_chunk
+from ckpt._engine.restore.step_files import StepFiles
 from ckpt._engine.save.session import LANES
 from ckpt._events import EventRecorder
 from ckpt._format.chunk_locations import (
@@ -29,10 +31,9 @@ from ckpt._format.chunk_locations import (
 )
 from ckpt._format.digests import Digester, new_digest
 from ckpt._format.dtypes import parse_dtype
-from ckpt._format.leaf_table import LeafEntry
+from ckpt._format.leaf_table import UNCHECKED, LeafEntry
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import CorruptCheckpointError
-from ckpt.storage._base import Storage
 
 T = TypeVar("T")
 
@@ -44,8 +45,9 @@ _SEGMENT_BYTES = 1 << 20
 # Up to here a digest takes less time than a change of threads is worth.
 _INLINE_BYTES = 1 << 18
 # A chunk that is decoded is held as a whole, so larger ones are refused; the library writes chunks
-# of a tenth of it.
-_MOST_DECODED_BYTES = 256 << 20
+# of a tenth of it. Others write every shard as one chunk.
+MOST_DECODED_BYTES = 256 << 20
+MOST_FOREIGN_BYTES = 16 << 30
 
 
 def _nbytes_of(leaf: LeafEntry) -> int:
@@ -53,14 +55,37 @@ def _nbytes_of(leaf: LeafEntry) -> int:
     return math.prod(leaf.chunks) * parse_dtype(leaf.dtype).itemsize
 
 
-class Scanner:
-    """Reads files and chunks of one step directory; closing it frees its memory."""
+# A chunk whose digest was not known, and its digest.
+FirstDigest = tuple[ChunkLocation, str]
 
-    def __init__(self, storage: Storage, step_dir: str, recorder: EventRecorder) -> None:
-        """Read from `step_dir`; every piece is reported to `recorder`."""
+
+class ScannedFile(Struct, frozen=True):
+    """What reading a file from end to end has shown.
+
+    Attributes:
+        digest: Its digest.
+        is_right: Whether all of its chunks have the digests of their leaves, as far as known.
+        first: The digests of those that had none.
+    """
+
+    digest: str
+    is_right: bool
+    first: list[FirstDigest]
+
+
+class Scanner:
+    """Reads files and chunks of one step; closing it frees its memory."""
+
+    def __init__(
+        self, files: StepFiles, recorder: EventRecorder, most_decoded: int = MOST_DECODED_BYTES
+    ) -> None:
+        """Read from `files`; every piece is reported to `recorder`.
+
+        Chunks of more than `most_decoded` bytes are not decoded.
+        """
         self.nbytes = 0
-        self._storage = storage
-        self._step_dir = step_dir
+        self._most_decoded = most_decoded
+        self._files = files
         self._recorder = recorder
         self._regions: dict[int, mmap.mmap] = {}
         # Decoding takes a chunk three times; once is enough.
@@ -93,7 +118,7 @@ class Scanner:
         places: Sequence[ChunkLocation],
         leaves: Sequence[LeafEntry],
         lane: int,
-    ) -> tuple[str, bool]:
+    ) -> ScannedFile:
         """Read the first `nbytes` bytes of a file once.
 
         Args:
@@ -102,9 +127,6 @@ class Scanner:
             places: Chunks in it whose digests are compared as well; see `segments`.
             leaves: The leaves of the item.
             lane: The lane.
-
-        Returns:
-            The digest of the file, and whether all of the chunks have the digests of their leaves.
 
         Raises:
             CorruptCheckpointError: The file is missing, is shorter, or is not a regular file.
@@ -148,10 +170,10 @@ class Scanner:
         self, path: str, place: ChunkLocation, leaf: LeafEntry
     ) -> np.ndarray[Any, np.dtype[np.uint8]]:
         nbytes = _nbytes_of(leaf)
-        if nbytes > _MOST_DECODED_BYTES:
+        if nbytes > self._most_decoded:
             raise CorruptCheckpointError(f"{nbytes} bytes are too many to be decoded for a check")
         encoded = np.empty(place.end - place.start, np.uint8)
-        await self._storage.read_block(self._step_dir, path, place.start, encoded.data)
+        await self._files.read_block(path, place.start, encoded.data)
         chunk = np.empty(nbytes, np.uint8)
         await run_in_thread(partial(decode_chunk, leaf, encoded, chunk))
         return chunk
@@ -163,7 +185,7 @@ class Scanner:
             )
         piece = memoryview(self._regions[lane])[:nbytes]
         with self._recorder.phase("read", nbytes, lane):
-            await self._storage.read_block(self._step_dir, path, start, piece)
+            await self._files.read_block(path, start, piece)
         return piece
 
     async def _digested(self, nbytes: int, lane: int, take: Callable[[], None]) -> None:
@@ -184,6 +206,7 @@ class _FileScan:
         self._place: ChunkLocation | None = None
         self._chunk = new_digest()
         self._right = True
+        self._first: list[FirstDigest] = []
 
     def take(self, piece: memoryview, run: Sequence[FileSegment]) -> None:
         """Digest the bytes of consecutive segments."""
@@ -201,15 +224,19 @@ class _FileScan:
             dtype = parse_dtype(self._leaves[segment.place.leaf].dtype)
             _take_corner(self._chunk, mine, segment.part, dtype)
 
-    def ended(self) -> tuple[str, bool]:
-        """Return the digest of the file, and whether every chunk was right."""
+    def ended(self) -> ScannedFile:
+        """Return what was found."""
         self._end_chunk()
-        return self._file.hexdigest(), self._right
+        return ScannedFile(self._file.hexdigest(), self._right, self._first)
 
     def _end_chunk(self) -> None:
         if self._place is not None:
             saved = self._leaves[self._place.leaf].digests[self._place.number]
-            self._right = self._right and self._chunk.hexdigest() == saved
+            found = self._chunk.hexdigest()
+            if saved == UNCHECKED:
+                self._first.append((self._place, found))
+            else:
+                self._right = self._right and found == saved
 
 
 def _runs(found: Iterable[FileSegment]) -> Iterator[list[FileSegment]]:

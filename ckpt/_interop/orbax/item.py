@@ -81,7 +81,7 @@ class OrbaxItemReader:
                 entries.append(leaf_entry(param, name, arrays[param.name], number, impl))
         by_text = {repr(entry): entry for entry in known.values()}
         shardings = [by_text[text] for text in numbers]
-        table = LeafTable.unchecked(entries)
+        table = LeafTable.of(entries)
         nbytes = sum(_nbytes(entry) for entry in entries)
         item = ItemEntry("pytree", list(structure.nodes), table, shardings, store.files, nbytes)
         return item, bytes(store.inline)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import anyio
 
+from ckpt._engine.restore.step_files import FilePlace
 from ckpt._format.digests import digest
 from ckpt._format.leaf_table import UNCHECKED, LeafEntry, LeafTable
 from ckpt._format.manifest import ItemEntry, Manifest
@@ -28,6 +30,7 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.flatten import describe
 from ckpt.errors import CorruptCheckpointError, StorageError, UnsupportedFormatError, located
 from ckpt.storage._base import Storage
+from ckpt.storage._resolve import followed
 
 logger = logging.getLogger("ckpt")
 
@@ -42,6 +45,8 @@ _ITEM = "default"
 # are no faster.
 _BLOCKS, _LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 16, 1 << 20, 8 << 20
 _CONCURRENT_READS = 16
+# The files; the file of each tensor, if there is an index; where those really are that are links.
+_Files = tuple[list[str], Mapping[str, str] | None, Mapping[str, FilePlace]]
 
 
 class _StoredTensor:
@@ -67,15 +72,17 @@ async def open_safetensors(storage: Storage, name: str) -> ForeignCheckpoint | N
         UnsupportedFormatError: A tensor has a dtype that is not read.
         StorageError: The store refused.
     """
-    if name.endswith(SUFFIX):
-        files, listed, folder = [name], None, ""
+    found: _Files | None
+    if name.endswith(SUFFIX) or await _is_file_of_tensors(storage, name):
+        found = ([name], None, {})
+        folder = ""
     else:
-        found = await _listed(storage, name)
+        found, folder = await _listed(storage, name), name
         if found is None:
             return None
-        files, listed, folder = *found, name
+    files, listed, links = found
     where = f"{storage.location}/{folder}".rstrip("/")
-    opened = ForeignFiles(storage, folder, {_ITEM: ""})
+    opened = ForeignFiles(storage, folder, {_ITEM: ""}, links=links)
     headers: dict[str, Header] = {}
     slots = anyio.Semaphore(_CONCURRENT_READS)
 
@@ -106,10 +113,17 @@ async def open_safetensors(storage: Storage, name: str) -> ForeignCheckpoint | N
     return ForeignCheckpoint(manifest, opened)
 
 
-async def _listed(
-    storage: Storage, folder: str
-) -> tuple[list[str], Mapping[str, str] | None] | None:
-    """Return the files of a directory, and the file of each tensor if there is an index."""
+async def _is_file_of_tensors(storage: Storage, name: str) -> bool:
+    """Tell whether a file of any name is one: links in caches of models lead to other names."""
+    head = bytearray(LENGTH_BYTES + 1)
+    with contextlib.suppress(CorruptCheckpointError, StorageError):
+        await storage.read_block("", name, 0, memoryview(head))
+        return header_length(bytes(head[:-1])) > 0 and head[-1:] == b"{"
+    return False
+
+
+async def _listed(storage: Storage, folder: str) -> _Files | None:
+    """Return the files of a directory, the file of each tensor if there is an index, and links."""
     try:
         sizes = await storage.files(folder)
     except StorageError as error:
@@ -130,8 +144,11 @@ async def _listed(
                 f"{where} has {len(files)} files of safetensors and no index (*{_INDEX}), so it is "
                 "not known which of them belong together: give the path of one"
             )
-        return (files, None) if files else None
-    data = await storage.read(folder, indexes[0], _MOST_INDEX_BYTES) or b""
+        return (files, None, _links(storage, folder, files, sizes)) if files else None
+    root, at, index = storage, folder, indexes[0]
+    if sizes[index] is None:
+        root, at, index = followed(storage, folder, index)
+    data = await root.read(at, index, _MOST_INDEX_BYTES) or b""
     try:
         listed = await run_in_thread(parse_index, data)
     except CorruptCheckpointError as error:
@@ -141,7 +158,19 @@ async def _listed(
         raise CorruptCheckpointError(
             f"{where}/{indexes[0]}: files that it lists are missing ({len(missing)}): {missing[0]}"
         )
-    return sorted(set(listed.values())), listed
+    files = sorted(set(listed.values()))
+    return files, listed, _links(storage, folder, files, sizes)
+
+
+def _links(
+    storage: Storage, folder: str, files: Sequence[str], sizes: Mapping[str, int | None]
+) -> dict[str, FilePlace]:
+    """Return where those files really are that are links, as in caches of models."""
+    return {
+        f"{_ITEM}/{file}": FilePlace(*followed(storage, folder, file))
+        for file in files
+        if sizes[file] is None
+    }
 
 
 async def _header(files: ForeignFiles, file: str, where: str) -> Header:
@@ -151,12 +180,21 @@ async def _header(files: ForeignFiles, file: str, where: str) -> Header:
         header = await run_in_thread(parse_header, data)
         if header.end > LENGTH_BYTES + len(data):
             # A file that was cut is found here, and not in the middle of a load.
-            await _bytes(files, file, header.end - 1, 1)
+            await _refuse_cut(files, file, header.end)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
         if error.message.startswith(files.storage.location):
             raise
         raise type(error)(f"{where}/{file}: {error.message}", leaf=error.leaf) from None
     return header
+
+
+async def _refuse_cut(files: ForeignFiles, file: str, end: int) -> None:
+    try:
+        await _bytes(files, file, end - 1, 1)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(
+            f"it was cut, or its header lies: it is shorter than the {end} bytes of its tensors"
+        ) from error
 
 
 async def _bytes(files: ForeignFiles, file: str, offset: int, length: int) -> bytes:
@@ -196,7 +234,7 @@ def _item(
         _entry(name, leaf) for name, leaf in zip(structure.names, structure.leaves, strict=True)
     ]
     nbytes = sum(leaf.tensor.nbytes for leaf in leaves.values())
-    table = LeafTable.unchecked(entries)
+    table = LeafTable.of(entries)
     return ItemEntry("pytree", list(structure.nodes), table, [], files, nbytes), metadata
 
 

@@ -309,6 +309,18 @@ def stamp(path: str) -> tuple[int, ...] | None:
     )
 
 
+def fingerprint(path: str) -> str | None:
+    """Return a text that differs once a file was changed, on any host; None if there is none.
+
+    Device and inode differ between hosts that mount the same file system.
+    """
+    try:
+        status = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return f"{status.st_size} bytes, {status.st_mtime_ns}"
+
+
 def list_files(top: Path) -> dict[str, int | None]:
     """Return the size of every file below `top` by relative path, None if it is not regular.
 

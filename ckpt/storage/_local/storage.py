@@ -181,6 +181,11 @@ class LocalStorage:
 
         return await self._in_thread(of_each, "look at", top, step_dirs, path, stamp)
 
+    async def fingerprint(self, step_dir: str, path: str) -> str | None:
+        target = self._root / step_dir / path
+        with translated("look at", target):
+            return await self._in_thread(posix.fingerprint, str(target))
+
     async def read_each(
         self,
         step_dirs: Sequence[str],

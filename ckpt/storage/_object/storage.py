@@ -67,6 +67,7 @@ class ObjectStorage:
             open_store: Opens another store instead of the one that `config` names; see
                 `ObjectClient`.
         """
+        self.config = config
         self._connection = connect(config)
         self._keys = ObjectClient(
             self._connection.location,
@@ -166,6 +167,10 @@ class ObjectStorage:
         if first is None or (path == FILE_NAME and GONE.startswith(first.data or b"-")):
             return None
         return first.generation
+
+    async def fingerprint(self, step_dir: str, path: str) -> str | None:
+        first = await self._keys.first(self._key(step_dir, path))
+        return None if first is None else first.generation.hex()
 
     async def read_each(
         self,

@@ -216,6 +216,24 @@ async def a_change_is_told_by_the_stamp(case: StoreCase) -> None:
         assert after[2:] == [None, None]
 
 
+async def a_change_is_told_by_the_fingerprint(case: StoreCase) -> None:
+    """The fingerprint of a file is the same for all who look, until the file is another one."""
+    async with opened(case, 2) as [storage, other]:
+        attempt = await publish(storage, "1", "one")
+        place = f"1/{attempt.folder}" if attempt.folder else "1"
+        before = await storage.fingerprint(place, DATA)
+        about = await storage.fingerprint("1", FILE_NAME)
+        assert before is not None
+        assert about is not None
+        assert await other.fingerprint(place, DATA) == before
+        assert await other.fingerprint("", f"1/{FILE_NAME}") == about
+        assert await other.fingerprint("1", "x") is None
+        assert await other.fingerprint("2", FILE_NAME) is None
+        await publish(storage, "1", "two", overwrite=True)
+        assert await other.fingerprint(place, DATA) != before
+        assert await other.fingerprint("1", FILE_NAME) not in (about, None)
+
+
 async def small_files_are_read_within_limits(case: StoreCase) -> None:
     """A file that is too large is an error for `read`, and None for `read_each`."""
 
@@ -429,6 +447,7 @@ CHECKS: tuple[Callable[[StoreCase], Awaitable[None]], ...] = (
     every_name_is_kept_apart,
     its_listing_is_always_true,
     a_change_is_told_by_the_stamp,
+    a_change_is_told_by_the_fingerprint,
     small_files_are_read_within_limits,
     a_file_that_is_cut_is_told,
     every_range_is_read,

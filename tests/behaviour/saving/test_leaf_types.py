@@ -21,7 +21,7 @@ from orbax.checkpoint import v1 as ocp
 import ckpt
 import ckpt.sync
 from ckpt import errors
-from ckpt.handlers import LeafType, PackedLeaf
+from ckpt.handlers import LeafType, PackedLeaf, PyTreeHandler
 from tests.support.simulated_job import FAR, closed, managers, saved, together
 
 
@@ -51,7 +51,7 @@ QUANTIZED = LeafType(
     unpack=lambda found: Quantized(found["scale"], found["data"]),
     name="quantized",
 )
-HANDLERS = [ckpt.PyTreeHandler(leaf_types=[MONEY, QUANTIZED])]
+HANDLERS = [PyTreeHandler(leaf_types=[MONEY, QUANTIZED])]
 
 
 def state(seed: int = 0) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def test_it_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 def test_subclasses_are_of_the_nearest_type(tmp_path: Path) -> None:
     finer = LeafType(Finer, lambda leaf: leaf.data, lambda found: Finer(9.0, found), name="finer")
-    both = [ckpt.PyTreeHandler(leaf_types=[QUANTIZED, finer])]
+    both = [PyTreeHandler(leaf_types=[QUANTIZED, finer])]
     tree = {"a": Finer(9.0, jnp.ones(2)), "b": Quantized(1.0, jnp.zeros(2))}
     ckpt.sync.save(tmp_path / "one", tree, handlers=both)
     found = ckpt.sync.load(tmp_path / "one", handlers=both)
@@ -185,7 +185,7 @@ def fails(_: Any) -> Any:
 def test_what_cannot_be_packed_is_named_and_nothing_is_left(
     pack: Any, text: str, tmp_path: Path
 ) -> None:
-    broken = [ckpt.PyTreeHandler(leaf_types=[LeafType(Decimal, pack, Decimal, name="decimal")])]
+    broken = [PyTreeHandler(leaf_types=[LeafType(Decimal, pack, Decimal, name="decimal")])]
     with pytest.raises(errors.UnsupportedLeafError, match=text):
         ckpt.sync.save(tmp_path / "one", {"a": [Decimal(1)]}, handlers=broken)
     assert list(tmp_path.iterdir()) == []
@@ -193,7 +193,7 @@ def test_what_cannot_be_packed_is_named_and_nothing_is_left(
 
 def test_what_cannot_be_unpacked_is_named(tmp_path: Path) -> None:
     ckpt.sync.save(tmp_path / "one", {"a": [Decimal(1)]}, handlers=HANDLERS)
-    broken = [ckpt.PyTreeHandler(leaf_types=[LeafType(Decimal, str, fails, name="decimal")])]
+    broken = [PyTreeHandler(leaf_types=[LeafType(Decimal, str, fails, name="decimal")])]
     for like in (None, {"a": [Decimal(0)]}):
         with pytest.raises(
             errors.HandlerError, match=r"leaf 'a\.0': it cannot be unpacked as 'decimal'"
@@ -207,7 +207,7 @@ def test_a_leaf_that_cannot_be_unpacked_is_no_damage(tmp_path: Path) -> None:
             raise RuntimeError("the service for prices is down")
         return Decimal(text)
 
-    busy = [ckpt.PyTreeHandler(leaf_types=[LeafType(Decimal, str, unpack, name="decimal")])]
+    busy = [PyTreeHandler(leaf_types=[LeafType(Decimal, str, unpack, name="decimal")])]
     with ckpt.sync.CheckpointManager(tmp_path, handlers=busy) as mgr:
         for step in (1, 2):
             mgr.save(step, {"a": Decimal(step)}, durable=True)
@@ -257,7 +257,7 @@ def test_an_object_that_is_a_whole_item_is_packed(tmp_path: Path) -> None:
 
 def test_an_abstract_class_stands_for_what_is_registered_with_it(tmp_path: Path) -> None:
     numbers_type = LeafType(numbers.Number, pack=str, unpack=Decimal, name="number")
-    handlers = [ckpt.PyTreeHandler(leaf_types=[numbers_type])]
+    handlers = [PyTreeHandler(leaf_types=[numbers_type])]
     ckpt.sync.save(tmp_path / "one", {"a": Decimal("1.5"), "b": 3, "c": 2.5}, handlers=handlers)
     found = ckpt.sync.load(tmp_path / "one", handlers=handlers)
     assert found == {"a": Decimal("1.5"), "b": 3, "c": 2.5}
@@ -290,11 +290,11 @@ def test_a_callable_object_may_hold_arrays_too(tmp_path: Path) -> None:
         lambda: LeafType(Decimal, "str", Decimal),  # type: ignore[arg-type]
         lambda: LeafType(Decimal, str, None),  # type: ignore[arg-type]
         lambda: LeafType(Decimal, str, Decimal, name="a\nb"),
-        lambda: ckpt.PyTreeHandler(leaf_types=[Decimal]),  # type: ignore[list-item]
-        lambda: ckpt.PyTreeHandler(leaf_types=MONEY),  # type: ignore[arg-type]
-        lambda: ckpt.PyTreeHandler(leaf_types=None),  # type: ignore[arg-type]
-        lambda: ckpt.PyTreeHandler(leaf_types=[MONEY, MONEY]),
-        lambda: ckpt.PyTreeHandler(leaf_types=[MONEY, LeafType(Finer, str, Finer, "decimal")]),  # type: ignore[arg-type]
+        lambda: PyTreeHandler(leaf_types=[Decimal]),  # type: ignore[list-item]
+        lambda: PyTreeHandler(leaf_types=MONEY),  # type: ignore[arg-type]
+        lambda: PyTreeHandler(leaf_types=None),  # type: ignore[arg-type]
+        lambda: PyTreeHandler(leaf_types=[MONEY, MONEY]),
+        lambda: PyTreeHandler(leaf_types=[MONEY, LeafType(Finer, str, Finer, "decimal")]),  # type: ignore[arg-type]
     ],
 )
 def test_wrong_arguments_are_refused(make: Any) -> None:

@@ -156,6 +156,8 @@ def test_fields_that_a_constructor_does_not_take(tmp_path: Path) -> None:
     found, messages = told_at_load(tmp_path / "x")
     assert type(found) is ckpt.UnknownNode
     assert "<locals>.Late (not imported here" in messages[0]
-    found, messages = told_at_load(tmp_path / "x", handlers=[ckpt.PyTreeHandler(classes=[Late])])
+    found, messages = told_at_load(
+        tmp_path / "x", handlers=[ckpt.handlers.PyTreeHandler(classes=[Late])]
+    )
     assert messages == []
     assert differences(tree, found) == []

@@ -291,7 +291,7 @@ def test_children_that_changed_places_since_the_save_are_not_mixed_up(tmp_path: 
         lambda tree: ([(GetAttrKey(name), getattr(tree, name)) for name in Pair.order], None),
         unflatten,
     )
-    handlers = [ckpt.PyTreeHandler(classes=[Pair])]
+    handlers = [ckpt.handlers.PyTreeHandler(classes=[Pair])]
     ckpt.sync.save(tmp_path / "x", Pair(1, 2))
     found = ckpt.sync.load(tmp_path / "x", handlers=handlers)
     assert (found.first, found.second) == (1, 2)

@@ -67,5 +67,5 @@ assert (known["struct"].kind, known["lent"].name) == ("a kind", "a name")
 # What a process without the classes saved again is what it was.
 again = tell("again")
 assert structure(again) == structure(known)
-tell("lent", handlers=[ckpt.PyTreeHandler(classes=renamed)])
-tell("main", handlers=[ckpt.PyTreeHandler(classes={"__main__:Absent": Twin})])
+tell("lent", handlers=[ckpt.handlers.PyTreeHandler(classes=renamed)])
+tell("main", handlers=[ckpt.handlers.PyTreeHandler(classes={"__main__:Absent": Twin})])

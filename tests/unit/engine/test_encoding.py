@@ -159,7 +159,7 @@ def test_encoding_that_takes_long_is_told_while_it_goes_on(
     assert sum(event.nbytes for event in encoded) == staged
 
 
-class Impatient(ckpt.PyTreeHandler):
+class Impatient(ckpt.handlers.PyTreeHandler):
     """Waits until its item is durable, while the caller of `save()` waits for it."""
 
     async def stage(self, item: Any, writer: Any) -> Any:

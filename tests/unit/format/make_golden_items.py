@@ -110,7 +110,9 @@ def main() -> None:
         "squeezed": ckpt.ArrayFormat(compression="zstd"),
         "rounded": ckpt.ArrayFormat(dtype="bfloat16"),
     }
-    ckpt.sync.save(GOLDEN, items=items(), handlers={"config": ckpt.JsonHandler()}, formats=formats)
+    ckpt.sync.save(
+        GOLDEN, items=items(), handlers={"config": ckpt.handlers.JsonHandler()}, formats=formats
+    )
 
 
 if __name__ == "__main__":

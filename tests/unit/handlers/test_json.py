@@ -24,7 +24,7 @@ from ckpt.handlers._json import json_bytes, json_value
 from ckpt.testing.compare import differences
 from tests.support.stateful_objects import Config
 
-HANDLERS = {"config": ckpt.JsonHandler()}
+HANDLERS = {"config": ckpt.handlers.JsonHandler()}
 
 numbers = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
 texts = st.text(st.characters(exclude_categories=["Cs"]))

@@ -1,0 +1,129 @@
+"""The files of a virtual step: some are its own, others lie where another library wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ckpt._engine.restore.step_files import OwnFiles, StepFiles
+from ckpt._format.manifest import Manifest
+from ckpt._format.source_files import SourceFile
+from ckpt._redaction import redact
+from ckpt.errors import CorruptCheckpointError, InvalidArgumentError
+from ckpt.storage._base import Storage
+from ckpt.storage._manifests import lies_in
+from ckpt.storage._resolve import open_beside
+
+MISSING = "is missing"
+_CHANGED = "was changed after this step was made of it"
+
+
+def files_of(storage: Storage, step_dir: str, manifest: Manifest) -> StepFiles:
+    """Return the files of a step of this library."""
+    own = OwnFiles(storage, lies_in(step_dir, manifest))
+    return VirtualFiles(own, manifest) if manifest.sources else own
+
+
+class VirtualFiles:
+    """The files of a virtual step.
+
+    As long as its chunks have no digests, a source is compared with its fingerprint before its
+    first byte is used. Later the digests tell, and the fingerprint only says why they differ.
+    """
+
+    def __init__(self, own: OwnFiles, manifest: Manifest) -> None:
+        """Read files in the directory of the step by `own`."""
+        self._own = own
+        self._sources = manifest.sources
+        self._unverified = unverified_arrays(manifest) > 0
+        self._storages: dict[str, Storage] = {}
+        self._unchanged: set[str] = set()
+
+    async def read(self, path: str, limit: int) -> bytes | None:
+        """Return a small file; they are all the step's own."""
+        return await self._own.read(path, limit)
+
+    async def read_block(
+        self,
+        path: str,
+        offset: int,
+        target: memoryview,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Fill `target` with bytes of a data file; see `Storage.read_block`.
+
+        Raises:
+            CorruptCheckpointError: A source is missing, or was changed.
+        """
+        source = self._sources.get(path)
+        if source is None:
+            await self._own.read_block(path, offset, target, then)
+            return
+        if self._unverified and path not in self._unchanged:
+            await self._refuse_changed(source)
+            self._unchanged.add(path)
+        try:
+            await self._storage(source).read_block("", source.path, offset, target, then)
+        except CorruptCheckpointError as error:
+            await self._refuse_changed(source, error)
+            raise
+        except ExceptionGroup as damage:
+            # Bytes that are not what their digests say.
+            raise damage.derive([_in_source(each, source) for each in damage.exceptions]) from None
+
+    async def problem(self, path: str) -> str | None:
+        """Return what is wrong with a source as far as that shows without reading it, or None."""
+        found = await self._fingerprint(self._sources[path])
+        if found is None:
+            return MISSING
+        return None if found == self._sources[path].fingerprint else _CHANGED
+
+    async def _refuse_changed(
+        self, source: SourceFile, error: CorruptCheckpointError | None = None
+    ) -> None:
+        found = await self._fingerprint(source)
+        if found == source.fingerprint:
+            return
+        what = f"{_CHANGED}; adopt it again"
+        if found is None:
+            what = f"{MISSING}; put it back, or adopt the files where they are now"
+        raise CorruptCheckpointError(
+            f"{redact(source.location)} {what}. The step in {redact(self._own.storage.location)}/"
+            f"{self._own.folder} has no copy of its bytes",
+            leaf=None if error is None else error.leaf,
+        ) from (None if error is None else error.__cause__ or error)
+
+    async def _fingerprint(self, source: SourceFile) -> str | None:
+        return await self._storage(source).fingerprint("", source.path)
+
+    def _storage(self, source: SourceFile) -> Storage:
+        if source.folder not in self._storages:
+            try:
+                opened = open_beside(self._own.storage, source.folder)
+            except InvalidArgumentError as error:
+                raise CorruptCheckpointError(
+                    f"{redact(source.location)} cannot be reached: {error.message}"
+                ) from error
+            self._storages[source.folder] = opened
+        return self._storages[source.folder]
+
+
+def _in_source(error: Exception, source: SourceFile) -> Exception:
+    """Return the error about a chunk with the file that its bytes are in."""
+    if not isinstance(error, CorruptCheckpointError):
+        return error
+    return CorruptCheckpointError(
+        f"{error.message}. Its bytes are in {redact(source.location)}, which the step has no copy "
+        "of",
+        leaf=error.leaf,
+    )
+
+
+def unverified_arrays(manifest: Manifest) -> int:
+    """Return how many arrays have chunks whose digests are not known yet."""
+    count = 0
+    for item in manifest.items.values():
+        chunks = item.leaves.unchecked()
+        count += len(np.unique(np.searchsorted(item.leaves.firsts, chunks, side="right")))
+    return count

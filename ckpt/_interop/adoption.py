@@ -1,0 +1,91 @@
+"""Adoption: what another library wrote becomes the items of a virtual step, where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import anyio
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ckpt._engine.restore.step_files import FilePlace
+from ckpt._format.chunk_locations import places_in
+from ckpt._format.digests import digest
+from ckpt._format.manifest import FileEntry, ItemEntry
+from ckpt._format.source_files import SourceFile
+from ckpt._interop.foreign import ForeignCheckpoint
+from ckpt._runtime.threads import run_in_thread
+from ckpt.errors import CorruptCheckpointError, located
+
+_CONCURRENT_LOOKS = 16
+
+
+class Adopted(Struct, frozen=True):
+    """The items of a virtual step.
+
+    Attributes:
+        items: The items by name.
+        sources: Their data files that stay where they are, by the path they would have in the step.
+        files: Content of the files that the step has itself, by path.
+    """
+
+    items: Mapping[str, ItemEntry]
+    sources: Mapping[str, SourceFile]
+    files: Mapping[str, bytes]
+
+    @property
+    def entries(self) -> dict[str, FileEntry]:
+        """The files that the step has itself, as a manifest lists them."""
+        return {path: FileEntry(len(data), digest(data)) for path, data in self.files.items()}
+
+
+async def adopted(found: ForeignCheckpoint) -> Adopted:
+    """Return a checkpoint of another library as items of a step.
+
+    Raises:
+        CorruptCheckpointError: A file of it is missing.
+        StorageError: The store refused.
+    """
+    items: dict[str, ItemEntry] = {}
+    places: dict[str, FilePlace] = {}
+    files = {path: found.files.kept[path] for path in found.manifest.files}
+    sizes: dict[str, int] = {}
+    for name, item in found.manifest.items.items():
+        ends = await run_in_thread(_ends, item)
+        own = []
+        for path, end in zip(item.data_files, ends, strict=True):
+            data = found.files.kept.get(f"{name}/{path}")
+            place = None if data is not None else found.files.place_of(f"{name}/{path}")
+            # As all data files: a name that is a digest.
+            text = data if place is None else place.location.encode()
+            own.append(f"d/{digest(text or b'')}")
+            if place is not None and end:
+                places[f"{name}/{own[-1]}"] = place
+                sizes[f"{name}/{own[-1]}"] = end
+            elif data:
+                files[f"{name}/{own[-1]}"] = data
+        items[name] = replace(item, data_files=own)
+    sources: dict[str, SourceFile] = {}
+    slots = anyio.Semaphore(_CONCURRENT_LOOKS)
+
+    async def look(path: str, place: FilePlace) -> None:
+        async with slots:
+            fingerprint = await place.storage.fingerprint(place.folder, place.path)
+        if fingerprint is None:
+            raise CorruptCheckpointError(f"{place.location} is missing; it was damaged")
+        folder = "/".join(filter(None, (place.storage.location.rstrip("/"), place.folder)))
+        sources[path] = SourceFile(folder, place.path, sizes[path], fingerprint)
+
+    with located():
+        async with anyio.create_task_group() as tasks:
+            for path, place in places.items():
+                tasks.start_soon(look, path, place)
+    return Adopted(items, {path: sources[path] for path in places}, files)
+
+
+def _ends(item: ItemEntry) -> Sequence[int]:
+    """Return of every data file where its last chunk ends."""
+    ends = [0] * len(item.data_files)
+    for place in places_in(item, range(len(ends))):
+        ends[place.file] = max(ends[place.file], place.end)
+    return ends

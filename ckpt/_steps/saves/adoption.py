@@ -1,0 +1,101 @@
+"""Adoption: a virtual step is made of what another library wrote, and published."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import anyio
+
+from ckpt._commit import StepInfo, step_info
+from ckpt._engine.engine import Engine
+from ckpt._engine.save.republication import republish
+from ckpt._engine.save.request import SaveRequest
+from ckpt._engine.save.step_manifest import features
+from ckpt._format.manifest import FILE_NAME, FORMAT_VERSION, OWN_FORMAT, Manifest, encode, sizes
+from ckpt._redaction import redact
+from ckpt._runtime.threads import run_in_thread
+from ckpt._steps.opened import OpenedStep
+from ckpt._steps.saves.overwrite import make_way
+from ckpt._tree.table import size_text
+from ckpt.errors import InvalidArgumentError, located
+from ckpt.storage._base import Attempt, Storage
+
+logger = logging.getLogger("ckpt")
+
+
+async def adopt_step(
+    opened: OpenedStep, where: str, storage: Storage, request: SaveRequest, engine: Engine
+) -> StepInfo:
+    """Make a virtual step of a checkpoint that another library wrote.
+
+    Args:
+        opened: The checkpoint.
+        where: Where it is, for messages.
+        storage: The root of the new step.
+        request: Its name, and whether it may replace another step. It has no items.
+        engine: Its clock and its versions.
+
+    Raises:
+        InvalidArgumentError: The checkpoint is one of this library.
+        StepExistsError: The step exists.
+        CorruptCheckpointError: A file of the checkpoint is missing.
+        StorageError: A store refused.
+    """
+    # Only here, since most programs never need it.
+    from ckpt._interop.adoption import adopted
+    from ckpt._interop.foreign import ForeignCheckpoint, ForeignFiles
+
+    old = opened.manifest
+    if not isinstance(opened.foreign, ForeignFiles):
+        raise InvalidArgumentError(
+            f"{redact(where)} is a checkpoint of this library, which a step cannot be made of: it "
+            "may be deleted like any other. Copy its directory instead"
+        )
+    await storage.prepare()
+    await storage.sweep()
+    await make_way(storage, request)
+    began_ns = engine.now_ns()
+    new = await adopted(ForeignCheckpoint(old, opened.foreign))
+    manifests: list[Manifest] = []
+
+    async def write(attempt: Attempt) -> Mapping[str, int]:
+        async with anyio.create_task_group() as tasks:
+            for path, data in new.files.items():
+                tasks.start_soon(storage.write, attempt, path, data)
+        manifest = Manifest(
+            format=OWN_FORMAT,
+            version=FORMAT_VERSION,
+            requires=features(new.items, attempt.folder, virtual=True),
+            step=request.step,
+            attempt=attempt.id,
+            folder=attempt.folder,
+            unnamed=old.unnamed,
+            items=dict(new.items),
+            metrics=old.metrics,
+            metadata=old.metadata,
+            created_ns=began_ns,
+            committed_ns=engine.now_ns(),
+            writer=engine.versions,
+            process_count=1,
+            files=new.entries,
+            sources=dict(new.sources),
+        )
+        encoded = await run_in_thread(encode, manifest)
+        await storage.write(attempt, FILE_NAME, encoded)
+        manifests.append(manifest)
+        return sizes(manifest, encoded)
+
+    with located(step=request.step):
+        await republish(storage, request.step_dir, write, overwrite=request.overwrite)
+    [manifest] = manifests
+    info = step_info(manifest, f"{storage.location}/{request.step_dir}")
+    logger.info(
+        "%s is now the step %s: %s in %d files stay where they are, without digests until the "
+        "first verify()",
+        redact(where),
+        redact(info.path),
+        size_text(info.nbytes),
+        len(new.sources),
+    )
+    return info
