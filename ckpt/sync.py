@@ -265,9 +265,9 @@ class CheckpointManager(ManagerBase):
             target = source_target(init, items, like, adapt)
             begin = self._service.reader.begin_from
             return 0, self._loop.call(begin, source, target, items is not None, adapt)
-        target = resume_target(init, items, like)
         # With a source, `adapt` is about that.
         adapt = None if source is not None else adapt
+        target = resume_target(init, items, like, adapt)
         resume = self._service.reader.resume
         return self._loop.call_served(resume, target, items is not None, adapt, fallback)
 

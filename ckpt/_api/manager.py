@@ -326,9 +326,9 @@ class CheckpointManager(ManagerBase):
         and the fresh state.
 
         Args:
-            init: The fresh state; or a function without arguments that returns it. The function is
-                called for a new run only: to resume one, it is traced by `jax.eval_shape`, so that
-                its arrays take no memory. If that fails, a warning says so, and it is called.
+            init: The fresh state, or a function without arguments that returns it. To resume a run,
+                it is traced by `jax.eval_shape`: its arrays take no memory. It is called for a new
+                run, if `adapt` keeps some of its values, and if tracing fails, with a warning.
             items: Instead of `init`, for a step of several items: a dict of their names to fresh
                 objects, or to functions that return them. Objects with a state of their own, such
                 as data iterators, get it back.
@@ -365,8 +365,8 @@ class CheckpointManager(ManagerBase):
             target = source_target(init, items, like, adapt)
             given = source, target, items is not None, adapt
             return 0, await self._loop.run(self._service.reader.begin_from, *given)
-        target = resume_target(init, items, like)
         adapt = adapt if source is None else None
+        target = resume_target(init, items, like, adapt)
         resume = self._service.reader.resume
         return await self._loop.run_served(resume, target, items is not None, adapt, fallback)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from ckpt._plan.adapt import Adapt
 from ckpt._tree.leaf_specs import is_function
 from ckpt._tree.shardings import ShardingTree, spread
 from ckpt.errors import InvalidArgumentError
@@ -129,17 +130,21 @@ def fresh_state(init: Any, items: Mapping[str, Any] | None) -> Any:
     return {name: each() if is_function(each) else each for name, each in items.items()}
 
 
-def resume_target(init: Any, items: Mapping[str, Any] | None, like: Any) -> Any:
+def resume_target(init: Any, items: Mapping[str, Any] | None, like: Any, adapt: Any = None) -> Any:
     """Return the target of a run that goes on; of items, a dict of targets."""
     _check_given(init, items)
     if items is None:
-        return _target(init) if like is None else like
+        return _target(init, adapt) if like is None else like
     given = like if like is not None else {}
     if not isinstance(given, Mapping) or not given.keys() <= items.keys():
         raise InvalidArgumentError(
             f"resume(like=...): expected a dict of targets for some of the items {', '.join(items)}"
         )
-    return {name: given[name] if name in given else _target(each) for name, each in items.items()}
+    adapts = adapt if isinstance(adapt, Mapping) else dict.fromkeys(items, adapt)
+    return {
+        name: given[name] if name in given else _target(each, adapts.get(name))
+        for name, each in items.items()
+    }
 
 
 def source_target(init: Any, items: Mapping[str, Any] | None, like: Any, adapt: Any) -> Any:
@@ -156,9 +161,12 @@ def source_target(init: Any, items: Mapping[str, Any] | None, like: Any, adapt: 
     return resume_target(None, fresh, like)
 
 
-def _target(fresh: Any) -> Any:
+def _target(fresh: Any, adapt: Any) -> Any:
     if not is_function(fresh):
         return fresh
+    if isinstance(adapt, Adapt) and (adapt.select is not None or adapt.missing == "keep"):
+        # Some leaves keep the values of the fresh state, which a traced one does not have.
+        return fresh()
     try:
         return abstract(fresh)
     except InvalidArgumentError as error:

@@ -26,6 +26,7 @@ from ckpt._steps.factory import make_engine
 from ckpt._steps.opened import OpenedStep, context_of, open_step
 from ckpt._steps.wrong_paths import explained
 from ckpt._tree.flatten import unboxed_names
+from ckpt._tree.leaf_names import escape_slashes
 from ckpt._tree.leaf_specs import ARRAY_KINDS
 from ckpt._tree.suggestions import suggestion
 from ckpt.errors import InvalidArgumentError, located
@@ -96,13 +97,14 @@ async def find_array(path: PathLike, leaf: str, item: str | None) -> FoundArray:
     entry = manifest.items[item]
     check_leaves(entry)
     names = list(unboxed_names(entry.nodes, entry.leaves.names))
-    if leaf not in names:
-        below = [name for name in names if name.startswith(f"{leaf}.")]
-        hint = suggestion(str(leaf), names)
+    name = escape_slashes(str(leaf))
+    if name not in names:
+        below = [each for each in names if each.startswith(f"{name}.")]
+        hint = suggestion(name, names)
         if below:
             hint = f"; it is a branch with {len(below)} of them, such as {below[0]!r:.200}"
         raise InvalidArgumentError(f"{where}: there is no leaf {leaf!r:.200}{hint}", item=item)
-    number = names.index(leaf)
+    number = names.index(name)
     found = entry.leaves[number]
     if found.kind not in ARRAY_KINDS or found.kind == "key":
         what = "PRNG key" if found.kind == "key" else found.kind

@@ -59,8 +59,8 @@ class Adapt:
     Without it nothing may differ: every leaf of one must be in the other. Leaf paths are written as
     in messages and `metadata()`, `params.layers.0.kernel`. In a pattern `*` stands for any text
     within one key and a key `**` for any number of keys; a pattern covers what it matches and
-    everything below. A pattern that covers no leaf is an error. If several patterns of a mapping
-    cover a leaf, the first one counts.
+    everything below. A slash in a key may be written `/` or `%2F`, as it is shown. A pattern that
+    covers no leaf is an error. If several patterns of a mapping cover a leaf, the first one counts.
 
     The steps are taken in the order of the attributes.
 

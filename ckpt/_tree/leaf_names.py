@@ -47,6 +47,14 @@ def escape_key(key: str) -> str:
     return _SPECIAL.sub(_escaped, key)
 
 
+def escape_slashes(path: str) -> str:
+    """Return a path or pattern, in which a slash may be written as it is, as it is stored.
+
+    The names of Haiku's modules are such keys: `mlp/~/linear_0`.
+    """
+    return path.replace("/", "%2F")
+
+
 def _escaped(match: re.Match[str]) -> str:
     # surrogatepass keeps names of undecodable file names (os.fsdecode) reversible.
     encoded = match[0].encode("utf-8", "surrogatepass")

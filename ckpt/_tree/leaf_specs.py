@@ -135,7 +135,7 @@ def classify(leaf: Any, name: str, spanning: bool = False) -> LeafSpec:
         "leaves are jax or numpy arrays, typed PRNG keys, numpy scalars, bool, int, float, "
         "complex, str or bytes. For objects of a class of yours, pass a LeafType to PyTreeHandler, "
         "make them items with a handler, or register the class with jax.tree_util"
-        f"{_hint_at_config(leaf)}",
+        f"{_hint_at_state(leaf)}{_hint_at_config(leaf)}",
         leaf=name,
     )
 
@@ -212,6 +212,16 @@ class Classifier:
                 spec = self._equal[value] = self._specs.setdefault(spec, spec)
             known = self._known[key] = (aval, sharding, spec)
         return known[2]
+
+
+def _hint_at_state(leaf: Any) -> str:
+    """Return what to do with an object that can be asked for its state, such as an iterator."""
+    for names in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
+        if all(callable(getattr(type(leaf), name, None)) for name in names):
+            return (
+                ". This one has a state: save it beside the tree, items={'model': ..., 'data': it}"
+            )
+    return ""
 
 
 def _hint_at_config(leaf: Any) -> str:

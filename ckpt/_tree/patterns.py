@@ -3,7 +3,8 @@
 A leaf path is its keys joined by dots, as in messages: `params.layers.0.kernel`. In a pattern `*`
 stands for any text within one key, `?` for one character, and a key `**` for any number of keys. A
 pattern covers the leaves that it matches and all leaves below its matches, so `params` is
-everything in `params`, and `layers.*.kernel` is every layer's kernel.
+everything in `params`, and `layers.*.kernel` is every layer's kernel. A slash within a key may be
+written as it is: `mlp/~/linear_0.w`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from ckpt._tree.leaf_names import ROOT
+from ckpt._tree.leaf_names import ROOT, escape_slashes
 from ckpt.errors import InvalidArgumentError
 
 # A pattern, a predicate of leaf paths, or several of them.
@@ -79,7 +80,7 @@ def compile_pattern(text: str) -> Pattern:
 @functools.lru_cache(maxsize=1024)
 def _compiled(text: str) -> Pattern:
     # Called once for every leaf.
-    return Pattern(text, tuple(_expression(key) for key in text.split(".")))
+    return Pattern(text, tuple(_expression(key) for key in escape_slashes(text).split(".")))
 
 
 def _expression(key: str) -> re.Pattern[str] | None:
@@ -118,7 +119,7 @@ def fill_stars(text: str, stars: Sequence[str], below: str) -> str:
     Raises:
         InvalidArgumentError: It has another number of `*`.
     """
-    pieces = text.split("*")
+    pieces = escape_slashes(text).split("*")
     if len(pieces) != len(stars) + 1:
         raise InvalidArgumentError(
             f"{text!r:.80} has {len(pieces) - 1} '*', where {len(stars)} are to be filled in"

@@ -151,6 +151,19 @@ def test_a_root_leaf_can_be_moved_below_and_back(tmp_path: Path) -> None:
     same(load(tmp_path / "y", zeros(counted(3)), rename={"w": ""}), counted(3))
 
 
+def test_a_slash_in_a_key_is_written_as_it_is(tmp_path: Path) -> None:
+    tree = {"params": {f"mlp/~/linear_{n}": {"w": counted(3, start=n)} for n in range(2)}}
+    ckpt.sync.save(tmp_path / "x", tree)
+    one = {"w": counted(3, start=1)}
+    same(ckpt.sync.load(tmp_path / "x", at="params.mlp/~/linear_1"), one)
+    same(load(tmp_path / "x", select="params.mlp/~/*")["params"], tree["params"])
+    wanted = {f"head/~/linear_{n}": {"w": counted(3, start=n)} for n in range(2)}
+    for like in (None, zeros(wanted)):
+        rename = {"params.mlp/~/linear_*": "head/~/linear_*"}
+        same(load(tmp_path / "x", like, rename=rename), wanted)
+    same(ckpt.sync.open_array(tmp_path / "x", "params.mlp/~/linear_1.w")[:], one["w"])
+
+
 def test_two_leaves_of_one_new_path_are_an_error(saved: Path) -> None:
     with pytest.raises(TargetMismatchError, match="both become 'w'"):
         load(saved, rename=lambda path: "w")

@@ -256,6 +256,42 @@ def test_a_function_of_a_state_with_other_things_than_arrays_is_resumed(tmp_path
     assert [type(found[name]) for name in ("n", "x", "host")] == [int, float, np.ndarray]
 
 
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(
+    "adapt", [ckpt.Adapt(select="w"), ckpt.Adapt(missing="keep", extra="ignore")]
+)
+def test_values_that_a_resumed_state_keeps_are_those_of_the_function(
+    tmp_path: Path, adapt: ckpt.Adapt, named: bool
+) -> None:
+    """A state in which nothing stands for a value that was to be kept."""
+
+    def init() -> dict[str, Any]:
+        return {"w": jnp.zeros(3), "opt": {"mu": jnp.full(3, 0.5)}}
+
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        old = {"w": jnp.ones(3), "opt": {"trace": jnp.full(3, 7.0)}}
+        if adapt.select is not None:
+            old["opt"] = {"mu": jnp.full(3, 7.0)}
+        mgr.save(0, items={"m": old}) if named else mgr.save(0, old)
+    wanted = {"w": jnp.ones(3), "opt": {"mu": jnp.full(3, 0.5)}}
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        for how in (adapt, {"m": adapt}):
+            if named:
+                found = mgr.resume(items={"m": init}, adapt=how)[1]["m"]
+            else:
+                found = mgr.resume(init, adapt=adapt)[1]
+            assert differences(jax.tree.map(jnp.asarray, wanted), found) == []
+
+    async def main() -> None:
+        async with ckpt.CheckpointManager(tmp_path) as mgr:
+            _, again = await mgr.resume(
+                **({"items": {"m": init}} if named else {"init": init}), adapt=adapt
+            )
+            assert differences(found, again["m"] if named else again) == []
+
+    anyio.run(main)
+
+
 def test_a_function_that_cannot_be_traced_is_called_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -199,6 +199,16 @@ def test_a_leaf_that_cannot_be_stored_is_refused_by_its_path(make: Callable[[], 
     assert caught.value.leaf == "params.w"
 
 
+@pytest.mark.parametrize("names", [("get_state", "set_state"), ("state_dict", "load_state_dict")])
+def test_an_object_with_a_state_among_the_leaves_is_sent_to_the_items(names: list[str]) -> None:
+    iterator = type("Iterator", (), dict.fromkeys(names, lambda *_: {}))()
+    with pytest.raises(UnsupportedLeafError, match=r"has a state: save it beside the tree, items="):
+        classify(iterator, "state.data")
+    with pytest.raises(UnsupportedLeafError) as caught:
+        classify(object(), "state.data")
+    assert "has a state" not in str(caught.value)
+
+
 def test_a_traced_value_is_refused() -> None:
     with pytest.raises(UnsupportedLeafError, match="jit"):
         jax.jit(lambda x: classify(x, "x"))(1.0)

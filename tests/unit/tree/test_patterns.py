@@ -61,6 +61,16 @@ def test_the_stars_put_back_give_the_path_again(pattern: list[str], path: list[s
         assert fill_stars(text, *found) == ".".join(path)
 
 
+def test_a_slash_within_a_key_may_be_written_as_it_is() -> None:
+    stored = "params.mlp%2F~%2Flinear_0.w"
+    for text in ("params.mlp/~/linear_*", "params.mlp%2F~%2Flinear_*"):
+        assert compile_pattern(text).split(stored) == (("0",), "w")
+        assert fill_stars(text, ["0"], "w") == stored
+    # It is part of a key, and parts no keys.
+    assert not compile_pattern("params/mlp/~/linear_0").covers(stored)
+    assert not compile_pattern("params/w").covers("params.w")
+
+
 def test_a_star_stays_within_its_key_and_nothing_but_stars_is_special() -> None:
     assert not compile_pattern("a*c").covers("a.b.c")
     assert compile_pattern("*").split("a.b") == (("a",), "b")
