@@ -161,3 +161,18 @@ def test_fields_that_a_constructor_does_not_take(tmp_path: Path) -> None:
     )
     assert messages == []
     assert differences(tree, found) == []
+
+
+def test_a_number_among_the_leaves_is_the_one_that_was_saved_unless_it_is_filtered_out(
+    tmp_path: Path,
+) -> None:
+    def model(rate: float) -> Any:
+        return eqx.nn.Sequential([eqx.nn.Linear(2, 2, key=KEY), eqx.nn.Dropout(rate)])
+
+    ckpt.sync.save(tmp_path / "whole", model(0.1))
+    assert ckpt.sync.load(tmp_path / "whole", like=model(0.5)).layers[1].p == 0.1
+    ckpt.sync.save(tmp_path / "arrays", eqx.filter(model(0.1), eqx.is_array))
+    _, rest = eqx.partition(model(0.5), eqx.is_array)
+    found = eqx.combine(ckpt.sync.load(tmp_path / "arrays"), rest)
+    assert found.layers[1].p == 0.5
+    assert differences(model(0.5), found) == []

@@ -217,3 +217,53 @@ def test_random_streams_go_on_where_they_were(tmp_path: Path) -> None:
     nnx.update(again, found)
     for name in ("params", "dropout", "params"):
         assert differences(rngs[name](), again[name]()) == []
+
+
+def test_a_run_that_is_resumed_into_fresh_modules_draws_the_numbers_that_come_next(
+    tmp_path: Path,
+) -> None:
+    def go_on(seed: int, root: Path, steps: int) -> tuple[int, Any, list[Any]]:
+        """As a process does that has just started; the seed is not what decides."""
+        run = {"net": net(seed), "rngs": nnx.Rngs(noise=seed)}
+        drawn = []
+        with ckpt.sync.CheckpointManager(root) as mgr:
+            start, state = mgr.resume(nnx.state(run))
+            nnx.update(run, state)
+            for step in range(start, steps):
+                drawn.append((run["net"].drop(jnp.ones(64)), run["rngs"].noise()))
+                mgr.save(step, nnx.state(run))
+        return start, nnx.state(run), drawn
+
+    _, wanted, numbers = go_on(0, tmp_path / "whole", 4)
+    go_on(0, tmp_path / "stopped", 2)
+    start, found, rest = go_on(5, tmp_path / "stopped", 4)
+    assert start == 2
+    assert differences(wanted, found) == []
+    assert differences(numbers[2:], rest) == []
+    assert differences(numbers[:2], rest) != []
+
+
+def test_a_layer_in_two_places_stays_one_by_way_of_the_state(tmp_path: Path) -> None:
+    class Tied(nnx.Module):  # type: ignore[name-defined]
+        def __init__(self, rngs: Any) -> None:
+            self.one = nnx.Linear(2, 2, rngs=rngs)
+            self.other = self.one
+
+    model = Tied(nnx.Rngs(0))
+    ckpt.sync.save(tmp_path / "state", nnx.state(model))
+    ckpt.sync.save(tmp_path / "module", model)
+    again = Tied(nnx.Rngs(1))
+    nnx.update(again, ckpt.sync.load(tmp_path / "state", like=nnx.state(again)))
+    assert again.one is again.other
+    assert differences(nnx.state(model), nnx.state(again)) == []
+    # The module is a tree to jax, in which every layer has one place.
+    assert ckpt.sync.load(tmp_path / "module", like=again).one is not again.other
+
+
+def test_an_evaluator_merges_what_it_reads_into_a_module_it_never_made(tmp_path: Path) -> None:
+    model = net()
+    ckpt.sync.save(tmp_path / "x", {"model": nnx.state(model), "other": jnp.ones(2)})
+    graphdef, target = nnx.split(nnx.eval_shape(lambda: net(3)))
+    merged = nnx.merge(graphdef, ckpt.sync.load(tmp_path / "x", like=target, at="model"))
+    assert type(merged) is Net
+    assert differences(nnx.state(model), nnx.state(merged)) == []

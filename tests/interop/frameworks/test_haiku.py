@@ -11,8 +11,9 @@ import pytest
 
 hk = pytest.importorskip("haiku")
 
+import ckpt.sync  # noqa: E402
 from ckpt.testing.compare import differences  # noqa: E402
-from tests.interop.frameworks.exact import comes_back  # noqa: E402
+from tests.interop.frameworks.exact import by_jax, comes_back  # noqa: E402
 
 
 def network(x: Any) -> Any:
@@ -30,5 +31,8 @@ def test_parameters_and_state_come_back_and_go_on(tmp_path: Path) -> None:
     saved = {"params": params, "state": state, "rng": jax.random.PRNGKey(2)}
     found = comes_back(tmp_path / "x", saved)
     assert "inner/~/linear_0" in found["params"]
+    # One key with slashes, which patterns may have as well.
+    layer = ckpt.sync.load(tmp_path / "x", at="params.inner/~/linear_0")
+    assert differences(by_jax(params["inner/~/linear_0"]), layer) == []
     both = [apply(each["params"], each["state"], each["rng"], x) for each in (saved, found)]
     assert differences(*both) == []

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+import ckpt
 import ckpt.sync
 from ckpt.testing.compare import differences
 from tests.interop.frameworks.exact import comes_back
@@ -63,3 +64,27 @@ def test_no_weak_type_is_passed_on_to_arrays_that_are_otherwise_alike(tmp_path: 
     assert [leaf.weak_type for leaf in state.values()] == [True, False, True, False]
     ckpt.sync.save(tmp_path / "x", state)
     assert differences(state, ckpt.sync.load(tmp_path / "x")) == []
+
+
+def test_moments_move_along_when_the_chain_gets_longer(tmp_path: Path) -> None:
+    old, new = optax.adam(1e-3), optax.chain(optax.clip(1.0), optax.adam(1e-3))
+    used = step(old)(old.init(PARAMS))[1]
+    ckpt.sync.save(tmp_path / "old", {"opt_state": used})
+    moved = ckpt.Adapt(rename={"opt_state": "opt_state.1"})
+    with ckpt.sync.CheckpointManager(tmp_path / "new") as mgr:
+        target = {"opt_state": new.init(PARAMS)}
+        with pytest.raises(ckpt.errors.TargetMismatchError, match=r"opt_state\.1\.0\.count"):
+            mgr.resume(target, source=tmp_path / "old")
+        _, found = mgr.resume(target, source=tmp_path / "old", adapt=moved)
+    assert differences((optax.EmptyState(), used), found["opt_state"]) == []
+
+
+def test_injected_hyperparameters_are_the_saved_ones_until_they_are_set(tmp_path: Path) -> None:
+    make = optax.inject_hyperparams(optax.sgd)
+    ckpt.sync.save(tmp_path / "x", make(learning_rate=0.5).init(PARAMS))
+    optimizer = make(learning_rate=0.25)
+    found = ckpt.sync.load(tmp_path / "x", like=optimizer.init(PARAMS))
+    for rate in (0.5, 0.125):
+        found.hyperparams["learning_rate"] = jnp.float32(rate)
+        updates, _ = optimizer.update({"w": jnp.ones(2)}, found)
+        assert updates["w"].tolist() == [-rate, -rate]
