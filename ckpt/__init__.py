@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt import coordination as coordination
     from ckpt import errors, handlers, observers, policies, surgery, sync
+    from ckpt import exports as exports
     from ckpt import manifest as manifest
     from ckpt import orbax as orbax
     from ckpt import step_names as step_names
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ckpt import testing as testing
     from ckpt import types as types
     from ckpt._api.adoption import adopt
+    from ckpt._api.conversion import convert
     from ckpt._api.manager import CheckpointManager
     from ckpt._api.oneshot import load, metadata, save, save_async, verify
     from ckpt._api.resumption import abstract
@@ -53,6 +55,7 @@ __all__ = [
     "Zstd",
     "abstract",
     "adopt",
+    "convert",
     "errors",
     "handlers",
     "load",
@@ -69,7 +72,16 @@ __all__ = [
 ]
 
 # Modules of the reference that are not needed often enough to be among the names above.
-_MODULES = ("coordination", "manifest", "orbax", "step_names", "storage", "testing", "types")
+_MODULES = (
+    "coordination",
+    "exports",
+    "manifest",
+    "orbax",
+    "step_names",
+    "storage",
+    "testing",
+    "types",
+)
 
 _HOMES = {
     "Adapt": "ckpt._plan.adapt",
@@ -90,6 +102,7 @@ _HOMES = {
     "Zstd": "ckpt._format.array_format",
     "abstract": "ckpt._api.resumption",
     "adopt": "ckpt._api.adoption",
+    "convert": "ckpt._api.conversion",
     "load": "ckpt._api.oneshot",
     "metadata": "ckpt._api.oneshot",
     "open_array": "ckpt._api.stored_array",

@@ -12,11 +12,12 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, TypeVar, overload
 
-from ckpt._api import adoption, manager, oneshot, stored_array
+from ckpt._api import adoption, conversion, manager, oneshot, stored_array
 from ckpt._api import watch as watching
 from ckpt._api.adoption import adopt_call
 from ckpt._api.background import background_saves
 from ckpt._api.base import ManagerBase
+from ckpt._api.conversion import Conversion, FormatName, convert_call
 from ckpt._api.coroutines import refused
 from ckpt._api.oneshot import load_call, metadata_call, save_call, verify_call
 from ckpt._api.partial import SyncPartialSave
@@ -39,6 +40,7 @@ from ckpt._steps.saves.requests import make_request
 from ckpt._steps.step_metadata import StepMetadata
 from ckpt._steps.watcher import Until, WatchOptions
 from ckpt.coordination._base import Coordinator
+from ckpt.exports import Safetensors, Zarr
 from ckpt.handlers._registry import HandlersLike
 from ckpt.policies._ranking import Metric, Mode
 from ckpt.step_names import StepNames
@@ -47,6 +49,7 @@ from ckpt.storage._resolve import PathLike
 __all__ = [
     "CheckpointManager",
     "adopt",
+    "convert",
     "load",
     "metadata",
     "open_array",
@@ -454,6 +457,25 @@ def adopt(
 ) -> StepInfo:
     """Make a checkpoint of what another library wrote, without copying it. See `ckpt.adopt`."""
     return call_once(adopt_call(source, target, step, step_names, overwrite))
+
+
+@plain_docs(conversion.convert)
+def convert(
+    source: PathLike | Mapping[Any, float],
+    target: PathLike,
+    *,
+    format: FormatName | Safetensors | Zarr = "ckpt",
+    at: str | None = None,
+    formats: Formats | None = None,
+    step: int | None = None,
+    step_names: StepNames | None = None,
+    overwrite: bool = False,
+    budget_bytes: int = 256 << 20,
+) -> Conversion:
+    """Write a checkpoint anew, in this or another format. See `ckpt.convert`."""
+    return call_once(
+        convert_call(source, target, format, at, formats, step, step_names, overwrite, budget_bytes)
+    )
 
 
 @plain_docs(stored_array.open_array)

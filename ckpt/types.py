@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckpt._api.conversion import Conversion
 from ckpt._api.partial import PartialSave, SyncPartialSave
 from ckpt._api.stored_array import StoredArray, SyncStoredArray
 from ckpt._api.trash import SyncTrash, Trash
@@ -13,6 +14,7 @@ from ckpt._steps.removal.trash import TrashedStep
 from ckpt._steps.step_metadata import ItemInfo, LeafInfo
 
 __all__ = [
+    "Conversion",
     "ItemInfo",
     "LeafInfo",
     "PartialSave",

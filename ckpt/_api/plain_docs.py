@@ -20,6 +20,7 @@ _PLAIN = {
     for call in (
         "CheckpointManager",
         "adopt",
+        "convert",
         "load",
         "metadata",
         "open_array",

@@ -167,7 +167,12 @@ def _plan_leaf(
     if not packed and spec.sharding is not None:
         shard = spec.sharding.shard_shape(spec.shape)
     axes = () if packed else _axes_first(spec, chosen, shard)
-    chunk = choose_chunk(spec.shape, shard, itemsize, max(chunk_bytes, itemsize), axes, most_bytes)
+    if spec.chunk is not None and math.prod(spec.chunk) * itemsize <= chunk_bytes and not packed:
+        # Others would be read several times, for each of ours that has a part of them.
+        chunk = spec.chunk
+    else:
+        most = max(chunk_bytes, itemsize)
+        chunk = choose_chunk(spec.shape, shard, itemsize, most, axes, most_bytes)
     key = (spec.shape, chunk, spec.dtype, compression)
     if key not in documents:
         documents[key] = zarr_metadata_bytes(spec.shape, chunk, spec.dtype, compression)

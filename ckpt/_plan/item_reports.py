@@ -24,7 +24,7 @@ from ckpt._format.shardings import describe_sharding
 from ckpt._plan.chunking import METADATA_KEY, LeafPlan, has_chunks
 from ckpt._plan.ownership import holders_of
 from ckpt._plan.write_batches import FileSpans, WriteBatch
-from ckpt._tree.leaf_specs import ARRAY_KINDS, SCALAR_KINDS, encode_scalar
+from ckpt._tree.leaf_specs import ARRAY_KINDS, SCALAR_KINDS, LeafSpec, StoredLeaf, encode_scalar
 from ckpt.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]
@@ -228,7 +228,9 @@ def fill_entry(entry: ItemEntry, tree: PlannedTree, stored: StoredChunks) -> Ite
 
 
 def _leaf_table(tree: PlannedTree, stored: StoredChunks) -> tuple[LeafTable, list[ShardingEntry]]:
-    shardings: dict[jax.sharding.Sharding, int] = {}
+    # The key of one that comes from a checkpoint is its text.
+    shardings: dict[jax.sharding.Sharding | str, int] = {}
+    described: list[ShardingEntry] = []
     # Hashing a sharding is slow, and thousands of leaves share a few.
     known: dict[int, int] = {}
     forms: dict[LeafForm, int] = {}
@@ -253,9 +255,13 @@ def _leaf_table(tree: PlannedTree, stored: StoredChunks) -> tuple[LeafTable, lis
             form.append(alike[likeness])
             continue
         sharding = known.get(id(spec.sharding))
-        if sharding is None and spec.sharding is not None:
-            sharding = shardings.setdefault(spec.sharding, len(shardings))
-            known[id(spec.sharding)] = sharding
+        if sharding is None and (spec.sharding is not None or spec.placed is not None):
+            key = spec.sharding or repr(spec.placed)
+            sharding = shardings.setdefault(key, len(shardings))
+            if sharding == len(described):
+                described.append(_described(spec))
+            if spec.sharding is not None:
+                known[id(spec.sharding)] = sharding
         made = LeafForm(
             kind=spec.kind,
             dtype=spec.dtype,
@@ -281,10 +287,19 @@ def _leaf_table(tree: PlannedTree, stored: StoredChunks) -> tuple[LeafTable, lis
         offsets, files, lengths = offsets[kept], files[kept], lengths[kept]
     names = [leaf.name for leaf in tree.leaves]
     table = LeafTable(names, list(forms), form, digests, offsets, files, lengths, same_as, values)
-    return table, [describe_sharding(sharding) for sharding in shardings]
+    return table, described
+
+
+def _described(spec: LeafSpec) -> ShardingEntry:
+    if spec.placed is not None:
+        return spec.placed
+    assert spec.sharding is not None
+    return describe_sharding(spec.sharding)
 
 
 def _function_name(function: Any) -> str:
+    if isinstance(function, StoredLeaf):
+        return function.name
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{getattr(function, '__module__', None) or '?'}:{name}"
 

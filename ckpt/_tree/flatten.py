@@ -105,10 +105,14 @@ class _Opened(Struct, frozen=True):
 def describe(tree: PyTree) -> Structure:
     """Return the leaves, their stored names and the inner nodes of `tree`.
 
+    One that is described already, as one from a checkpoint is, stays as it is.
+
     Raises:
         UnsupportedLeafError: A key cannot be stored, two keys cannot be told apart, or the tree
             contains itself. (Leaves are checked later, by `classify`.)
     """
+    if isinstance(tree, Structure):
+        return tree
     walk = _Flattening()
     try:
         walk.visit(tree, ())

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,6 +19,8 @@ from msgspec import Struct
 from ckpt._format.array_format import ArrayFormat
 from ckpt._format.dtypes import DTYPES
 from ckpt._format.leaf_table import LeafEntry
+from ckpt._format.manifest import ShardingEntry
+from ckpt._format.regions import Region, whole
 from ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 
 # `key` is a typed PRNG key: the array of its key data.
@@ -68,6 +71,9 @@ class LeafSpec(Struct, frozen=True, gc=False):
         same_as: Number of an earlier leaf that is the same array object.
         format: How it is stored, if the caller has chosen.
         cast_from: Dtype of the array itself if it is stored as another, `dtype`.
+        placed: How the array lay on devices, if it comes from a checkpoint and not from devices.
+        chunk: Shape of its chunks there, if one is always read whole.
+        copies: How many times a part of it is in memory until it is staged.
     """
 
     kind: str
@@ -80,6 +86,9 @@ class LeafSpec(Struct, frozen=True, gc=False):
     same_as: int | None = None
     format: ArrayFormat | None = None
     cast_from: str | None = None
+    placed: ShardingEntry | None = None
+    chunk: tuple[int, ...] | None = None
+    copies: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -93,6 +102,24 @@ class LeafSpec(Struct, frozen=True, gc=False):
 @functools.lru_cache(maxsize=1024)
 def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(map(int, shape)) * DTYPES[dtype].itemsize
+
+
+class StoredLeaf(Struct, frozen=True, eq=False):
+    """A leaf of a checkpoint, as a leaf of a tree that is saved; arrays are read piece by piece.
+
+    Attributes:
+        spec: What it is.
+        read: Returns a region of it, an array of numpy. Called in worker threads.
+        name: The name of a function, of which nothing else is stored.
+    """
+
+    spec: LeafSpec
+    read: Callable[[Region], np.ndarray[Any, Any]]
+    name: str = ""
+
+    def whole(self) -> np.ndarray[Any, Any]:
+        """Return all of it."""
+        return self.read(whole(self.spec.shape))
 
 
 def classify(leaf: Any, name: str, spanning: bool = False) -> LeafSpec:
@@ -109,6 +136,8 @@ def classify(leaf: Any, name: str, spanning: bool = False) -> LeafSpec:
     """
     if isinstance(leaf, jax.Array):
         return _classify_jax(leaf, name, spanning)
+    if isinstance(leaf, StoredLeaf):
+        return leaf.spec
     kind = scalar_kind(leaf)
     if kind is None and isinstance(leaf, np.ndarray | np.generic):
         is_array = isinstance(leaf, np.ndarray)

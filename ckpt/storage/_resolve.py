@@ -80,6 +80,16 @@ def open_root(
     return _open_remote(local, timeouts, create=create)
 
 
+def local_path(path: PathLike) -> Path | None:
+    """Return the path of a place on a disk; None for one in a store.
+
+    Raises:
+        InvalidArgumentError: It is not a path.
+    """
+    place = _place(path)
+    return place if isinstance(place, Path) else None
+
+
 def open_beside(storage: Storage, folder: str) -> Storage:
     """Return the storage of a folder that files of a root refer to.
 

@@ -23,7 +23,7 @@ FLOORS = [
     {"_events", "_redaction"},
     {"errors"},
     {"_arguments"},
-    {"_format", "_runtime", "_settings", "step_names"},
+    {"_format", "_runtime", "_settings", "exports", "step_names"},
     {
         "_tree",
         "coordination",
@@ -44,6 +44,7 @@ FLOORS = [
     {"_steps.saves"},
     {"_steps.service"},
     {"_steps.factory"},
+    {"_conversion"},
     {"_api"},
     {"sync", "types"},
 ]

@@ -106,6 +106,15 @@ class Arena:
         self._free = merged
         self._wake()
 
+    def shrink(self, block: Block, nbytes: int) -> Block:
+        """Give the end of a block back, from `nbytes` on, and return what is left of it."""
+        kept = _round_up(max(nbytes, 1))
+        if kept >= _round_up(block.nbytes):
+            return block
+        end = block.offset + kept
+        self.free(Block(end, block.nbytes - kept, block.memory[:0]))
+        return Block(block.offset, nbytes, block.memory[:nbytes])
+
     async def warm(self, go_on: Callable[[], bool]) -> None:
         """Touch as much of the region as a save has wanted at once, to have it warm for the next.
 

@@ -21,7 +21,7 @@ from ckpt._format.dtypes import DTYPES
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.write_batches import ChunkPart, WriteBatch
 from ckpt._settings import StagingMode
-from ckpt._tree.leaf_specs import ARRAY_KINDS, LeafSpec, scalar_array
+from ckpt._tree.leaf_specs import ARRAY_KINDS, LeafSpec, StoredLeaf, scalar_array
 from ckpt.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]
@@ -131,7 +131,7 @@ def copies_on_host(batch: WriteBatch, plans: Sequence[LeafPlan]) -> int:
     on_host = all(sharding is None or _is_host(sharding) for sharding in shardings.values())
     # Packed leaves are cast as a whole, in a copy of each; others are cast part by part.
     cast = batch.packed and any(spec.cast_from for spec in specs.values())
-    return 1 + (not on_host) + cast
+    return 1 + (not on_host) + cast + max(spec.copies for spec in specs.values())
 
 
 def copy_batch(
@@ -204,6 +204,8 @@ def _on_host(
 
 def _begin_transfer(shard: Any, part: ChunkPart, spec: LeafSpec) -> Any:
     """Return a part of `shard` on its way to the host, or already there."""
+    if isinstance(shard, StoredLeaf):
+        return shard.read(part.source)
     if not isinstance(shard, jax.Array) or _on_cpu(shard):
         return np.asarray(_unkept(shard))[part.source.slices]
     if shard.sharding.memory_kind in _HOST_KINDS:
@@ -294,6 +296,8 @@ def _packed_bytes(
             except (BufferError, TypeError, ValueError):
                 # It is empty, or not in C order.
                 array = np.ascontiguousarray(leaf)
+        elif isinstance(leaf, StoredLeaf):
+            array = np.ascontiguousarray(leaf.whole())
         elif spec.kind in ARRAY_KINDS:
             # For an array on one CPU device this is a view, which jax does not keep.
             held = spec.cast_from or spec.dtype

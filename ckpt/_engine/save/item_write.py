@@ -153,6 +153,8 @@ class ItemWrite:
                 _, began_ns, ended_ns = await run_in_thread(
                     timed, _stage_batch, batch, plan.leaves, sources.pop(number), block
                 )
+                # The copies on the way are gone.
+                block = session.shrink(block, batch.block_bytes)
             session.recorder.report("stage", began_ns, ended_ns, batch.nbytes, batch=number)
             session.hooks.advance(staged=batch.nbytes)
             # Staging never waits for a lane, only for room in the arena.

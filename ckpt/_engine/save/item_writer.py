@@ -21,7 +21,7 @@ from ckpt._plan.multihost.per_process import own_path
 from ckpt._plan.multihost.tree_fingerprint import value_fingerprint
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.flatten import describe
-from ckpt._tree.leaf_specs import ARRAY_KINDS
+from ckpt._tree.leaf_specs import ARRAY_KINDS, StoredLeaf
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import FileData
 
@@ -200,5 +200,7 @@ def _with_key_data(leaves: Sequence[Any], keys: Iterable[int]) -> Sequence[Any]:
     """Return the leaves with the data of PRNG keys in their places."""
     found = list(leaves)
     for number in keys:
-        found[number] = jax.random.key_data(found[number])
+        # One from a checkpoint is its data.
+        if not isinstance(found[number], StoredLeaf):
+            found[number] = jax.random.key_data(found[number])
     return found

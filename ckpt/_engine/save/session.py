@@ -140,6 +140,12 @@ class SaveSession(Struct):
         self.blocks.remove(block)
         self.arena.free(block)
 
+    def shrink(self, block: Block, nbytes: int) -> Block:
+        """Give the end of a block back, and return what is left of it."""
+        kept = self.arena.shrink(block, nbytes)
+        self.blocks[next(n for n, each in enumerate(self.blocks) if each is block)] = kept
+        return kept
+
     def free_all(self) -> None:
         """Give back what is left; no input or output may be under way."""
         while self.blocks:

@@ -23,6 +23,7 @@ from ckpt.errors import CheckpointError, CorruptCheckpointError
 
 # The files of an item that only Orbax reads; see docs/format.md.
 _VIEW = frozenset({"_METADATA", "_sharding", "_strings.json", "array_metadatas/process_0"})
+_MARK = "commit_success.txt"
 _DATABASE = "manifest.ocdbt"
 _ALL_RIGHT = "every array still reads right"
 
@@ -61,8 +62,9 @@ def role_of(item: ItemEntry, path: str) -> str:
     if path == _DATABASE or (item.leaves and path.startswith("d/")):
         return "database"
     is_tree = bool(item.nodes or item.leaves)
-    # In an item that is not a tree it is for Orbax, unless the handler reads it.
-    described = path == "metadata" and item.handler != "json"
+    # In an item that is not a tree it is for Orbax, unless the handler reads it. The mark is in
+    # items of steps in stores.
+    described = path == _MARK or (path == "metadata" and item.handler != "json")
     return "view" if (is_tree and path in _VIEW) or described else "handler"
 
 

@@ -43,6 +43,8 @@ _DTYPES = {
     "F8_E5M2": "float8_e5m2",
     "F8_E8M0": "float8_e8m0fnu",
 }
+# What a dtype is called there.
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _Size = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 

@@ -1,0 +1,1 @@
+"""Conversion: a checkpoint becomes one of another format, a block of memory at a time."""

@@ -1,0 +1,72 @@
+"""A checkpoint of this library, written from the items of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from ckpt._commit import Commit, CommitHooks
+from ckpt._conversion.item_copy import ItemCopy
+from ckpt._conversion.stored_items import StoredItem
+from ckpt._conversion.written import Written
+from ckpt._engine.save.multihost import SoloSave
+from ckpt._engine.save.pipeline import save_step
+from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
+from ckpt._format.manifest import Manifest
+from ckpt._format.metrics import json_metrics
+from ckpt._plan.format_rules import Formats
+from ckpt._settings import Staging
+from ckpt._steps.factory import make_engine
+from ckpt._steps.saves.one_shot import prepared
+from ckpt._tree.leaf_specs import ARRAY_KINDS
+from ckpt.storage._base import Storage
+
+
+class CheckpointTarget(Struct, frozen=True):
+    """A checkpoint to be written; a `Target`.
+
+    Attributes:
+        storage: The root.
+        step_dir: The name of the checkpoint there.
+        step: Its number, or None for a checkpoint by itself.
+        overwrite: Whether an existing one is replaced.
+        formats: How arrays are stored.
+    """
+
+    storage: Storage
+    step_dir: str
+    step: int | None
+    overwrite: bool
+    formats: Formats | None
+
+    @property
+    def format(self) -> str:
+        """The name of the format."""
+        return "ckpt"
+
+    async def write(self, items: Mapping[str, StoredItem], old: Manifest, budget: int) -> Written:
+        """Write items, with the metrics and metadata that the old manifest has."""
+        handlers = {name: ItemCopy(item.entry.handler) for name, item in items.items()}
+        engine = make_engine(Staging(budget, "copy"), handlers, (), self.formats)
+        request = SaveRequest(
+            self.step_dir,
+            self.step,
+            dict(items),
+            old.unnamed,
+            None if old.metrics is None else json_metrics(old.metrics),
+            old.metadata,
+            self.overwrite,
+        )
+        processes = SoloSave(engine.arena.capacity)
+        whole = await prepared(self.storage, request, processes)
+        hooks = CommitHooks(Commit(None, lambda: None))
+        call = SaveCall(whole.items, whole.unnamed, began=hooks.watch.began)
+        made = await save_step(engine, self.storage, whole, hooks, SaveCalls.of(call), processes)
+        tables = [item.leaves for item in made.items.values()]
+        kinds = [table.forms[number].kind for table in tables for number in table.form]
+        return Written(
+            f"{self.storage.location}/{self.step_dir}",
+            sum(kind in ARRAY_KINDS for kind in kinds),
+            sum(item.nbytes for item in made.items.values()),
+        )

@@ -1,0 +1,133 @@
+"""Zarr v3, written: a directory of groups and arrays, which other programs of zarr open.
+
+Source: https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckpt._conversion.file_writes import Bytes, LargeFile, write_pieces
+from ckpt._conversion.tensors import ExportedArray
+from ckpt._format.dtypes import DTYPES
+from ckpt._format.regions import chunk_grid, chunk_region
+from ckpt._format.zarr import choose_chunk, chunk_key, stored_dtype, zarr_metadata_bytes
+from ckpt._runtime.threads import run_in_thread
+from ckpt._tree.leaf_specs import LeafSpec
+from ckpt.errors import InvalidArgumentError
+from ckpt.storage._local.posix import fsync_directory
+
+_DOCUMENT = "zarr.json"
+_CHUNK_BYTES = 16 << 20
+# How arrays and groups of one folder are told apart: by their documents alone.
+_RESERVED = frozenset({"", ".", "..", _DOCUMENT, "c"})
+
+
+def problem_of(spec: LeafSpec) -> str | None:
+    """Return why zarr cannot hold an array, or None."""
+    if spec.kind == "key":
+        return "it is a PRNG key; save jax.random.key_data of it"
+    if stored_dtype(spec.dtype or "") != spec.dtype:
+        return f"zarr has no {spec.dtype}; save it as another dtype"
+    return None
+
+
+def is_export(path: Path) -> bool:
+    """Tell whether a directory is a group of zarr."""
+    return (path / _DOCUMENT).is_file()
+
+
+async def write_zarr(tensors: Sequence[ExportedArray], target: Path, at_once: int) -> int:
+    """Write tensors to a directory; durable on return.
+
+    Returns:
+        How many bytes of arrays were written.
+
+    Raises:
+        InvalidArgumentError: A key cannot be the name of a directory.
+    """
+    for tensor in tensors:
+        wrong = next((k for k in tensor.keys if k in _RESERVED or "/" in k or "\0" in k), None)
+        if wrong is not None:
+            raise InvalidArgumentError(
+                f"{tensor.path!r:.200}: {wrong!r:.80} cannot be the name of a group or an array"
+            )
+    folders = await run_in_thread(_make_groups, tensors, target)
+    await write_pieces(_pieces(tensors, target), at_once)
+    await run_in_thread(_sync, folders)
+    return sum(tensor.spec.nbytes for tensor in tensors)
+
+
+def _make_groups(tensors: Sequence[ExportedArray], target: Path) -> list[Path]:
+    group = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
+    # Documents are too small to need it.
+    scratch = np.empty(0, np.uint8)
+    groups = {tensor.keys[:end] for tensor in tensors for end in range(len(tensor.keys))}
+    for keys in sorted(groups, key=len):
+        path = target.joinpath(*keys)
+        path.mkdir(parents=True, exist_ok=True)
+        _write_file(path / _DOCUMENT, np.frombuffer(group, np.uint8), scratch)
+    found = [target.joinpath(*keys) for keys in groups]
+    for tensor in tensors:
+        spec, path = tensor.spec, target.joinpath(*tensor.keys)
+        path.mkdir(exist_ok=True)
+        document = zarr_metadata_bytes(spec.shape, _chunk_of(spec), spec.dtype or "")
+        _write_file(path / _DOCUMENT, np.frombuffer(document, np.uint8), scratch)
+        found.append(path)
+    return found
+
+
+def _chunk_of(spec: LeafSpec) -> tuple[int, ...]:
+    itemsize = DTYPES[spec.dtype or ""].itemsize
+    return spec.chunk or choose_chunk(spec.shape, spec.shape, itemsize, _CHUNK_BYTES)
+
+
+def _pieces(tensors: Sequence[ExportedArray], target: Path) -> Iterator[Callable[[Bytes], None]]:
+    for tensor in tensors:
+        spec = tensor.spec
+        if 0 in spec.shape:
+            continue
+        chunk = _chunk_of(spec)
+        for place in itertools.product(*map(range, chunk_grid(spec.shape, chunk))):
+            path = target.joinpath(*tensor.keys, chunk_key(place))
+            yield partial(_write_chunk, tensor, chunk, place, path)
+
+
+def _write_chunk(
+    tensor: ExportedArray,
+    chunk: tuple[int, ...],
+    place: tuple[int, ...],
+    path: Path,
+    scratch: Bytes,
+) -> None:
+    data: np.ndarray[Any, Any] = tensor.leaf.read(chunk_region(place, chunk, tensor.spec.shape))
+    if data.shape != chunk:
+        # Chunks at the edge are as large as all others.
+        padded = np.zeros(chunk, data.dtype)
+        padded[tuple(slice(n) for n in data.shape)] = data
+        data = padded
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write_file(path, np.ascontiguousarray(data).reshape(-1).view(np.uint8), scratch)
+
+
+def _write_file(path: Path, data: Bytes, scratch: Bytes) -> None:
+    made = LargeFile(path, len(data))
+    try:
+        made.write(data, 0, scratch)
+        made.sync()
+    finally:
+        made.close()
+
+
+def _sync(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        for place, _, _ in os.walk(folder):
+            fsync_directory(Path(place))

@@ -1,0 +1,493 @@
+"""Conversions: between checkpoints, safetensors and zarr, within a budget, and verified."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import safetensors
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+import ckpt
+import ckpt.sync
+from ckpt import errors
+from ckpt._conversion.file_writes import LargeFile, runs_of, write_region
+from ckpt._format.regions import Region
+from ckpt.exports import Safetensors, Zarr
+from ckpt.testing.compare import differences
+from tests.support.real_jobs import run_processes
+from tests.support.trees import sharded
+
+MIB = 1 << 20
+Point = namedtuple("Point", ["x", "y"])
+
+
+def params() -> dict[str, Any]:
+    """Arrays alone, of many dtypes, some of several chunks, some sharded."""
+    return {
+        "w": jnp.arange(3000 * 701, dtype=jnp.float32).reshape(3000, 701),
+        "s": sharded(np.arange(64.0 * 1024, dtype=np.float32).reshape(64, 1024), "data", "model"),
+        "b": jnp.full(7, 2.5, jnp.bfloat16),
+        "none": jnp.zeros((0, 3), jnp.int8),
+        "scalar": jnp.float16(3),
+        "host": np.arange(5),
+        "mask": jnp.array([True, False]),
+    }
+
+
+def state() -> dict[str, Any]:
+    """Everything that a step can hold."""
+    found: dict[str, Any] = {
+        "params": params(),
+        "key": jax.random.key(3),
+        "count": 3,
+        "rate": 0.1,
+        "name": "run",
+        "blob": b"\x00\xff",
+        "pair": (1, [np.float64(2.5), None]),
+        "empty": {},
+        "fn": jnp.tanh,
+    }
+    found["tied"] = found["params"]["w"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ours") / "x"
+    ckpt.sync.save(path, state(), metrics={"loss": 0.5, "bad": float("nan")}, metadata={"a": [1]})
+    return path
+
+
+def same(path: Path, other: Path, **options: Any) -> None:
+    first, second = (ckpt.sync.load(each, **options) for each in (path, other))
+    assert differences(first, second) == []
+
+
+def test_a_checkpoint_becomes_an_equal_one(ours: Path, tmp_path: Path) -> None:
+    done = ckpt.sync.convert(ours, tmp_path / "copy")
+    assert (done.format, done.path) == ("ckpt", str(tmp_path / "copy"))
+    same(ours, tmp_path / "copy", like=state())
+    assert ckpt.sync.verify(tmp_path / "copy").ok
+    old, new = (ckpt.sync.metadata(path) for path in (ours, tmp_path / "copy"))
+    assert done.nbytes == new.info.nbytes == old.info.nbytes
+    assert str(new.info.metrics) == str(old.info.metrics)
+    assert new.info.metadata == old.info.metadata
+    for leaf, info in old.leaves["default"].items():
+        found = new.leaves["default"][leaf]
+        if hasattr(info, "saved_sharding"):
+            assert (found.kind, found.shape, found.dtype) == (info.kind, info.shape, info.dtype)
+            assert (found.weak_type, found.same_as) == (info.weak_type, info.same_as)
+            assert found.saved_sharding == info.saved_sharding, leaf
+
+
+def test_items_of_all_handlers_are_kept(tmp_path: Path) -> None:
+    items: dict[str, Any] = {
+        "model": params(),
+        "config": {"lr": 0.1},
+        "text": "notes",
+        "data": b"\x00\x01",
+        "generator": np.random.default_rng(5),
+    }
+    handlers = {"config": ckpt.handlers.JsonHandler()}
+    with ckpt.sync.CheckpointManager(tmp_path / "run", handlers=handlers) as mgr:
+        mgr.save(7, items=items, metrics={"train": {"loss": 1.5}})
+    ckpt.sync.convert(tmp_path / "run" / "7", tmp_path / "other", step=8)
+    with ckpt.sync.CheckpointManager(tmp_path / "other", handlers=handlers) as mgr:
+        assert mgr.all_steps() == [8]
+        found = mgr.restore(8)
+        assert mgr.metadata(8).info.metrics == {"train/loss": 1.5}
+        assert mgr.verify(8).ok
+    assert found["generator"].random() == items["generator"].random()
+    assert found["config"] == {"lr": 0.1}
+    assert (found["text"], found["data"]) == ("notes", b"\x00\x01")
+    assert differences(params(), found["model"]) == []
+
+
+def test_classes_are_kept_that_this_process_does_not_have(tmp_path: Path) -> None:
+    ckpt.sync.save(tmp_path / "x", {"at": Point(jnp.ones(2), 3)})
+    told = run_processes(1, "convert_steps.py", tmp_path / "x", tmp_path / "y")
+    assert told[0].value == {"unknown": True}
+    same(tmp_path / "x", tmp_path / "y")
+    assert isinstance(ckpt.sync.load(tmp_path / "y")["at"], Point)
+
+
+def test_it_can_be_compressed_on_the_way(tmp_path: Path) -> None:
+    ckpt.sync.save(tmp_path / "x", {"w": jnp.zeros((2048, 1024))})
+    zstd = {"**": ckpt.ArrayFormat(compression=ckpt.Zstd())}
+    ckpt.sync.convert(tmp_path / "x", tmp_path / "y", formats=zstd)
+    size = sum(each.stat().st_size for each in (tmp_path / "y").rglob("*") if each.is_file())
+    assert size < MIB
+    same(tmp_path / "x", tmp_path / "y")
+    # And what is compressed is decoded.
+    ckpt.sync.convert(tmp_path / "y", tmp_path / "z")
+    same(tmp_path / "x", tmp_path / "z")
+
+
+def of_orbax(path: Path) -> Path:
+    with ocp.CheckpointManager(path / "orbax") as manager:
+        # Orbax cannot save arrays without elements.
+        full = {name: each for name, each in params().items() if each.size}
+        manager.save(7, args=ocp.args.StandardSave(full))
+        manager.wait_until_finished()
+    return path / "orbax" / "7"
+
+
+def of_safetensors(path: Path) -> Path:
+    arrays = {"a.w": np.arange(300_000, dtype=np.float32).reshape(300, 1000), "b": np.ones(3, "i4")}
+    save_file(arrays, path / "m.safetensors")
+    return path / "m.safetensors"
+
+
+def of_a_virtual_step(path: Path) -> Path:
+    ckpt.sync.adopt(of_safetensors(path), path / "adopted")
+    return path / "adopted"
+
+
+@pytest.mark.parametrize("make", [of_orbax, of_safetensors, of_a_virtual_step])
+def test_what_others_wrote_becomes_a_checkpoint_that_orbax_reads(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    source = make(tmp_path)
+    ckpt.sync.convert(source, tmp_path / "ours")
+    same(source, tmp_path / "ours")
+    assert ckpt.sync.verify(tmp_path / "ours").ok
+    found = ocp.StandardCheckpointer().restore(tmp_path / "ours" / "default")
+    expected = ckpt.sync.load(source)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(expected):
+        other = dict(jax.tree_util.tree_leaves_with_path(found))[path]
+        assert np.asarray(other).tobytes() == np.asarray(leaf).tobytes()
+
+
+def assert_tensors(found: dict[str, Any], top: str = "") -> None:
+    expected = params()
+    assert found.keys() == {f"{top}{name}" for name in expected}
+    for name, each in expected.items():
+        other = found[f"{top}{name}"]
+        assert (other.dtype, other.shape) == (each.dtype, each.shape), name
+        assert other.tobytes() == np.asarray(each).tobytes(), name
+
+
+def test_a_branch_becomes_safetensors_that_the_package_reads(ours: Path, tmp_path: Path) -> None:
+    done = ckpt.sync.convert(ours, tmp_path / "m.safetensors", format="safetensors", at="params")
+    assert done.arrays == len(params())
+    assert_tensors(load_file(tmp_path / "m.safetensors"))
+    with safetensors.safe_open(tmp_path / "m.safetensors", "np") as opened:
+        assert opened.metadata() == {"format": "pt"}
+    assert list(tmp_path.iterdir()) == [tmp_path / "m.safetensors"]
+
+
+def test_narrow_floats_become_safetensors(tmp_path: Path) -> None:
+    """The numpy reader of the package has no names for them."""
+    narrow = {"a": jnp.arange(3, dtype=jnp.float8_e4m3fn), "b": jnp.ones(2, jnp.float8_e5m2)}
+    ckpt.sync.save(tmp_path / "x", narrow)
+    ckpt.sync.convert(tmp_path / "x", tmp_path / "m.safetensors", format="safetensors")
+    same(tmp_path / "x", tmp_path / "m.safetensors")
+    with safetensors.safe_open(tmp_path / "m.safetensors", "np") as opened:
+        assert set(opened.keys()) == {"a", "b"}
+
+
+def test_safetensors_in_several_files_with_names_and_texts(ours: Path, tmp_path: Path) -> None:
+    options = Safetensors(lambda path: f"model.{path}", {"license": "none"}, file_bytes=MIB)
+    ckpt.sync.convert(ours, tmp_path / "m", format=options, at="params")
+    index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [
+        f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))
+    ]
+    assert len(files) > 1
+    found: dict[str, Any] = {}
+    for file in files:
+        here = load_file(tmp_path / "m" / file)
+        assert all(index["weight_map"][name] == file for name in here)
+        found |= here
+        with safetensors.safe_open(tmp_path / "m" / file, "np") as opened:
+            assert opened.metadata() == {"license": "none"}
+    assert_tensors(found, "model.")
+    assert index["metadata"]["total_size"] == sum(each.nbytes for each in found.values())
+    # And this library reads them as one model.
+    assert (
+        differences(
+            ckpt.sync.load(tmp_path / "m", at="model.w"), ckpt.sync.load(ours, at="params.w")
+        )
+        == []
+    )
+
+
+def test_a_branch_becomes_zarr_that_zarr_opens(ours: Path, tmp_path: Path) -> None:
+    plain = params()
+    # What zarr itself has no name for.
+    del plain["b"]
+    ckpt.sync.save(tmp_path / "plain", {"net": plain})
+    ckpt.sync.convert(tmp_path / "plain", tmp_path / "z", format="zarr")
+    group = zarr.open_group(tmp_path / "z", mode="r")
+    for name, each in plain.items():
+        found: Any = group[f"net/{name}"]
+        assert (found.dtype, found.shape) == (each.dtype, each.shape)
+        assert np.array_equal(found[...], np.asarray(each)), name
+
+
+def test_zarr_of_dtypes_that_only_tensorstore_knows(ours: Path, tmp_path: Path) -> None:
+    import tensorstore as ts
+
+    ckpt.sync.convert(ours, tmp_path / "z", format=Zarr(), at="params")
+    for name in ("b", "w", "s"):
+        spec = {"driver": "zarr3", "kvstore": f"file://{tmp_path}/z/{name}/"}
+        found = ts.open(spec, read=True).result().read().result()
+        assert found.tobytes() == np.asarray(params()[name]).tobytes()
+
+
+def test_leaves_that_a_format_cannot_hold_are_all_named(ours: Path, tmp_path: Path) -> None:
+    with pytest.raises(errors.UnsupportedLeafError) as told:
+        ckpt.sync.convert(ours, tmp_path / "m.safetensors", format="safetensors")
+    for part in ("key: it is a PRNG key", "count: it is a Python int", "name: it is a Python str"):
+        assert part in str(told.value)
+    assert "at='params'" in str(told.value)
+    ckpt.sync.save(tmp_path / "c", {"z": np.ones(2, np.complex128), "i": jnp.ones(2, jnp.int4)})
+    with pytest.raises(errors.UnsupportedLeafError, match="no complex128; cast it to complex64"):
+        ckpt.sync.convert(tmp_path / "c", tmp_path / "m.safetensors", format="safetensors")
+    assert not (tmp_path / "m.safetensors").exists()
+
+
+def test_functions_are_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ckpt.sync.save(tmp_path / "x", {"w": jnp.ones(2), "fn": jnp.tanh})
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        ckpt.sync.convert(tmp_path / "x", tmp_path / "m.safetensors", format="safetensors")
+    assert "1 functions among the leaves (fn, ...) are left out" in caplog.text
+
+
+def test_what_is_at_the_target_is_replaced_only_if_asked(ours: Path, tmp_path: Path) -> None:
+    target = tmp_path / "m.safetensors"
+    target.write_text("mine")
+    formats: list[Any] = ["safetensors", "zarr", "ckpt"]
+    for format in formats:
+        at = None if format == "ckpt" else "params"
+        with pytest.raises(errors.StepExistsError):
+            ckpt.sync.convert(ours, target, format=format, at=at)
+    assert target.read_text() == "mine"
+    ckpt.sync.convert(ours, target, format="safetensors", at="params", overwrite=True)
+    assert_tensors(load_file(target))
+    mine = tmp_path / "folder"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("mine")
+    for options in (Zarr(), Safetensors(file_bytes=MIB)):
+        with pytest.raises(errors.StepExistsError, match="never replaced"):
+            ckpt.sync.convert(ours, mine, format=options, at="params", overwrite=True)
+    assert (mine / "thesis.tex").read_text() == "mine"
+    for options in (Zarr(), Safetensors(file_bytes=MIB)):
+        for overwrite in (False, True):
+            path = tmp_path / type(options).__name__
+            ckpt.sync.convert(ours, path, format=options, at="params", overwrite=overwrite)
+    assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
+
+
+@pytest.mark.parametrize("format", ["ckpt", "safetensors", "zarr"])
+def test_damage_is_found_on_the_way_and_nothing_is_left(
+    format: Any, ours: Path, tmp_path: Path
+) -> None:
+    ckpt.sync.convert(ours, tmp_path / "x")
+    largest = max(
+        (tmp_path / "x" / "default" / "d").iterdir(), key=lambda each: each.stat().st_size
+    )
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    at = None if format == "ckpt" else "params"
+    with pytest.raises(errors.CorruptCheckpointError, match="not what was saved"):
+        ckpt.sync.convert(tmp_path / "x", tmp_path / "y", format=format, at=at)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["x"]
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "format": ({"format": "pickle"}, "format='pickle': expected"),
+    "format object": ({"format": 3}, "which Orbax reads, too"),
+    "at of a checkpoint": ({"at": "params"}, "written whole"),
+    "step of an export": ({"format": "zarr", "step": 3}, "step= is for format='ckpt' only"),
+    "formats of an export": ({"format": "zarr", "formats": "bfloat16"}, "formats= is for"),
+    "budget": ({"budget_bytes": 5}, "budget_bytes=5"),
+    "branch": ({"format": "zarr", "at": "parms"}, "is it 'params'?"),
+    "overwrite": ({"overwrite": 1}, "overwrite=1"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_arguments_say_what_was_expected(kind: str, ours: Path, tmp_path: Path) -> None:
+    options, text = WRONG[kind]
+    with pytest.raises(errors.InvalidArgumentError) as told:
+        ckpt.sync.convert(ours, tmp_path / "y", **options)
+    assert text.lower() in str(told.value).lower()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_exports_go_to_a_disk(ours: Path) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match="copy the result to the store"):
+        ckpt.sync.convert(ours, "memory://x/m.safetensors", format="safetensors", at="params")
+
+
+def test_two_leaves_with_one_name_are_refused(ours: Path, tmp_path: Path) -> None:
+    options = Safetensors(lambda path: "all")
+    with pytest.raises(errors.InvalidArgumentError, match="would both be the tensor 'all'"):
+        ckpt.sync.convert(ours, tmp_path / "m.safetensors", format=options, at="params")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_checkpoints_in_stores_are_converted(ours: Path, tmp_path: Path) -> None:
+    ckpt.sync.convert(ours, "memory://converted/run/x", overwrite=True)
+    ckpt.sync.convert("memory://converted/run/x", tmp_path / "back")
+    same(ours, tmp_path / "back", like=state())
+
+
+# Merging.
+
+
+def numbers(scale: float, dtype: Any = jnp.float32) -> dict[str, Any]:
+    return {
+        "w": (jnp.arange(3000 * 700, dtype=jnp.float32).reshape(3000, 700) * scale).astype(dtype),
+        "small": jnp.full(3, scale, dtype),
+        "count": jnp.int32(scale),
+        "key": jax.random.key(int(scale)),
+        "n": int(scale),
+    }
+
+
+def test_a_merge_is_the_weighted_mean(tmp_path: Path) -> None:
+    weights = {1: 0.25, 2: 0.25, 3: 0.5}
+    for scale in weights:
+        ckpt.sync.save(tmp_path / str(scale), numbers(scale))
+    sources = {tmp_path / str(scale): weight for scale, weight in weights.items()}
+    ckpt.sync.convert(sources, tmp_path / "mean")
+    found = ckpt.sync.load(tmp_path / "mean")
+    mean = sum(scale * weight for scale, weight in weights.items())
+    expected = sum(np.float32(w) * np.asarray(numbers(s)["w"]) for s, w in weights.items())
+    np.testing.assert_allclose(found["w"], expected, rtol=1e-6)
+    np.testing.assert_allclose(found["small"], mean)
+    # What is no real number is that of the largest weight.
+    assert (int(found["count"]), found["n"]) == (3, 3)
+    assert (jax.random.key_data(found["key"]) == jax.random.key_data(jax.random.key(3))).all()
+    assert found["w"].dtype == jnp.float32
+    # Merged into safetensors at once, and again, since nothing of the sources was changed.
+    arrays = Safetensors(names=str)
+    ckpt.sync.convert(sources, tmp_path / "w.safetensors", format=arrays, at="w")
+    assert load_file(tmp_path / "w.safetensors")["w"].tobytes() == np.asarray(found["w"]).tobytes()
+
+
+def test_half_precision_is_added_up_in_single_precision(tmp_path: Path) -> None:
+    """1 + 2^-8 is no bfloat16, and three of its halves added one by one would lose it."""
+    values = [1.0, 1.0078125, 1.0, 1.0078125]
+    for number, value in enumerate(values):
+        ckpt.sync.save(tmp_path / str(number), {"w": jnp.full(9, value, jnp.bfloat16)})
+    ckpt.sync.convert({tmp_path / str(n): 0.25 for n in range(4)}, tmp_path / "mean")
+    found = ckpt.sync.load(tmp_path / "mean")["w"]
+    assert found.dtype == jnp.bfloat16
+    expected = np.float32(sum(np.float32(v) * np.float32(0.25) for v in values))
+    assert (np.asarray(found) == expected.astype(ml_dtypes.bfloat16)).all()
+
+
+def test_weights_that_do_not_add_up_are_said_and_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for scale in (1, 2):
+        ckpt.sync.save(tmp_path / str(scale), {"w": jnp.full(3, float(scale))})
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        ckpt.sync.convert({tmp_path / "1": 1.0, tmp_path / "2": 1.0}, tmp_path / "sum")
+    assert "add up to 2, and not to 1" in caplog.text
+    assert ckpt.sync.load(tmp_path / "sum")["w"].tolist() == [3.0] * 3
+
+
+def test_trees_that_do_not_match_are_listed_leaf_by_leaf(tmp_path: Path) -> None:
+    ckpt.sync.save(tmp_path / "a", {"w": jnp.ones(3), "b": jnp.ones(2), "only": jnp.ones(1)})
+    ckpt.sync.save(tmp_path / "b", {"w": jnp.ones(4), "b": jnp.ones(2, jnp.bfloat16), "n": 1})
+    with pytest.raises(errors.TargetMismatchError) as told:
+        ckpt.sync.convert({tmp_path / "a": 0.5, tmp_path / "b": 0.5}, tmp_path / "mean")
+    for part in (
+        "4 leaves differ",
+        "default.w: float32[3] in",
+        "float32[4] in",
+        "default.n: nothing",
+    ):
+        assert part in str(told.value)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("weights", [{}, {"x": "half"}, {"x": float("nan")}])
+def test_weights_are_numbers(weights: Any, tmp_path: Path) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match="source"):
+        ckpt.sync.convert(weights, tmp_path / "y")
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("format", ["ckpt", "safetensors", "zarr", "merge"])
+def test_memory_stays_within_the_budget(format: str, tmp_path: Path) -> None:
+    """Of 512 MiB of arrays, with a budget of 128."""
+    told = run_processes(1, "convert_within_budget.py", tmp_path, format)
+    value = told[0].value
+    assert value["same"]
+    assert value["grown"] < 128 * MIB + 48 * MIB, value
+
+
+# Pure parts.
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_region_is_written_to_its_places(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=4)))
+    corner = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    inside = tuple(data.draw(st.integers(1, n - at)) for n, at in zip(shape, corner, strict=True))
+    region = Region(corner, inside)
+    whole = np.arange(int(np.prod(shape)), dtype=np.int32).reshape(shape)
+    target = np.full(whole.size, -1, np.int32)
+    index: tuple[Any, ...] = (*region.slices, ...)
+    source = whole[index].reshape(-1)
+    done = 0
+    for offset, count in runs_of(shape, region):
+        target[offset : offset + count] = source[done : done + count]
+        done += count
+    expected = np.full(shape, -1, np.int32)
+    expected[index] = whole[index]
+    assert done == source.size
+    assert target.tolist() == expected.reshape(-1).tolist()
+
+
+@given(offset=st.integers(0, 9000), extra=st.integers(0, 9000))
+@settings(max_examples=30, deadline=None)
+def test_bytes_that_begin_anywhere_are_written_there(
+    offset: int, extra: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Past the page cache in the middle, and through it at both ends."""
+    data = np.random.default_rng(offset).integers(0, 256, 2 * MIB + extra, np.uint8)
+    path = tmp_path_factory.mktemp("large") / "file"
+    file = LargeFile(path, offset + len(data))
+    scratch = np.frombuffer(bytearray(MIB + 8192), np.uint8)
+    scratch = scratch[-scratch.ctypes.data % 4096 :][:MIB]
+    write_region(file, offset, data.shape, Region((0,), data.shape), data, scratch)
+    file.sync()
+    file.close()
+    assert path.read_bytes() == bytes(offset) + data.tobytes()
+
+
+def test_it_can_be_awaited(ours: Path, tmp_path: Path) -> None:
+    async def convert() -> Any:
+        return await ckpt.convert(ours, tmp_path / "x")
+
+    done = asyncio.run(convert())
+    assert "ckpt" in repr(done)
+    assert done.seconds > 0
