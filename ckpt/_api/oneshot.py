@@ -192,8 +192,9 @@ async def load(
     In a job of several processes, each loads what its own devices need, without waiting for others.
 
     Args:
-        path: The directory, URL or store of the checkpoint; also one that Orbax wrote, and models
-            in safetensors (a file, or a directory).
+        path: The directory, URL or store of the checkpoint; also one that Orbax wrote; a model
+            in safetensors (a file, or a directory); and files `*.npz`, `*.npy` and `*.msgpack` of
+            numpy and Flax.
         like: The target: a tree whose leaves have the dtypes and shardings to return, such as a
             state. None restores everything as it was saved.
         items: Load these items only: their names, or a mapping of names to targets.

@@ -216,7 +216,7 @@ async def open_array(path: PathLike, leaf: str, *, item: str | None = None) -> S
     """Open one array of a checkpoint, to read parts of it.
 
     The manifest is read, and no array bytes. It works on what `ckpt.load` reads: checkpoints of
-    this library and of Orbax, and safetensors, on disks and in stores.
+    this library and of Orbax, safetensors, and files of numpy and Flax, on disks and in stores.
 
     Args:
         path: The directory, URL or store of the checkpoint.

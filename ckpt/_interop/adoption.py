@@ -15,7 +15,7 @@ from ckpt._format.manifest import FileEntry, ItemEntry
 from ckpt._format.source_files import SourceFile
 from ckpt._interop.foreign import ForeignCheckpoint
 from ckpt._runtime.threads import run_in_thread
-from ckpt.errors import CorruptCheckpointError, located
+from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, located
 
 _CONCURRENT_LOOKS = 16
 
@@ -44,6 +44,7 @@ async def adopted(found: ForeignCheckpoint) -> Adopted:
 
     Raises:
         CorruptCheckpointError: A file of it is missing.
+        UnsupportedFormatError: The bytes of an array have to be unpacked when they are read.
         StorageError: The store refused.
     """
     items: dict[str, ItemEntry] = {}
@@ -54,6 +55,13 @@ async def adopted(found: ForeignCheckpoint) -> Adopted:
         ends = await run_in_thread(_ends, item)
         own = []
         for path, end in zip(item.data_files, ends, strict=True):
+            if f"{name}/{path}" in found.files.made:
+                raise UnsupportedFormatError(
+                    f"the array in {path!r:.200} is compressed, or in another order of bytes or "
+                    "axes, so that its bytes cannot be used where they are. Convert the file "
+                    "instead: ckpt.convert",
+                    item=name,
+                )
             data = found.files.kept.get(f"{name}/{path}")
             place = None if data is not None else found.files.place_of(f"{name}/{path}")
             # As all data files: a name that is a digest.

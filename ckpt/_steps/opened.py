@@ -75,7 +75,7 @@ def _virtual(storage: Storage, opened: OpenedStep) -> StepFiles | None:
 
 
 async def open_step(storage: Storage, step_dir: str, step: int | None = None) -> OpenedStep | None:
-    """Open a step of this library or of Orbax, or safetensors; return None if there is neither.
+    """Open a step of this library or of Orbax, or a file of another; return None without any.
 
     Args:
         storage: The root.
@@ -92,11 +92,12 @@ async def open_step(storage: Storage, step_dir: str, step: int | None = None) ->
     except (NotACheckpointError, StepNotFoundError):
         # Only here, since most programs never need them.
         from ckpt._interop.orbax.step import open_orbax
-        from ckpt._interop.safetensors.checkpoint import open_safetensors
 
         with located(step=step):
             found = await open_orbax(storage, step_dir, step)
-        # A step of a root is never one of safetensors.
+        # A step of a root is never a file of another library.
         if found is None and step is None:
-            found = await open_safetensors(storage, step_dir)
+            from ckpt._interop.files import open_file
+
+            found = await open_file(storage, step_dir)
         return None if found is None else OpenedStep(step_dir, found.manifest, found.files)

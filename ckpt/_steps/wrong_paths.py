@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from pathlib import PurePath
 
 from ckpt._arguments import shown
@@ -17,9 +16,6 @@ from ckpt.storage._resolve import PathLike, open_root
 _MOST_BYTES = 16 << 20
 # What reads files of other formats.
 _READERS = {
-    ".npz": "numpy.load",
-    ".npy": "numpy.load",
-    ".msgpack": "flax.serialization.from_bytes",
     ".pkl": "pickle.load",
     ".pt": "torch.load",
     ".pth": "torch.load",
@@ -40,17 +36,20 @@ async def explained(path: PathLike, error: NotACheckpointError) -> NotACheckpoin
 async def _found_at(path: PathLike) -> str | None:
     root = open_root(path, create=False)
     where = redact(root.location)
+    # Only here, since most programs never need it.
+    from ckpt._interop.files import is_read
+
+    name = PurePath(where).name
     try:
         names = await root.step_dirs()
     except StorageError as error:
         if error.errno == errno.ENOENT:
-            return f"there is no directory {where}"
+            return f"there is no {'file' if is_read(name) else 'directory'} {where}"
         if error.errno != errno.ENOTDIR:
             raise
-        suffix = PurePath(os.fspath(where)).suffix
-        if suffix == ".safetensors":
+        if is_read(name):
             return f"{where} has no digests to verify; ckpt.load and ckpt.metadata read it"
-        reader = _READERS.get(suffix)
+        reader = _READERS.get(PurePath(name).suffix)
         advice = f": read it with {reader}" if reader else ""
         return f"{where} is a file; a checkpoint of this library is a directory{advice}"
     steps = sorted(step for name in names if (step := _STANDARD.step(name)) is not None)

@@ -90,6 +90,26 @@ class MapsFiles(Protocol):
         """
 
 
+@runtime_checkable
+class ReadsTails(Protocol):
+    """A storage that reads the end of a file, without being told how long the file is."""
+
+    async def read_tail(self, step_dir: str, path: str, most: int) -> tuple[bytes, int] | None:
+        """Return the last bytes of a step directory's file, and its size; None if there is none.
+
+        With an empty `step_dir`, it is a file of the root itself. In stores that do not tell the
+        size of a file, it is `UNKNOWN_SIZE`.
+
+        Args:
+            step_dir: The step directory.
+            path: The file in it.
+            most: How many bytes; of a shorter file, all of them.
+
+        Raises:
+            CorruptCheckpointError: It is not a regular file.
+        """
+
+
 class Storage(Protocol):
     """A root that holds step directories. All methods raise `StorageError` if the store fails."""
 

@@ -124,7 +124,8 @@ async def _fate_of(storage: Storage, step_dir: str, manifest: Manifest) -> str |
     """Return what happened to the checkpoint of `manifest`; None if it is still there."""
     try:
         if manifest.format != OWN_FORMAT:
-            return None if await storage.exists(step_dir) else "deleted"
+            is_there = await storage.exists(step_dir) or await _is_file(storage, step_dir)
+            return None if is_there else "deleted"
         data = await storage.read(step_dir, FILE_NAME, MAX_BYTES)
         if data is None:
             return "deleted"
@@ -133,3 +134,12 @@ async def _fate_of(storage: Storage, step_dir: str, manifest: Manifest) -> str |
         # A manifest that cannot be read, or is damaged, was not deleted.
         return None
     return None if found.attempt == manifest.attempt else "replaced"
+
+
+async def _is_file(storage: Storage, name: str) -> bool:
+    """Tell whether a checkpoint of another library that is a single file is still there."""
+    try:
+        await storage.read_block("", name, 0, memoryview(bytearray(1)))
+    except CorruptCheckpointError:
+        return False
+    return True

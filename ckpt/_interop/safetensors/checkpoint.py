@@ -13,21 +13,21 @@ import anyio
 
 from ckpt._engine.restore.step_files import FilePlace
 from ckpt._format.digests import digest
-from ckpt._format.leaf_table import UNCHECKED, LeafEntry, LeafTable
-from ckpt._format.manifest import ItemEntry, Manifest
-from ckpt._interop.foreign import ForeignCheckpoint, ForeignFiles
+from ckpt._format.leaf_table import LeafTable
+from ckpt._format.manifest import ItemEntry
+from ckpt._interop.foreign import ITEM, ForeignCheckpoint, ForeignFiles, manifest_of, structure_of
+from ckpt._interop.nested_names import nested
+from ckpt._interop.runs_of_bytes import leaf_of_run
 from ckpt._interop.safetensors.header import (
     LENGTH_BYTES,
     Header,
     Tensor,
     header_length,
-    nested,
     parse_header,
     parse_index,
 )
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
-from ckpt._tree.flatten import describe
 from ckpt.errors import CorruptCheckpointError, StorageError, UnsupportedFormatError, located
 from ckpt.storage._base import Storage
 from ckpt.storage._resolve import followed
@@ -39,11 +39,6 @@ FORMAT = "safetensors"
 SUFFIX = ".safetensors"
 _INDEX = f"{SUFFIX}.index.json"
 _MOST_INDEX_BYTES = 256 << 20
-_ITEM = "default"
-# Tensors are read in blocks of rows, so that a process reads little more than the rows that its
-# devices need: at most a sixteenth of a tensor, or a MiB, at either end. Larger blocks than 8 MiB
-# are no faster.
-_BLOCKS, _LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 16, 1 << 20, 8 << 20
 _CONCURRENT_READS = 16
 # The files; the file of each tensor, if there is an index; where those really are that are links.
 _Files = tuple[list[str], Mapping[str, str] | None, Mapping[str, FilePlace]]
@@ -82,7 +77,7 @@ async def open_safetensors(storage: Storage, name: str) -> ForeignCheckpoint | N
             return None
     files, listed, links = found
     where = f"{storage.location}/{folder}".rstrip("/")
-    opened = ForeignFiles(storage, folder, {_ITEM: ""}, links=links)
+    opened = ForeignFiles(storage, folder, {ITEM: ""}, links=links)
     headers: dict[str, Header] = {}
     slots = anyio.Semaphore(_CONCURRENT_READS)
 
@@ -96,20 +91,7 @@ async def open_safetensors(storage: Storage, name: str) -> ForeignCheckpoint | N
                 tasks.start_soon(read, file)
     make = partial(_item, files, headers, listed, where)
     item, metadata = await run_in_thread(make)
-    manifest = Manifest(
-        format=FORMAT,
-        version=1,
-        step=None,
-        attempt=_identity(headers),
-        unnamed=True,
-        items={_ITEM: item},
-        created_ns=0,
-        committed_ns=0,
-        writer={},
-        process_count=1,
-        files={},
-        metadata=dict(metadata) or None,
-    )
+    manifest = manifest_of(FORMAT, item, _identity(headers), metadata or None)
     return ForeignCheckpoint(manifest, opened)
 
 
@@ -167,7 +149,7 @@ def _links(
 ) -> dict[str, FilePlace]:
     """Return where those files really are that are links, as in caches of models."""
     return {
-        f"{_ITEM}/{file}": FilePlace(*followed(storage, folder, file))
+        f"{ITEM}/{file}": FilePlace(*followed(storage, folder, file))
         for file in files
         if sizes[file] is None
     }
@@ -199,7 +181,7 @@ async def _refuse_cut(files: ForeignFiles, file: str, end: int) -> None:
 
 async def _bytes(files: ForeignFiles, file: str, offset: int, length: int) -> bytes:
     target = bytearray(length)
-    await files.read_block(f"{_ITEM}/{file}", offset, memoryview(target))
+    await files.read_block(f"{ITEM}/{file}", offset, memoryview(target))
     return bytes(target)
 
 
@@ -229,38 +211,16 @@ def _item(
             redact(where),
         )
         tree = leaves
-    structure = describe(tree)
+    structure = structure_of(tree, where)
     entries = [
-        _entry(name, leaf) for name, leaf in zip(structure.names, structure.leaves, strict=True)
+        leaf_of_run(
+            name, "jax", leaf.tensor.dtype, leaf.tensor.shape, leaf.file, leaf.tensor.offset
+        )
+        for name, leaf in zip(structure.names, structure.leaves, strict=True)
     ]
     nbytes = sum(leaf.tensor.nbytes for leaf in leaves.values())
     table = LeafTable.of(entries)
     return ItemEntry("pytree", list(structure.nodes), table, [], files, nbytes), metadata
-
-
-def _entry(name: str, leaf: _StoredTensor) -> LeafEntry:
-    """Return a tensor as a leaf whose chunks are blocks of its rows."""
-    tensor = leaf.tensor
-    chunks, count, step = tensor.shape, 1, 0
-    if tensor.shape and tensor.nbytes:
-        row = tensor.nbytes // tensor.shape[0]
-        block = min(max(tensor.nbytes // _BLOCKS, _LEAST_BLOCK_BYTES), _MOST_BLOCK_BYTES)
-        rows = min(max(block // row, 1), tensor.shape[0])
-        chunks, step = (rows, *tensor.shape[1:]), rows * row
-        count = -(-tensor.shape[0] // rows)
-    elif not tensor.nbytes and tensor.shape:
-        chunks, count = tuple(max(n, 1) for n in tensor.shape), 0
-    return LeafEntry(
-        name,
-        "jax",
-        tensor.dtype,
-        tensor.shape,
-        chunks,
-        (UNCHECKED,) * count,
-        tuple(tensor.offset + number * step for number in range(count)),
-        (leaf.file,) * count,
-        committed=False,
-    )
 
 
 def _identity(headers: Mapping[str, Header]) -> str:

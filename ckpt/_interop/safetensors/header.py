@@ -185,24 +185,3 @@ def parse_index(data: bytes) -> Mapping[str, str]:
             f"it is damaged: it names {wrong!r:.120}, which cannot be a file beside it"
         )
     return found
-
-
-def nested(names: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return a tree of what has names with dots; None if one name is part of another.
-
-    `{"a.b": 1, "a.c": 2}` becomes `{"a": {"b": 1, "c": 2}}`.
-    """
-    tree: dict[str, Any] = {}
-    inner: set[str] = set()
-    for name in names:
-        keys = name.split(".")
-        inner.update(".".join(keys[:end]) for end in range(1, len(keys)))
-    if inner & names.keys():
-        return None
-    for name, value in names.items():
-        *keys, last = name.split(".")
-        node = tree
-        for key in keys:
-            node = node.setdefault(key, {})
-        node[last] = value
-    return tree

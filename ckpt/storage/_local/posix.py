@@ -217,6 +217,30 @@ def read_head(top: Path, path: str, limit: int, most: int) -> tuple[bytes, int] 
         os.close(fd)
 
 
+def read_tail(top: Path, path: str, most: int) -> tuple[bytes, int] | None:
+    """Return the end of a regular file below `top` and its size; None if there is none.
+
+    Args:
+        top: The directory.
+        path: The file, relative to it.
+        most: How many bytes are read at most.
+
+    Raises:
+        ValueError: It is not a regular file, or was cut meanwhile; see `open_regular`.
+    """
+    try:
+        fd, size = open_regular(top, path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        data = os.pread(fd, most, max(size - most, 0))
+    finally:
+        os.close(fd)
+    if len(data) != min(size, most):
+        raise ValueError("it was cut short while it was read")
+    return data, size
+
+
 def link_file(fd: int, source: Path, target: Path) -> None:
     """Give a regular file a second name; copy it, durably, if the file system has no links.
 

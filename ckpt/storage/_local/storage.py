@@ -173,6 +173,15 @@ class LocalStorage:
             except ValueError as error:
                 raise CorruptCheckpointError(f"{target}: {error}") from error
 
+    async def read_tail(self, step_dir: str, path: str, most: int) -> tuple[bytes, int] | None:
+        relative = _below(step_dir, path)
+        target = self._root / relative
+        with translated("read", target):
+            try:
+                return await self._in_thread(posix.read_tail, self._root, relative, most)
+            except ValueError as error:
+                raise CorruptCheckpointError(f"{target}: {error}") from error
+
     async def stamps(self, step_dirs: Sequence[str], path: str) -> list[Hashable | None]:
         top = str(self._root)
 

@@ -124,6 +124,16 @@ class ObjectClient:
                 return StoredObject(b"", b"")
             raise
 
+    async def tail(self, key: str, most: int) -> StoredObject | None:
+        """Return the last bytes of an object, or None if it does not exist."""
+        try:
+            return await self._read("read", key, slice(-most, None), likely_bytes=most)
+        except RequestFailed as error:
+            # It is shorter.
+            if error.status != "OUT_OF_RANGE":
+                raise
+        return await self.get(key)
+
     async def fill(self, key: str, start: int, target: memoryview) -> bool:
         """Fill `target` with the bytes of an object from `start` on; False if it has fewer.
 
@@ -153,7 +163,7 @@ class ObjectClient:
         seconds: float | None = None,
         likely_bytes: int = 0,
     ) -> StoredObject | None:
-        nbytes = likely_bytes if part is None else part.stop - part.start
+        nbytes = likely_bytes if part is None or part.stop is None else part.stop - part.start
         result = await self._request(
             what,
             key,

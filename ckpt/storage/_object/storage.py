@@ -153,6 +153,12 @@ class ObjectStorage:
             )
         return found.data
 
+    async def read_tail(self, step_dir: str, path: str, most: int) -> tuple[bytes, int] | None:
+        found = await self._keys.tail(self._key(step_dir, path), most)
+        if found is None:
+            return None
+        return found.data, UNKNOWN_SIZE if len(found.data) == most else len(found.data)
+
     async def stamps(self, step_dirs: Sequence[str], path: str) -> list[Hashable | None]:
         found: dict[str, Hashable | None] = {}
 

@@ -39,7 +39,7 @@ def a_root(path: Path) -> Path:
 
 
 def a_file(path: Path) -> Path:
-    file = path / "model.npz"
+    file = path / "model.pt"
     file.write_bytes(b"")
     return file
 
@@ -59,7 +59,7 @@ def an_empty_folder(path: Path) -> Path:
     [
         (nothing, "there is no directory .*nothing"),
         (a_root, "is a root with the steps 1, 2, 3, .*/run/3'"),
-        (a_file, r"is a file; .*numpy\.load"),
+        (a_file, r"is a file; .*torch\.load"),
         (an_empty_folder, r"there is no ckpt\.json in it"),
     ],
 )

@@ -1,0 +1,53 @@
+"""Leaves whose values are in a file of msgpack, as entries of a manifest. Pure."""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import Any
+
+from ckpt._format.dtypes import DTYPES
+from ckpt._format.leaf_table import LeafEntry
+from ckpt._interop.flax.packed_tree import PackedArray
+from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+
+
+def value_entry(name: str, leaf: Any) -> LeafEntry:
+    """Return the leaf that stands for a number or a text of the file.
+
+    Raises:
+        CorruptCheckpointError: It is no value of a leaf.
+    """
+    if isinstance(leaf, bool | str):
+        return LeafEntry(name, type(leaf).__name__, value=leaf)
+    if isinstance(leaf, int | float | complex):
+        return LeafEntry(name, type(leaf).__name__, value=repr(leaf))
+    if isinstance(leaf, bytes):
+        return LeafEntry(name, "bytes", value=base64.b64encode(leaf).decode())
+    raise CorruptCheckpointError(f"it is {leaf!r:.60}, which is no value")
+
+
+def check_packed(leaf: PackedArray, writer: str) -> int:
+    """Return how many bytes an array of the file has.
+
+    Args:
+        leaf: The array.
+        writer: The library that wrote it, and reads what is not read here.
+
+    Raises:
+        CorruptCheckpointError: It contradicts itself.
+        UnsupportedFormatError: It has a dtype that is not read.
+    """
+    if leaf.dtype not in DTYPES:
+        raise UnsupportedFormatError(
+            f"it has the dtype {leaf.dtype!r:.40}, which is not read here: load it with {writer}"
+        )
+    nbytes = math.prod(leaf.shape) * DTYPES[leaf.dtype].itemsize
+    if nbytes != sum(length for _, length in leaf.pieces):
+        raise CorruptCheckpointError(f"it has not the {nbytes} bytes that it should have")
+    return nbytes
+
+
+def is_number(leaf: PackedArray) -> bool:
+    """Tell whether this is a number with a dtype, and not an array without dimensions."""
+    return leaf.kind in ("np.generic", "scalar") and not leaf.shape

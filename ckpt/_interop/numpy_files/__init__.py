@@ -1,0 +1,1 @@
+"""What numpy saved, `*.npz` and `*.npy`, described as a manifest over these files."""
