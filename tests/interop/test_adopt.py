@@ -109,9 +109,8 @@ def of_orbax_items(folder: Path) -> Path:
 
 
 def of_numpy(folder: Path) -> Path:
-    np.savez(
-        folder / "m.npz", **{"a/w": np.arange(3000.0, dtype=np.float32), "b": np.ones(3, "i4")}
-    )
+    arrays: dict[str, Any] = {"a/w": np.arange(3000.0, dtype=np.float32), "b": np.ones(3, "i4")}
+    np.savez(folder / "m.npz", **arrays)
     return folder / "m.npz"
 
 
