@@ -1,4 +1,4 @@
-"""Model surgery: arrays are joined or taken apart while they are restored.
+"""Model surgery: arrays are joined, taken apart or brought to another form while they are restored.
 
 ```python
 adapt = ckpt.Adapt(transforms=[ckpt.surgery.stack("layers.*", to="layers")])
@@ -15,9 +15,11 @@ below, which keep the rest of their path: `stack("layers.*", to="layers")` makes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 from ckpt._arguments import invalid
+from ckpt._plan import virtual_arrays
 from ckpt._plan.adapt import Transform
 from ckpt._plan.targets import stored_text
 from ckpt._plan.virtual_arrays import VirtualArray, concatenated, cut, drop_axis, insert_axis
@@ -26,7 +28,7 @@ from ckpt._tree.patterns import Pattern, compile_pattern, fill_stars, natural_ke
 from ckpt._tree.suggestions import suggestion
 from ckpt.errors import InvalidArgumentError, TargetMismatchError
 
-__all__ = ["concatenate", "split", "stack", "unstack"]
+__all__ = ["concatenate", "repeat", "reshape", "split", "stack", "transpose", "unstack"]
 
 
 def __dir__() -> list[str]:
@@ -207,6 +209,141 @@ def split(
         return _replaced("split", sources, set(matches), made)
 
     return transform
+
+
+def repeat(paths: str, times: int, axis: int = 0) -> Transform:
+    """Return a transform that repeats every slice of arrays along an axis, as `numpy.repeat` does.
+
+    The heads `a, b` become `a, a, b, b` with `times=2`. So the key and value heads of grouped-query
+    attention are copied to as many as there are query heads. What is stored is still read once.
+
+    Args:
+        paths: The arrays, which keep their paths.
+        times: How often each slice is there afterwards.
+        axis: The axis; a negative one counts from the end.
+
+    Example:
+        ```python
+        heads = ckpt.surgery.repeat("layers.key", times=4, axis=1)
+        tree = await ckpt.load("runs/scanned", adapt=ckpt.Adapt(transforms=[heads]))
+        ```
+    """
+    if type(times) is not int or times < 1:
+        raise invalid("times", times, "a whole number, at least 1", of="repeat")
+    _check_places("repeat", [paths], [], axis)
+
+    def made(name: str, source: VirtualArray) -> VirtualArray:
+        place = _axis("repeat", name, axis, len(source.shape))
+        return virtual_arrays.repeat(source, place, times)
+
+    return _of_each("repeat", paths, made)
+
+
+def transpose(paths: str, axes: Sequence[int] | None = None) -> Transform:
+    """Return a transform that brings the axes of arrays to another order, as `numpy.transpose`.
+
+    The weight of a linear layer is `[out, in]` in torch, and a kernel of a JAX model `[in, out]`.
+
+    Args:
+        paths: The arrays, which keep their paths.
+        axes: For every axis of the result, the axis that it was; negative ones count from the end.
+            None reverses their order.
+
+    Example:
+        ```python
+        turned = ckpt.surgery.transpose("layers.*")
+        tree = await ckpt.load("runs/scanned", adapt=ckpt.Adapt(transforms=[turned]))
+        ```
+    """
+    _check_numbers("transpose", "axes", axes, "axes")
+    order = None if axes is None else tuple(axes)
+
+    def made(name: str, source: VirtualArray) -> VirtualArray:
+        rank = len(source.shape)
+        given = range(rank)[::-1] if order is None else order
+        places = [_axis("transpose", name, axis, rank) for axis in given]
+        if sorted(places) != list(range(rank)):
+            raise TargetMismatchError(
+                f"transpose: axes {list(given)} are not each of the {rank} axes of "
+                f"{stored_text(source)} once",
+                leaf=name,
+            )
+        return virtual_arrays.transpose(source, places)
+
+    return _of_each("transpose", paths, made)
+
+
+def reshape(paths: str, shape: Sequence[int]) -> Transform:
+    """Return a transform that brings arrays to another shape, as `numpy.reshape` does in C order.
+
+    So heads that are stored as one axis become two: `[d, h * k]` as `[d, h, k]`.
+
+    It is refused where the rows of one shape end within those of the other so often that an array
+    falls into too many pieces, as `[20001, 20000]` does as `[20000, 20001]`. Such an array is
+    restored as it is stored, and reshaped with jax.
+
+    Args:
+        paths: The arrays, which keep their paths.
+        shape: The shape; one length may be -1, which stands for what is left.
+
+    Example:
+        ```python
+        heads = ckpt.surgery.reshape("layers.query", shape=[2, 4, 2, -1])
+        tree = await ckpt.load("runs/scanned", adapt=ckpt.Adapt(transforms=[heads]))
+        ```
+    """
+    _check_numbers("reshape", "shape", shape, "lengths")
+    wanted = tuple(shape)
+    if min(wanted, default=0) < -1 or wanted.count(-1) > 1:
+        what = "lengths of which one may be -1"
+        raise invalid("shape", shape, what, of="reshape")
+
+    def made(name: str, source: VirtualArray) -> VirtualArray:
+        found = _full_shape(wanted, math.prod(source.shape))
+        if found is None:
+            raise TargetMismatchError(
+                f"reshape: {stored_text(source)} cannot have the shape {list(wanted)}", leaf=name
+            )
+        reshaped = virtual_arrays.reshape(source, found)
+        if reshaped is None:
+            raise TargetMismatchError(
+                f"reshape: {stored_text(source)} falls into more than "
+                f"{virtual_arrays.MOST_SLICES} pieces as {list(found)}, since the rows of one end "
+                "within those of the other. Leave it out here, and reshape it with jax once it is "
+                "restored",
+                leaf=name,
+            )
+        return reshaped
+
+    return _of_each("reshape", paths, made)
+
+
+def _full_shape(shape: tuple[int, ...], size: int) -> tuple[int, ...] | None:
+    """Return a shape with what -1 stands for; None if arrays of a size cannot have it."""
+    known = math.prod(length for length in shape if length != -1)
+    if -1 in shape and known:
+        shape = tuple(size // known if length == -1 else length for length in shape)
+    return shape if -1 not in shape and math.prod(shape) == size else None
+
+
+def _of_each(what: str, paths: str, made: Callable[[str, VirtualArray], VirtualArray]) -> Transform:
+    """Return a transform that makes one array of each, at the same path."""
+    pattern = compile_pattern(paths)
+
+    def transform(sources: Sources) -> Sources:
+        new = dict(sources)
+        for name in _matches(what, pattern, sources):
+            new[name] = made(name, _array(what, name, sources))
+        return new
+
+    return transform
+
+
+def _check_numbers(what: str, name: str, given: object, noun: str) -> None:
+    if name == "axes" and given is None:
+        return
+    if not isinstance(given, Sequence) or not all(type(each) is int for each in given):
+        raise invalid(name, given, f"a list of {noun}", of=what)
 
 
 def _check_list(what: str, name: str, given: object) -> None:

@@ -18,8 +18,8 @@ from ckpt._format.regions import Region, whole
 from ckpt._plan.array_index import region_of_index
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.multihost.per_process import pick
+from ckpt._plan.slices.array_slices import ArraySlice
 from ckpt._plan.targets import ArrayRead, ArrayTarget
-from ckpt._plan.virtual_arrays import ArraySlice
 from ckpt._runtime.loop import call_once, run_once
 from ckpt._settings import Staging
 from ckpt._steps.factory import make_engine

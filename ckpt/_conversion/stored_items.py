@@ -25,8 +25,8 @@ from ckpt._format.regions import Region, whole
 from ckpt._format.shardings import describe_sharding
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.multihost.per_process import ProcessPart
+from ckpt._plan.slices.array_slices import ArraySlice
 from ckpt._plan.targets import ArrayRead, ArrayTarget, default_device
-from ckpt._plan.virtual_arrays import ArraySlice
 from ckpt._tree.flatten import Structure
 from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, LeafSpec, StoredLeaf, decode_scalar
 from ckpt.errors import UnsupportedFormatError, located

@@ -69,9 +69,8 @@ class Adapt:
             Target leaves elsewhere keep their own value; without a target there is `...`.
         rename: New paths of stored leaves, as `{pattern: new path}`, where the `*` of a pattern
             stand for those of its new path, or as a function of the leaf path.
-        transforms: Functions from `ckpt.surgery`, in this order: stack, unstack, concatenate,
-            split. Without a target the tree is restored as nested dicts by leaf path if leaves
-            were renamed or transformed.
+        transforms: Functions from `ckpt.surgery`, taken in the order of the list. Without a target
+            the tree is restored as nested dicts by leaf path if leaves were renamed or transformed.
         cast: `{pattern: dtype}` that arrays are cast to, also of another kind; or one dtype for
             all arrays of its kind. (Within one kind, as from float32 to bfloat16, the dtype of the
             target is enough.)

@@ -23,8 +23,9 @@ from ckpt._format.regions import (
     position_in_grid,
     whole,
 )
+from ckpt._plan.slices.array_slices import ArraySlice
+from ckpt._plan.slices.strides import Stride
 from ckpt._plan.targets import ArrayRead
-from ckpt._plan.virtual_arrays import ArraySlice
 from ckpt.errors import TargetMismatchError
 
 # Larger chunks get a request of their own, straight into their place in memory. Up to this size a
@@ -46,12 +47,14 @@ class Use(Struct, eq=False, gc=False):
         region: Number of the region of it that this process needs.
         source: The box, within the chunk.
         target: The same box within the region; its lengths are equal but for axes of length one.
+        strides: If there are any, those of the elements that go from one box to the other.
     """
 
     read: int
     region: int
     source: Region
     target: Region
+    strides: tuple[Stride, ...] = ()
 
 
 class ChunkRead(Struct, eq=False, gc=False):
@@ -179,6 +182,9 @@ def _add_uses(
     part = region.intersect(piece.target)
     if part is None:
         return
+    if piece.strides:
+        _add_strided_uses(places, leaf, piece, read, position, region)
+        return
     needed = piece.to_source(part)
     for place in chunks_touching(needed, leaf.chunks):
         covered = chunk_region(place, leaf.chunks, leaf.shape)
@@ -187,6 +193,18 @@ def _add_uses(
         target = piece.to_target(source)
         use = Use(read, position, source.within(covered), target.within(region))
         places.setdefault(place, []).append(use)
+
+
+def _add_strided_uses(
+    places: _Places, leaf: LeafEntry, piece: ArraySlice, read: int, position: int, region: Region
+) -> None:
+    for part in piece.in_target(region):
+        for place in chunks_touching(part.source, leaf.chunks):
+            covered = chunk_region(place, leaf.chunks, leaf.shape)
+            for each in part.in_source(covered):
+                source, target = each.source.within(covered), each.target.within(region)
+                use = Use(read, position, source, target, each.strides)
+                places.setdefault(place, []).append(use)
 
 
 def _chunk_read(leaf: LeafEntry, place: tuple[int, ...], uses: tuple[Use, ...]) -> ChunkRead:

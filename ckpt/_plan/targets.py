@@ -12,7 +12,8 @@ from msgspec import Struct
 
 from ckpt._format.dtypes import DTYPES, UNROUNDED, storable_dtype
 from ckpt._format.leaf_table import LeafEntry
-from ckpt._plan.virtual_arrays import ArraySlice, VirtualArray
+from ckpt._plan.slices.array_slices import ArraySlice
+from ckpt._plan.virtual_arrays import VirtualArray
 from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE
 from ckpt.errors import CorruptCheckpointError
 

@@ -1,8 +1,7 @@
-"""Virtual arrays, made of slices of stored arrays: the algebra of stacking, splitting, padding.
+"""Virtual arrays, made of slices of stored arrays: the algebra of stacking, splitting, reshaping.
 
-An array slice says which region of a stored leaf is which region of the virtual array. Both have
-the same lengths, but for axes of length one, which may be anywhere: a stack of ten vectors is ten
-slices, and what is read of them depends on the devices that need it.
+An array slice says which elements of a stored leaf are which elements of the virtual array: a stack
+of ten vectors is ten slices, and what is read of them depends on the devices that need it.
 """
 
 from __future__ import annotations
@@ -14,47 +13,13 @@ from msgspec.structs import replace
 
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.regions import Region, whole
+from ckpt._plan.slices.array_slices import ArraySlice, moved, permuted, repeated
+from ckpt._plan.slices.shape_changes import reshaped
+from ckpt._plan.slices.strides import Shape
 
-Shape = tuple[int, ...]
-
-
-class ArraySlice(Struct, frozen=True, gc=False):
-    """A region of a stored leaf, and the region of the virtual array that it is.
-
-    Attributes:
-        leaf: Number of the stored leaf.
-        source: The region of the stored array.
-        target: The region of the virtual array.
-    """
-
-    leaf: int
-    source: Region
-    target: Region
-
-    def to_source(self, part: Region) -> Region:
-        """Return the region of the stored array that is `part`, a region inside `target`."""
-        return _carried(part, self.target, self.source)
-
-    def to_target(self, part: Region) -> Region:
-        """Return the region of the virtual array that is `part`, a region inside `source`."""
-        return _carried(part, self.source, self.target)
-
-
-def _carried(part: Region, here: Region, there: Region) -> Region:
-    inner = [
-        (offset - corner, length)
-        for offset, corner, length, full in zip(
-            part.offset, here.offset, part.shape, here.shape, strict=True
-        )
-        if full != 1
-    ]
-    axes = iter(inner)
-    offset, shape = [], []
-    for corner, full in zip(there.offset, there.shape, strict=True):
-        shift, length = (0, 1) if full == 1 else next(axes)
-        offset.append(corner + shift)
-        shape.append(length)
-    return Region(tuple(offset), tuple(shape))
+# Slices that a reshape may make beyond those there are. A plan looks at each for every device, and
+# so many take a few seconds.
+MOST_SLICES = 10_000
 
 
 class VirtualArray(Struct, frozen=True, gc=False):
@@ -91,32 +56,36 @@ class VirtualArray(Struct, frozen=True, gc=False):
 def insert_axis(source: VirtualArray, axis: int) -> VirtualArray:
     """Return the array with an axis of length one at `axis`."""
 
-    def with_axis(region: Region) -> Region:
-        return Region(_with(region.offset, axis, 0), _with(region.shape, axis, 1))
+    def with_axis(piece: ArraySlice) -> ArraySlice:
+        region = piece.target
+        wider = Region(_with(region.offset, axis, 0), _with(region.shape, axis, 1))
+        return moved(piece, wider, lambda each: each + (each >= axis))
 
-    pieces = tuple(replace(piece, target=with_axis(piece.target)) for piece in source.parts)
+    pieces = tuple(map(with_axis, source.parts))
     return replace(source, shape=_with(source.shape, axis, 1), leaf=None, pieces=pieces)
 
 
 def drop_axis(source: VirtualArray, axis: int) -> VirtualArray:
     """Return the array without its axis `axis`, which has length one."""
 
-    def without_axis(region: Region) -> Region:
-        return Region(_without(region.offset, axis), _without(region.shape, axis))
+    def without_axis(piece: ArraySlice) -> ArraySlice:
+        region = piece.target
+        narrower = Region(_without(region.offset, axis), _without(region.shape, axis))
+        return moved(piece, narrower, lambda each: each - (each > axis))
 
-    pieces = tuple(replace(piece, target=without_axis(piece.target)) for piece in source.parts)
+    pieces = tuple(map(without_axis, source.parts))
     return replace(source, shape=_without(source.shape, axis), leaf=None, pieces=pieces)
 
 
 def cut(source: VirtualArray, axis: int, start: int, length: int) -> VirtualArray:
     """Return the slice of the array from `start` on along `axis`, `length` long."""
     slab = Region(_at((0,) * len(source.shape), axis, start), _at(source.shape, axis, length))
-    pieces = []
-    for piece in source.parts:
-        common = piece.target.intersect(slab)
-        if common is not None:
-            pieces.append(ArraySlice(piece.leaf, piece.to_source(common), common.within(slab)))
-    return replace(source, shape=slab.shape, leaf=None, pieces=tuple(pieces))
+    pieces = tuple(
+        replace(part, target=part.target.within(slab))
+        for piece in source.parts
+        for part in piece.in_target(slab)
+    )
+    return replace(source, shape=slab.shape, leaf=None, pieces=pieces)
 
 
 def concatenated(sources: Sequence[VirtualArray], axis: int) -> VirtualArray:
@@ -126,8 +95,8 @@ def concatenated(sources: Sequence[VirtualArray], axis: int) -> VirtualArray:
     for source in sources:
         for piece in source.parts:
             corner = piece.target.offset
-            moved = Region(_at(corner, axis, corner[axis] + end), piece.target.shape)
-            pieces.append(replace(piece, target=moved))
+            behind = Region(_at(corner, axis, corner[axis] + end), piece.target.shape)
+            pieces.append(replace(piece, target=behind))
         end += source.shape[axis]
     first = sources[0]
     used = tuple(name for source in sources for name in source.used)
@@ -141,6 +110,40 @@ def resize(source: VirtualArray, shape: Shape) -> VirtualArray:
         if length < found.shape[axis]:
             found = cut(found, axis, 0, length)
     return replace(found, shape=shape, leaf=None, pieces=found.parts)
+
+
+def transpose(source: VirtualArray, axes: Sequence[int]) -> VirtualArray:
+    """Return the array with its axes in another order, `axes[0]` first."""
+    pieces = tuple(permuted(piece, axes) for piece in _filled(source))
+    shape = tuple(source.shape[axis] for axis in axes)
+    return replace(source, shape=shape, leaf=None, pieces=pieces)
+
+
+def repeat(source: VirtualArray, axis: int, times: int) -> VirtualArray:
+    """Return the array with every slice along `axis` `times` in a row."""
+    pieces = tuple(repeated(piece, axis, times) for piece in _filled(source))
+    shape = _at(source.shape, axis, source.shape[axis] * times)
+    return replace(source, shape=shape, leaf=None, pieces=pieces)
+
+
+def reshape(source: VirtualArray, shape: Shape) -> VirtualArray | None:
+    """Return the array with its elements in C order in another shape of the same size.
+
+    None if it would be made of too many slices: more than `MOST_SLICES` beyond those it is made of.
+    """
+    parts = _filled(source)
+    pieces: list[ArraySlice] = []
+    for part in parts:
+        for piece in reshaped(part, source.shape, shape):
+            pieces.append(piece)
+            if len(pieces) > len(parts) + MOST_SLICES:
+                return None
+    return replace(source, shape=shape, leaf=None, pieces=tuple(pieces))
+
+
+def _filled(source: VirtualArray) -> list[ArraySlice]:
+    """Return the slices that have elements."""
+    return [piece for piece in source.parts if piece.size]
 
 
 def _at(values: Shape, axis: int, value: int) -> Shape:

@@ -18,6 +18,7 @@ from ckpt._engine.restore.checks import DamagedLeaves, check_chunk
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.regions import Region, addressable_regions, whole
 from ckpt._plan.chunk_reads import ChunkRead, ReadRequest, Use, regions_of
+from ckpt._plan.slices.strides import is_one_run, stored_view, target_view
 from ckpt._plan.targets import ArrayRead, ArrayTarget, default_device
 from ckpt._settings import ArrayMemory
 from ckpt.errors import CorruptCheckpointError
@@ -79,7 +80,7 @@ class Destination(Struct, gc=False):
     @property
     def is_padded(self) -> bool:
         """Whether the pieces leave gaps, which are filled with zeros."""
-        filled = sum(piece.target.size for piece in self.read.pieces)
+        filled = sum(piece.size for piece in self.read.pieces)
         return self.read.leaf is None and filled < math.prod(self.read.shape)
 
     def open(self, buffers: Buffers) -> bool:
@@ -124,6 +125,10 @@ class Destination(Struct, gc=False):
             ]
             return
         _, buffer = self.regions[use.region]
+        if use.strides:
+            part = stored_view(data, use.source.offset, use.strides)
+            target_view(buffer, use.target.offset, use.strides)[...] = part
+            return
         view = _view(buffer, use.target)
         view[...] = data[use.source.slices].reshape(view.shape)
 
@@ -209,6 +214,12 @@ def _direct_view(chunk: ChunkRead, destinations: Sequence[Destination]) -> Array
     if not has_buffers or use.source.shape != chunk.covered.shape:
         return None
     region, buffer = destination.regions[use.region]
+    if use.strides:
+        if not is_one_run(use.strides, chunk.covered.shape, region.shape):
+            return None
+        first = int(np.ravel_multi_index(use.target.offset, region.shape))
+        run: Array = buffer.reshape(-1)[first : first + chunk.covered.size]
+        return run.reshape(chunk.covered.shape)
     if not use.target.is_contiguous_in(region.shape):
         return None
     return _view(buffer, use.target).reshape(chunk.covered.shape)

@@ -15,7 +15,7 @@ import ckpt
 import ckpt.sync
 from ckpt import Adapt
 from ckpt.errors import InvalidArgumentError, TargetMismatchError
-from ckpt.surgery import concatenate, split, stack, unstack
+from ckpt.surgery import concatenate, repeat, reshape, split, stack, transpose, unstack
 from tests.behaviour.adapting.adapted_state import counted, load, model, zeros
 from tests.support.trees import plain_id
 
@@ -34,6 +34,14 @@ SURGERY_ERRORS: dict[str, Any] = {
     "split_unequal": split("params.layers.*.b", to=["x.*", "y.*", "z.*"]),
     "split_sizes": split("params.embed", to=["x", "y"], sizes=[1, 2]),
     "split_onto_one_path": split("params.layers.*.b", to=["x.*", "x.*"]),
+    "repeat_covers_nothing": repeat("params.layer.*.b", 2),
+    "repeat_scalar": repeat("step", 2),
+    "repeat_axis": repeat("params.layers.*.b", 2, axis=1),
+    "transpose_axis": transpose("params.embed", axes=[0, 2]),
+    "transpose_axes": transpose("params.embed", axes=[1, -1]),
+    "transpose_some_axes": transpose("params.embed", axes=[0]),
+    "reshape_size": reshape("params.embed", [5, -1]),
+    "reshape_without_end": reshape("params.embed", [0, -1]),
 }
 
 
@@ -67,6 +75,20 @@ def test_what_cannot_be_put_together_is_an_error_that_says_why(saved: Path, name
         lambda: split("all", to=["q", "k"], sizes=[3, -1]),
         lambda: split("all", to=["q", "k"], sizes=4),  # type: ignore[arg-type]
         lambda: split("all", to=["q", "k"], axis=None),  # type: ignore[arg-type]
+        lambda: repeat("", 2),
+        lambda: repeat("all", 0),
+        lambda: repeat("all", True),
+        lambda: repeat("all", 1.5),  # type: ignore[arg-type]
+        lambda: repeat("all", 2, axis=None),  # type: ignore[arg-type]
+        lambda: transpose(5),  # type: ignore[arg-type]
+        lambda: transpose("all", axes=1),  # type: ignore[arg-type]
+        lambda: transpose("all", axes="01"),  # type: ignore[arg-type]
+        lambda: transpose("all", axes=[0, None]),  # type: ignore[list-item]
+        lambda: reshape("all", None),  # type: ignore[arg-type]
+        lambda: reshape("all", 4),  # type: ignore[arg-type]
+        lambda: reshape("all", [2.0, 2]),  # type: ignore[list-item]
+        lambda: reshape("all", [-1, -1]),
+        lambda: reshape("all", [-2, 2]),
     ],
 )
 def test_a_transform_that_cannot_be_meant_is_refused_when_it_is_made(
@@ -74,6 +96,17 @@ def test_a_transform_that_cannot_be_meant_is_refused_when_it_is_made(
 ) -> None:
     with pytest.raises(InvalidArgumentError):
         make()
+
+
+def test_an_array_that_falls_into_too_many_pieces_is_refused_and_named(tmp_path: Path) -> None:
+    """Rows of 210 end within rows of 211, and no two elements are left that stay neighbours."""
+    ckpt.sync.save(tmp_path / "x", {"table": counted(210, 211), "b": counted(3)})
+    turned = [reshape("table", [211, 210]), transpose("table")]
+    load(tmp_path / "x", transforms=turned)
+    with pytest.raises(TargetMismatchError) as caught:
+        load(tmp_path / "x", transforms=[*turned, reshape("table", [211, 210])])
+    assert caught.value.leaf == "table"
+    golden("reshape_pieces", caught.value)
 
 
 def test_an_error_of_a_function_of_the_caller_is_not_swallowed(saved: Path) -> None:

@@ -11,12 +11,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from msgspec.structs import replace
 
 from benchmarks.fake_devices import devices_of
+from ckpt._engine.restore.destinations import Destination
 from ckpt._engine.restore.shared_reads import Broadcast
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.regions import whole
 from ckpt._plan.chunk_reads import plan_chunk_reads, plan_requests
+from ckpt._plan.slices.array_slices import ArraySlice
 from ckpt._plan.targets import ArrayRead, ArrayTarget
-from ckpt._plan.virtual_arrays import ArraySlice
+from ckpt._plan.virtual_arrays import VirtualArray, concatenated, insert_axis, reshape, resize
 
 MIB = 1 << 20
 
@@ -121,3 +123,18 @@ def test_only_chunks_that_fit_into_a_batch_are_shared(leaf: LeafEntry, is_shared
         assert broadcast.request_bytes(grouping, 4) == broadcast.capacity(grouping) // 2
         peers.budget_bytes = 4000
         assert broadcast.request_bytes(grouping, 4) == 1000
+
+
+@pytest.mark.parametrize(("length", "is_padded"), [(8, False), (9, True)])
+def test_slices_that_lie_within_each_other_may_leave_a_gap_behind_them(
+    length: int, is_padded: bool
+) -> None:
+    """Every second element is one array's, and those between are the other's."""
+    vectors = [VirtualArray.of(leaf_of((4,), (4,)), number, "a") for number in range(2)]
+    pairs = concatenated([insert_axis(vector, 1) for vector in vectors], 1)
+    flat = reshape(pairs, (8,))
+    assert flat is not None
+    made = resize(flat, (length,))
+    target = ArrayTarget("numpy", np.dtype(np.uint8))
+    read = ArrayRead(target, made.shape, "uint8", None, pieces=made.pieces)
+    assert Destination(read, packed=False).is_padded == is_padded

@@ -14,8 +14,8 @@ from benchmarks.fake_devices import devices_of
 from ckpt._format.regions import whole
 from ckpt._plan.chunk_reads import ByteRange
 from ckpt._plan.multihost.read_groups import ReadBatch, fill, groupings_of, shares_key
+from ckpt._plan.slices.array_slices import ArraySlice
 from ckpt._plan.targets import ArrayRead, ArrayTarget
-from ckpt._plan.virtual_arrays import ArraySlice
 
 P = PartitionSpec
 SIZE = 40_000

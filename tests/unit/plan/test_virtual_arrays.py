@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -14,16 +15,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.regions import Region, chunk_grid, whole
 from ckpt._plan.chunk_reads import plan_chunk_reads, regions_of
+from ckpt._plan.slices.array_slices import ArraySlice
+from ckpt._plan.slices.strides import boxes_between, stored_view, target_view
 from ckpt._plan.targets import ArrayRead, ArrayTarget
 from ckpt._plan.virtual_arrays import (
-    ArraySlice,
+    MOST_SLICES,
     VirtualArray,
     concatenated,
     cut,
     drop_axis,
     insert_axis,
+    repeat,
+    reshape,
     resize,
+    transpose,
 )
+from ckpt.handlers._tree_file import _value_of
 
 Array = np.ndarray[Any, Any]
 DTYPE = np.dtype("int32")
@@ -78,10 +85,16 @@ def read(
             part = data[use.source.slices]
             assert part.shape == use.source.shape
             assert part.size > 0
+            count = written[use.read][use.region]
+            if use.strides:
+                part = stored_view(data, use.source.offset, use.strides)
+                target_view(buffer, use.target.offset, use.strides)[...] = part
+                target_view(count, use.target.offset, use.strides)[...] += 1
+                continue
             target: Any = (*use.target.slices, ...)
             view = buffer[target]
             view[...] = part.reshape(view.shape)
-            written[use.read][use.region][target] += 1
+            count[target] += 1
     assert all((count <= 1).all() for each in written for count in each), "written twice"
     return buffers
 
@@ -177,7 +190,19 @@ def test_a_resize_keeps_the_common_corner_and_zeros_the_rest(
     np.testing.assert_array_equal(whole_of(made, leaves, [array]), wanted)
 
 
-STEPS = st.sampled_from(["insert", "drop", "cut", "join", "resize"])
+STEPS = st.sampled_from(
+    ["insert", "drop", "cut", "join", "resize", "transpose", "repeat", "reshape", "reshape"]
+)
+
+
+@st.composite
+def same_size(draw: st.DrawFn, size: int) -> tuple[int, ...]:
+    """A shape of an array of `size` elements."""
+    shape: list[int] = []
+    while size > 1 and len(shape) < 4:
+        shape.append(draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0])))
+        size //= shape[-1]
+    return draw(st.permutations([*shape, size]).map(tuple))
 
 
 def step(
@@ -192,9 +217,20 @@ def step(
         common = tuple(slice(min(a, b)) for a, b in zip(shape, array.shape, strict=True))
         wanted[common] = array[common]
         return resize(source, shape), wanted
+    if name == "transpose":
+        axes = data.draw(st.permutations(range(array.ndim)))
+        return transpose(source, axes), np.transpose(array, axes)
+    if name == "reshape":
+        shape = data.draw(same_size(array.size))
+        made = reshape(source, shape)
+        assert made is not None
+        return made, array.reshape(shape)
     if array.ndim == 0:
         return source, array
     axis = data.draw(st.integers(0, array.ndim - 1))
+    if name == "repeat":
+        times = data.draw(st.integers(1, 3 if array.size < 200 else 1))
+        return repeat(source, axis, times), np.repeat(array, times, axis)
     if name == "drop":
         if array.shape[axis] != 1:
             return source, array
@@ -244,6 +280,42 @@ def test_any_steps_one_after_the_other_are_numpys_on_any_devices(
             np.testing.assert_array_equal(found, array[region.slices])
             covered[region.slices] = True
         assert covered.all()
+
+
+@given(leaf_lists(count=1), st.lists(STEPS, max_size=5), st.data())
+def test_what_is_made_of_arrays_in_memory_is_numpys(
+    given_leaves: Any, names: list[str], data: st.DataObject
+) -> None:
+    leaves, (array,) = given_leaves
+    source, wanted = sources_of(leaves)[0], array
+    for name in names:
+        source, wanted = step(name, source, wanted, data)
+    read = ArrayRead(HOST, source.shape, "int32", source.leaf, "", source.pieces)
+    np.testing.assert_array_equal(_value_of(read, [array]), wanted)
+
+
+@given(leaf_lists(count=1), st.lists(STEPS, max_size=5), st.data())
+def test_every_device_reads_only_the_chunks_that_hold_its_part(
+    given_leaves: Any, names: list[str], data: st.DataObject
+) -> None:
+    leaves, (array,) = given_leaves
+    source, wanted = sources_of(leaves)[0], array
+    for name in names:
+        source, wanted = step(name, source, wanted, data)
+    target = ArrayTarget("jax", DTYPE, data.draw(shardings(wanted.shape)))
+    each = ArrayRead(target, source.shape, "int32", source.leaf, "", source.pieces)
+    found: dict[int, set[int]] = {number: set() for number in range(len(regions_of(each)))}
+    for chunk in plan_chunk_reads(leaves, [each]):
+        for use in chunk.uses:
+            found[use.region].add(chunk.number)
+    grid, sides = chunk_grid(leaves[0].shape, leaves[0].chunks), leaves[0].chunks
+    for number, region in enumerate(regions_of(each)):
+        # The elements are numbers of their places, but for one, and padding is zero.
+        part = wanted[region.slices]
+        places = np.array([value - 1 for value in part.reshape(-1) if value], int)
+        corners = np.transpose(np.unravel_index(places, array.shape)) // sides if grid else [()]
+        numbers = {int(np.ravel_multi_index(tuple(each), grid)) if grid else 0 for each in corners}
+        assert found[number] == (numbers if places.size else set())
 
 
 @given(leaf_lists(count=1), st.data())
@@ -296,6 +368,75 @@ def test_boxes_are_carried_there_and_back(data: Any) -> None:
     assert there.size == part.size
     assert there.intersect(piece.source) == there
     assert piece.to_target(there) == part
+
+
+# -- how many slices there are --------------------------------------------------------------------
+
+
+def stored_slices(made: VirtualArray | None) -> int:
+    assert made is not None
+    return len(made.parts)
+
+
+def test_large_arrays_in_other_forms_are_few_slices() -> None:
+    leaf = entry(0, (128, 32_000), (128, 32_000))
+    source = VirtualArray.of(leaf, 0, "0")
+    assert stored_slices(transpose(source, (1, 0))) == 1
+    assert stored_slices(repeat(source, 1, 1000)) == 1
+    assert stored_slices(reshape(source, (128, 32, 10, 100))) == 1
+    assert stored_slices(reshape(source, (4_096_000,))) == 1
+    # Rows that end within rows, and once more after a hundred of them.
+    assert stored_slices(reshape(source, (32_000, 128))) == 1
+    assert stored_slices(reshape(cut(source, 1, 0, 31_999), (31_999, 128))) <= 3 * 128
+    # Heads that are repeated, then fused, then cut where no head begins.
+    heads = reshape(repeat(source, 1, 4), (128, 100, 1280))
+    assert heads is not None
+    assert stored_slices(reshape(heads, (128, 128_000))) == 1
+    assert stored_slices(cut(heads, 2, 3, 1000)) <= 3
+
+
+def test_what_is_brought_back_to_its_form_is_plain_again() -> None:
+    source = VirtualArray.of(entry(0, (6, 20), (2, 20)), 0, "0")
+    there = reshape(transpose(source, (1, 0)), (4, 5, 3, 2))
+    assert there is not None
+    back = reshape(transpose(there, (2, 3, 0, 1)), (6, 20))
+    assert back is not None
+    assert back.parts == source.parts
+
+
+def test_a_shape_that_takes_too_many_slices_is_refused() -> None:
+    shape = (20_000, 20_001)
+    source = VirtualArray.of(entry(0, shape, shape), 0, "0")
+    assert reshape(source, shape[::-1]) is None
+    assert stored_slices(reshape(source, (20_000 * 20_001,))) == 1
+    # Those there are already are not counted.
+    many = concatenated([VirtualArray.of(entry(0, (1, 6), (1, 6)), 0, "0")] * 2 * MOST_SLICES, 0)
+    assert stored_slices(reshape(many, (MOST_SLICES, 2, 3, 2))) == 2 * MOST_SLICES
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), max_size=4),
+    st.integers(-3, 90),
+    st.integers(-3, 90),
+)
+def test_what_is_between_two_bounds_is_a_few_boxes(
+    digits: list[tuple[int, int]], low: int, high: int
+) -> None:
+    """Each step is as long as all shorter ones together, or up to three times that."""
+    strides: list[tuple[int, int]] = []
+    for length, spare in digits:
+        reach = sum((n - 1) * step for n, step in strides)
+        strides.insert(0, (length, (reach + 1) * spare))
+    boxes = list(boxes_between(strides, low, high))
+    found = [
+        sum(each * step for each, (_, step) in zip(place, strides, strict=True))
+        for box in boxes
+        for place in itertools.product(*(range(first, first + n) for first, n in box))
+    ]
+    everything = itertools.product(*(range(length) for length, _ in strides))
+    places = [sum(a * b for a, (_, b) in zip(each, strides, strict=True)) for each in everything]
+    assert sorted(found) == [place for place in sorted(places) if low <= place < high]
+    assert len(boxes) <= max(2 * len(strides) - 1, 1)
 
 
 def test_an_array_without_elements_needs_no_chunk() -> None:
