@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckpt._api.adoption import adopt
     from ckpt._api.conversion import convert
     from ckpt._api.manager import CheckpointManager
+    from ckpt._api.merge import merge
     from ckpt._api.oneshot import load, metadata, save, save_async, verify
     from ckpt._api.resumption import abstract
     from ckpt._api.stored_array import open_array
@@ -59,6 +60,7 @@ __all__ = [
     "errors",
     "handlers",
     "load",
+    "merge",
     "metadata",
     "observers",
     "open_array",
@@ -104,6 +106,7 @@ _HOMES = {
     "adopt": "ckpt._api.adoption",
     "convert": "ckpt._api.conversion",
     "load": "ckpt._api.oneshot",
+    "merge": "ckpt._api.merge",
     "metadata": "ckpt._api.oneshot",
     "open_array": "ckpt._api.stored_array",
     "save": "ckpt._api.oneshot",

@@ -13,12 +13,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, TypeVar, overload
 
 from ckpt._api import adoption, conversion, manager, oneshot, stored_array
+from ckpt._api import merge as merging
 from ckpt._api import watch as watching
 from ckpt._api.adoption import adopt_call
 from ckpt._api.background import background_saves
 from ckpt._api.base import ManagerBase
 from ckpt._api.conversion import Conversion, FormatName, convert_call
 from ckpt._api.coroutines import refused
+from ckpt._api.merge import merge_call
 from ckpt._api.oneshot import load_call, metadata_call, save_call, verify_call
 from ckpt._api.partial import SyncPartialSave
 from ckpt._api.plain_docs import plain_docs
@@ -51,6 +53,7 @@ __all__ = [
     "adopt",
     "convert",
     "load",
+    "merge",
     "metadata",
     "open_array",
     "save",
@@ -476,6 +479,22 @@ def convert(
     return call_once(
         convert_call(source, target, format, at, formats, step, step_names, overwrite, budget_bytes)
     )
+
+
+@plain_docs(merging.merge)
+def merge(
+    weights: Mapping[Any, float],
+    like: State | None = None,
+    *,
+    items: Mapping[str, Any] | Iterable[str] | None = None,
+    at: str | None = None,
+    adapt: Adapt | Mapping[str, Adapt] | None = None,
+    handlers: HandlersLike = (),
+    coordinator: Coordinator | None = None,
+) -> State:
+    """Load the weighted mean of several checkpoints, onto any mesh. See `ckpt.merge`."""
+    found: State = call_once(merge_call(weights, like, items, at, adapt, handlers, coordinator))
+    return found
 
 
 @plain_docs(stored_array.open_array)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from ckpt._conversion.weighted_mean import merged
 from ckpt._conversion.whole_checkpoint import CheckpointTarget
 from ckpt._conversion.written import Target
 from ckpt._plan.format_rules import Formats
+from ckpt._plan.weighted_means import check_weights, heaviest
 from ckpt._redaction import redact
 from ckpt._runtime.loop import run_once
 from ckpt._settings import MIN_BUDGET_BYTES, Staging
@@ -139,7 +139,7 @@ def convert_call(
     true_or_false("overwrite", overwrite)
     hint = " (16 MiB), in bytes"
     budget = whole_number("budget_bytes", budget_bytes, least=_LEAST_BUDGET_BYTES, hint=hint)
-    weights = _weights(source)
+    weights = check_weights("source", source) if isinstance(source, Mapping) else {source: 1.0}
     places = [(path, *open_step_dir(path, follow=True)) for path in weights]
     made = _target(target, format, at, formats, step, step_names, overwrite)
 
@@ -156,8 +156,10 @@ def convert_call(
                 raise InvalidArgumentError(f"source: {where} is there under two names")
             steps[where] = await opened_checkpoint(path, storage, name)
             found[where] = await _items(steps[where], storage, share)
-        main = max(zip(weights.values(), steps, strict=True), key=lambda pair: pair[0])[1]
-        items = merged(found, list(weights.values())) if len(steps) > 1 else found[main]
+        main = heaviest(list(steps), list(weights.values()))
+        items = (
+            merged(found, list(weights.values())) if isinstance(source, Mapping) else found[main]
+        )
         done = await made.write(items, steps[main].manifest, budget // 2)
         seconds = time.perf_counter() - began
         logger.info(
@@ -170,21 +172,6 @@ def convert_call(
         return Conversion(done.path, made.format, done.arrays, done.nbytes, seconds)
 
     return call
-
-
-def _weights(source: PathLike | Mapping[Any, float]) -> dict[Any, float]:
-    """Return the checkpoints that are read, each with its weight."""
-    if not isinstance(source, Mapping):
-        return {source: 1.0}
-    if not source:
-        raise invalid("source", source, "a checkpoint, or a dict of checkpoints to their weights")
-    for path, weight in source.items():
-        given: object = weight
-        if not isinstance(given, int | float) or not math.isfinite(given):
-            raise InvalidArgumentError(
-                f"source: the weight of {shown(path)} is {shown(weight)}; expected a number"
-            )
-    return {path: float(weight) for path, weight in source.items()}
 
 
 def _target(

@@ -22,6 +22,7 @@ _PLAIN = {
         "adopt",
         "convert",
         "load",
+        "merge",
         "metadata",
         "open_array",
         "save",

@@ -15,9 +15,9 @@ from ckpt._engine.restore.item_reader import EngineItemReader
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.regions import Region, whole
-from ckpt._plan.array_index import region_of_index
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.multihost.per_process import pick
+from ckpt._plan.slices.array_index import region_of_index
 from ckpt._plan.slices.array_slices import ArraySlice
 from ckpt._plan.targets import ArrayRead, ArrayTarget
 from ckpt._runtime.loop import call_once, run_once

@@ -21,7 +21,7 @@ members of a group read a part each, exchange, and carry out their requests from
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import anyio
@@ -30,11 +30,12 @@ from msgspec import Struct
 from ckpt._arguments import shown
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.item_reader import EngineItemReader
+from ckpt._format.manifest import ItemEntry
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.multihost.per_process import pick
 from ckpt._runtime.interpreter import quick_switches
 from ckpt.errors import InvalidArgumentError, located
-from ckpt.handlers._base import errors_of
+from ckpt.handlers._base import ItemReader, errors_of
 from ckpt.storage._base import MapsFiles
 
 
@@ -51,12 +52,16 @@ class ItemTarget(Struct, frozen=True):
 
 
 async def restore_items(
-    restore: RestoreContext, wanted: Mapping[str, ItemTarget]
+    restore: RestoreContext,
+    wanted: Mapping[str, ItemTarget],
+    through: Callable[[EngineItemReader, ItemEntry], ItemReader] | None = None,
 ) -> dict[str, Any]:
     """Return the wanted items of a committed step by name, loaded concurrently.
 
     In a job of several processes each one loads its own part and waits for no other, unless they
     share what they read. Then items are loaded one after the other, in the same order everywhere.
+
+    With `through`, handlers read by what it makes of the reader of an item.
 
     An item that fails stops the others. What they have set on objects by then (see
     `StatefulHandler`) stays.
@@ -85,7 +90,8 @@ async def restore_items(
         handler = restore.engine.handlers.named(manifest.items[name].handler, name)
         with errors_of(handler, name, "load it"):
             part = pick(manifest, name, restore.process, restore.processes)
-            reader = EngineItemReader(restore, name, part)
+            plain = EngineItemReader(restore, name, part)
+            reader = plain if through is None else through(plain, part.entry)
             found[name] = await handler.load(part.entry, want.like, want.adapt, reader)
 
     with located(step=manifest.step), quick_switches():
