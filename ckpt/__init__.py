@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckpt import testing as testing
     from ckpt import types as types
     from ckpt._api.adoption import adopt
+    from ckpt._api.branches import Source
     from ckpt._api.conversion import convert
     from ckpt._api.manager import CheckpointManager
     from ckpt._api.merge import merge
@@ -48,6 +49,7 @@ __all__ = [
     "Handler",
     "Progress",
     "RestoreReport",
+    "Source",
     "Staging",
     "StepInfo",
     "StepMetadata",
@@ -97,6 +99,7 @@ _HOMES = {
     "Progress": "ckpt._commit",
     "UnknownNode": "ckpt._tree.classes",
     "RestoreReport": "ckpt._plan.adapt",
+    "Source": "ckpt._api.branches",
     "Staging": "ckpt._settings",
     "StepInfo": "ckpt._commit",
     "StepMetadata": "ckpt._steps.step_metadata",

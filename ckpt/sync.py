@@ -18,6 +18,7 @@ from ckpt._api import watch as watching
 from ckpt._api.adoption import adopt_call
 from ckpt._api.background import background_saves
 from ckpt._api.base import ManagerBase
+from ckpt._api.branches import Source
 from ckpt._api.conversion import Conversion, FormatName, convert_call
 from ckpt._api.coroutines import refused
 from ckpt._api.merge import merge_call
@@ -422,7 +423,7 @@ def save_async(
 
 @plain_docs(oneshot.load)
 def load(
-    path: PathLike,
+    path: PathLike | Mapping[str, PathLike | Source],
     like: State | None = None,
     *,
     items: Mapping[str, Any] | Iterable[str] | None = None,

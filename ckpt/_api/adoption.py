@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt._api.coroutines import awaited
-from ckpt._api.oneshot import Call, opened_checkpoint
+from ckpt._api.oneshot import Call
 from ckpt._arguments import check_step, true_or_false
 from ckpt._commit import StepInfo
 from ckpt._engine.save.request import SaveRequest
@@ -11,6 +11,7 @@ from ckpt._runtime.loop import run_once
 from ckpt._settings import Staging
 from ckpt._steps.factory import make_engine
 from ckpt._steps.saves.adoption import adopt_step
+from ckpt._steps.wrong_paths import opened_checkpoint
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._resolve import PathLike, open_root, open_step_dir
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ckpt._api.coroutines import awaited
-from ckpt._api.oneshot import Call, opened_checkpoint
+from ckpt._api.oneshot import Call
 from ckpt._arguments import check_step, invalid, one_of, shown, true_or_false, whole_number
 from ckpt._conversion.export import ExportTarget
 from ckpt._conversion.export_folder import export_path
@@ -24,6 +24,7 @@ from ckpt._runtime.loop import run_once
 from ckpt._settings import MIN_BUDGET_BYTES, Staging
 from ckpt._steps.factory import make_engine
 from ckpt._steps.opened import OpenedStep, context_of
+from ckpt._steps.wrong_paths import opened_checkpoint
 from ckpt._tree.table import size_text
 from ckpt.errors import InvalidArgumentError
 from ckpt.exports import Safetensors, Zarr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterable, Mapping
@@ -9,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from ckpt._api.coroutines import awaited
-from ckpt._api.oneshot import Call, opened_checkpoint
+from ckpt._api.oneshot import Call
 from ckpt._api.resumption import State
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.item_reader import EngineItemReader
@@ -25,10 +26,12 @@ from ckpt._settings import Staging
 from ckpt._steps.factory import job_of, make_engine
 from ckpt._steps.opened import context_of
 from ckpt._steps.restore_requests import result_of, wanted_items
+from ckpt._steps.wrong_paths import opened_checkpoint
 from ckpt._tree.table import size_text
 from ckpt.coordination._base import Coordinator
 from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike
+from ckpt.storage._manifests import while_read
 from ckpt.storage._resolve import open_step_dir
 
 logger = logging.getLogger("ckpt")
@@ -111,7 +114,11 @@ def merge_call(
         manifest = manifests[main]
         wanted = wanted_items(manifest, like, items, adapt, at)
         through = partial(_weighted, contexts, main)
-        loaded = await restore_items(contexts[main][1], wanted, through)
+        async with contextlib.AsyncExitStack() as reading:
+            for _, context in contexts.values():
+                read = while_read(context.storage, context.step_dir, context.manifest)
+                await reading.enter_async_context(read)
+            loaded = await restore_items(contexts[main][1], wanted, through)
         logger.info(
             "merged %d checkpoints: %s in %.2f s",
             len(contexts),

@@ -11,6 +11,7 @@ import anyio
 from msgspec.structs import replace
 
 from ckpt._api.background import background_saves
+from ckpt._api.branches import Source, branches_call
 from ckpt._api.coroutines import awaited
 from ckpt._api.resumption import State
 from ckpt._arguments import instance_of, one_of
@@ -30,18 +31,17 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._runtime.tracebacks import outcome
 from ckpt._settings import ArrayMemory, Staging, StagingMode, Timeouts, as_staging
 from ckpt._steps.factory import job_of, make_engine, make_peers
-from ckpt._steps.opened import OpenedStep, context_of, open_step
+from ckpt._steps.opened import context_of
 from ckpt._steps.restore_requests import result_of, wanted_items
 from ckpt._steps.saves.one_shot import finished, prepared, processes_of
 from ckpt._steps.saves.requests import make_request
 from ckpt._steps.step_metadata import StepMetadata, describe_step
-from ckpt._steps.wrong_paths import explained
+from ckpt._steps.wrong_paths import explained, opened_checkpoint
 from ckpt._tree.table import size_text
 from ckpt.coordination._base import Coordinator
 from ckpt.errors import NotACheckpointError
 from ckpt.handlers._registry import HandlersLike
-from ckpt.storage._base import Storage
-from ckpt.storage._manifests import no_manifest, while_read
+from ckpt.storage._manifests import while_read
 from ckpt.storage._resolve import PathLike, open_step_dir
 
 logger = logging.getLogger("ckpt")
@@ -177,7 +177,7 @@ async def save_async(
 
 @awaited("ckpt.load", "ckpt.sync.load")
 async def load(
-    path: PathLike,
+    path: PathLike | Mapping[str, PathLike | Source],
     like: State | None = None,
     *,
     items: Mapping[str, Any] | Iterable[str] | None = None,
@@ -189,17 +189,24 @@ async def load(
 ) -> State:
     """Load a one-shot checkpoint, or a step from a manager's root (`runs/a/100`).
 
+    The branches of a target can come from several checkpoints: `{"params": "runs/a/100",
+    "opt_state": "runs/b/50"}` loads each from the branch of that name; `ckpt.Source` is for another
+    name, and for a whole checkpoint.
+
     In a job of several processes, each loads what its own devices need, without waiting for others.
 
     Args:
         path: The directory, URL or store of the checkpoint; also one that Orbax wrote; a model
             in safetensors (a file, or a directory); and files `*.npz`, `*.npy` and `*.msgpack` of
-            numpy and Flax.
+            numpy and Flax. Or a mapping of leaf paths of branches to checkpoints; what `like` has
+            elsewhere is an error, unless it is to be kept.
         like: The target: a tree whose leaves have the dtypes and shardings to return, such as a
             state. None restores everything as it was saved.
         items: Load these items only: their names, or a mapping of names to targets.
         at: Load only the branch at this leaf path, as if it were the whole tree.
-        adapt: How the checkpoint may differ from the target. By default they must agree.
+        adapt: How the checkpoint may differ from the target. By default they must agree. With
+            several checkpoints one for all, or a mapping of branches to them; leaf paths begin
+            below the branch.
         handlers: Handlers for more kinds of items; or a mapping of item names to handlers.
         coordinator: The processes of the job; None uses those of `jax.distributed`.
         memory: Whose memory the arrays have on CPU devices; see `CheckpointManager.restore`.
@@ -216,6 +223,7 @@ async def load(
     Example:
         ```python
         params = await ckpt.load("runs/a/100", like=params, at="params")
+        both = await ckpt.load({"params": "runs/a/100", "opt_state": "runs/b/50"})
         ```
     """
     return await run_once(load_call(path, like, items, at, adapt, handlers, coordinator, memory))
@@ -297,7 +305,7 @@ def save_call(
 
 
 def load_call(
-    path: PathLike,
+    path: PathLike | Mapping[str, PathLike | Source],
     like: Any,
     items: Mapping[str, Any] | Iterable[str] | None,
     at: str | None,
@@ -308,6 +316,8 @@ def load_call(
 ) -> Call[Any]:
     """Return the call behind `load`."""
     one_of("memory", memory, get_args(ArrayMemory))
+    if isinstance(path, Mapping):
+        return branches_call(path, like, items, at, adapt, handlers, coordinator, memory)
     storage, step_dir = open_step_dir(path, follow=True)
     job = job_of(coordinator)
     engine = make_engine(Staging(), handlers, ())
@@ -353,15 +363,3 @@ def verify_call(path: PathLike, deep: bool) -> Call[VerifyReport]:
             raise await explained(path, error) from None
 
     return call
-
-
-async def opened_checkpoint(path: PathLike, storage: Storage, step_dir: str) -> OpenedStep:
-    """Return the checkpoint at `path`, which is a directory of a storage.
-
-    Raises:
-        NotACheckpointError: There is none; says what is there instead.
-    """
-    opened = await open_step(storage, step_dir)
-    if opened is None:
-        raise await explained(path, no_manifest(f"{storage.location}/{step_dir}"))
-    return opened

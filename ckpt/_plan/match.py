@@ -20,6 +20,7 @@ from ckpt._plan.targets import (
     ArrayTarget,
     array_problem,
     array_target,
+    is_abstract,
     key_shape,
     python_target,
     same_category,
@@ -266,10 +267,7 @@ class _ToTarget:
         self._differs(name, source, problem or "")
 
     def _absent(self, name: str, leaf: Any) -> None:
-        # A shape or a type says what is wanted, and has no value.
-        abstract = isinstance(leaf, type) or (
-            hasattr(leaf, "shape") and not isinstance(leaf, jax.Array | np.ndarray | np.generic)
-        )
+        abstract = is_abstract(leaf)
         below = "" if name == ROOT else f"{name}."
         known = (self._stored.sources, self._stored.unselected)
         if leaf is ... and (

@@ -244,6 +244,13 @@ def _category(dtype: DType) -> str:
     return dtype.name
 
 
+def is_abstract(leaf: Any) -> bool:
+    """Tell whether a target leaf only says what is wanted, as a shape or a type does."""
+    return isinstance(leaf, type) or (
+        hasattr(leaf, "shape") and not isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    )
+
+
 def wanted_text(leaf: Any) -> str:
     """Return what a target leaf asks for, for messages."""
     if leaf is ...:

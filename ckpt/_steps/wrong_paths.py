@@ -8,9 +8,12 @@ from pathlib import PurePath
 from ckpt._arguments import shown
 from ckpt._format.manifest import FILE_NAME
 from ckpt._redaction import redact
+from ckpt._steps.opened import OpenedStep, open_step
 from ckpt._steps.unreadable import shortened
 from ckpt.errors import CheckpointError, NotACheckpointError, StorageError
 from ckpt.step_names import Standard
+from ckpt.storage._base import Storage
+from ckpt.storage._manifests import no_manifest
 from ckpt.storage._resolve import PathLike, open_root
 
 _MOST_BYTES = 16 << 20
@@ -21,6 +24,18 @@ _READERS = {
     ".pth": "torch.load",
 }
 _STANDARD = Standard()
+
+
+async def opened_checkpoint(path: PathLike, storage: Storage, step_dir: str) -> OpenedStep:
+    """Return the checkpoint at `path`, which is a directory of a storage.
+
+    Raises:
+        NotACheckpointError: There is none; says what is there instead.
+    """
+    opened = await open_step(storage, step_dir)
+    if opened is None:
+        raise await explained(path, no_manifest(f"{storage.location}/{step_dir}"))
+    return opened
 
 
 async def explained(path: PathLike, error: NotACheckpointError) -> NotACheckpointError:

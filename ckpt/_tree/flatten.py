@@ -123,6 +123,30 @@ def describe(tree: PyTree) -> Structure:
     return Structure(tuple(walk.nodes), tuple(walk.names), tuple(walk.leaves))
 
 
+def branch_at(tree: PyTree, path: str) -> PyTree:
+    """Return the branch or the leaf at a leaf path, which has no keys of boxes (see `is_box`).
+
+    Raises:
+        KeyError: There is none.
+    """
+    passed: tuple[str, ...] = ()
+    keys = path.split(".")
+    while keys:
+        opened = _open(tree, passed)
+        if opened is None:
+            raise KeyError(path)
+        key = keys[0]
+        if is_box(replace(opened.node, children=range(len(opened.keys)))):
+            key = "value"
+        else:
+            del keys[0]
+        names = sibling_names(opened.keys)
+        if key not in names:
+            raise KeyError(path)
+        tree, passed = opened.children[names.index(key)], (*passed, key)
+    return tree
+
+
 def unboxed_names(nodes: Sequence[Node], names: Sequence[str]) -> Sequence[str]:
     """Return the names of leaves without the keys of boxes (see `is_box`).
 

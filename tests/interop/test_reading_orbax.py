@@ -456,3 +456,13 @@ def test_paths_that_lead_out_of_the_checkpoint_are_refused(tmp_path: Path, state
     (path / "_METADATA").write_text(json.dumps(about))
     with pytest.raises(ckpt.errors.CorruptCheckpointError):
         ckpt.sync.load(path)
+
+
+@pytest.mark.parametrize("write", [by_manager, by_standard_checkpointer, by_v1])
+def test_a_branch_comes_from_orbax_and_another_from_here(tmp_path: Path, write: Any) -> None:
+    theirs = {"params": {"w": jnp.arange(6.0)}, "opt_state": {"mean": jnp.zeros(3)}}
+    ckpt.sync.save(tmp_path / "ours", {"opt_state": {"mean": jnp.ones(3)}})
+    sources = {"params": write(tmp_path / "theirs", theirs), "opt_state": tmp_path / "ours"}
+    found: Any = ckpt.sync.load(sources, like=theirs)
+    assert found["params"]["w"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert found["opt_state"]["mean"].tolist() == [1, 1, 1]

@@ -210,6 +210,8 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
     ) as mgr:
         for step in (100, 200):
             mgr.save(step, init_state(), metrics={"loss": 1 / step})
+    with ckpt.sync.CheckpointManager(folder / "runs" / "b") as mgr:
+        mgr.save(50, init_state())
     ckpt.sync.save(folder / "runs" / "unrolled", {"layers": {"0": LAYER, "1": LAYER}})
     ckpt.sync.save(folder / "runs" / "scanned", SCANNED)
     (folder / "config.json").write_text("{}")

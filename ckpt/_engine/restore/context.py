@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Awaitable, Callable
 
 import anyio
 from msgspec import Struct, field
@@ -40,6 +41,7 @@ class RestoreContext(Struct, frozen=True):
         memory: Whose memory the arrays have on CPU devices.
         foreign: The files of a step that another library wrote, or of a virtual one; None where all
             are in the directory of the step.
+        may_read: Awaited before the first array of an item is read; None where nothing holds it up.
     """
 
     storage: Storage
@@ -54,6 +56,7 @@ class RestoreContext(Struct, frozen=True):
     moved: list[int] = field(default_factory=list)
     memory: ArrayMemory = "jax"
     foreign: StepFiles | None = None
+    may_read: Callable[[], Awaitable[None]] | None = None
 
     @property
     def files(self) -> StepFiles:

@@ -130,6 +130,8 @@ class EngineItemReader:
         """
         check_memory(reads, entry.leaves)
         _warn_of_types(reads)
+        if self._restore.may_read is not None:
+            await self._restore.may_read()
         began_ns = time.perf_counter_ns()
         work = await self.in_thread(self._planned, entry, reads)
         total = sum(each.nbytes for requests in work.requests.values() for each in requests)

@@ -132,6 +132,12 @@ def targets() -> dict[str, Any]:
     shape = (rows, 2 * columns)
     both = jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(across, P("x", "y")))
     joined = ckpt.sync.load(root / "x", {"both": both}, adapt=surgery)["both"]
+    # Branches of several checkpoints.
+    sources: dict[str, Any] = {"a.rows": ckpt.Source(root / "x", "rows"), "tiles": root / "x"}
+    places = {"a": {"rows": target["rows"]}, "tiles": target["tiles"]}
+    several: Any = ckpt.sync.load(sources, places)
+    problems.append(wrong("rows", several["a"]["rows"]))
+    problems.append(wrong("tiles", several["tiles"]))
     side_by_side = np.concatenate([values("rows"), values("tiles")], 1)
     problems.append(wrong("both", joined, side_by_side))
     # All processes run this one, and jax finds the arrays to be what they say.
