@@ -76,7 +76,8 @@ async def stored_items(context: RestoreContext, small_bytes: int) -> dict[str, S
     for name, entry in manifest.items.items():
         with located(step=manifest.step, item=name):
             reader = _ArrayReader(context, name, entry)
-            tree = await reader.tree(small_bytes) if entry.nodes or len(entry.leaves) else None
+            share = small_bytes // len(manifest.items)
+            tree = await reader.tree(share) if entry.nodes or len(entry.leaves) else None
         files = tuple(
             path.removeprefix(f"{name}/")
             for path in manifest.files

@@ -15,6 +15,7 @@ from ckpt._format.dtypes import parse_dtype
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.regions import Region
 from ckpt._plan.weighted_means import accumulator, check_alike, heaviest, is_averaged
+from ckpt._tree.flatten import unboxed_names
 from ckpt._tree.leaf_specs import LeafSpec, StoredLeaf
 
 logger = logging.getLogger("ckpt")
@@ -40,13 +41,7 @@ def merged(
     """
     places = list(checkpoints)
     best = heaviest(places, weights)
-    check_alike(
-        {
-            place: {name: each.entry for name, each in items.items()}
-            for place, items in checkpoints.items()
-        },
-        best,
-    )
+    check_alike({place: _entries(items) for place, items in checkpoints.items()}, best)
     main = checkpoints[best]
     found: dict[str, StoredItem] = {}
     kept: list[str] = []
@@ -55,17 +50,18 @@ def merged(
             kept.append(name)
             found[name] = item
             continue
-        trees = [checkpoints[place][name].tree for place in places]
+        # By name: another library may have them in another order.
+        every = [_leaves(checkpoints[place][name]) for place in places]
         leaves: list[Any] = []
         # One array in two places of the tree stays one.
         known: dict[tuple[int, ...], StoredLeaf] = {}
-        for number, leaf in enumerate(item.tree.leaves):
+        for path, leaf in _leaves(item).items():
             if isinstance(leaf, StoredLeaf) and is_averaged(leaf.spec.kind, leaf.spec.dtype):
-                parts = [tree.leaves[number] for tree in trees if tree is not None]
+                parts = [each[path] for each in every]
                 leaves.append(known.setdefault(tuple(map(id, parts)), _merged(parts, weights)))
             else:
                 leaves.append(leaf)
-                kept.append(f"{name}: {item.tree.names[number]}")
+                kept.append(f"{name}: {path}")
         found[name] = replace(item, tree=replace(item.tree, leaves=tuple(leaves)))
     if kept:
         logger.info(
@@ -80,6 +76,13 @@ def merged(
 
 def _entries(items: Mapping[str, StoredItem]) -> dict[str, ItemEntry]:
     return {name: item.entry for name, item in items.items()}
+
+
+def _leaves(item: StoredItem) -> dict[str, Any]:
+    """Return the leaves of an item by leaf path, in their order."""
+    assert item.tree is not None
+    names = unboxed_names(item.tree.nodes, item.tree.names)
+    return dict(zip(names, item.tree.leaves, strict=True))
 
 
 def _merged(parts: Sequence[StoredLeaf], weights: Sequence[float]) -> StoredLeaf:

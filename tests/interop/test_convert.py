@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -385,6 +385,27 @@ def test_a_merge_is_the_weighted_mean(tmp_path: Path) -> None:
     arrays = Safetensors(names=str)
     ckpt.sync.convert(sources, tmp_path / "w.safetensors", format=arrays, at="w")
     assert load_file(tmp_path / "w.safetensors")["w"].tobytes() == np.asarray(found["w"]).tobytes()
+
+
+def test_leaves_are_merged_by_name_in_whatever_order_they_are(tmp_path: Path) -> None:
+    tensors = {"b": np.full(4, 2, np.float32), "a": np.full(4, 10, np.float32)}
+    save_file(dict(reversed(tensors.items())), tmp_path / "1.safetensors")
+    (tmp_path / "2").mkdir()
+    listed = {}
+    for number, (name, each) in enumerate(tensors.items()):
+        save_file({name: each}, tmp_path / "2" / f"{number}.safetensors")
+        listed[name] = f"{number}.safetensors"
+    index = tmp_path / "2" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": listed}))
+    ckpt.sync.save(tmp_path / "3", OrderedDict(b=jnp.full(4, 2.0), a=jnp.full(4, 10.0)))
+    sources = {tmp_path / name: 0.5 for name in ("1.safetensors", "2")}
+    ckpt.sync.convert(sources, tmp_path / "mean")
+    found = ckpt.sync.load(tmp_path / "mean")
+    assert (found["a"].tolist(), found["b"].tolist()) == ([10] * 4, [2] * 4)
+    both = {tmp_path / "3": 0.5, tmp_path / "1.safetensors": 0.5}
+    ckpt.sync.convert(both, tmp_path / "other")
+    found = ckpt.sync.load(tmp_path / "other")
+    assert (found["a"].tolist(), found["b"].tolist()) == ([10] * 4, [2] * 4)
 
 
 def test_half_precision_is_added_up_in_single_precision(tmp_path: Path) -> None:

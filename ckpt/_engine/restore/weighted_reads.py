@@ -21,6 +21,7 @@ from ckpt._format.dtypes import parse_dtype
 from ckpt._format.manifest import ItemEntry
 from ckpt._plan.targets import ArrayRead
 from ckpt._plan.weighted_means import accumulator, is_averaged
+from ckpt._tree.flatten import unboxed_names
 
 T = TypeVar("T")
 
@@ -86,10 +87,10 @@ class WeightedReader:
 
 def _numbers_in(other: ItemEntry, main: ItemEntry) -> Mapping[int, int] | None:
     """Return the numbers of the main item's leaves in another; None if they are the same."""
-    names = list(main.leaves.names)
-    if list(other.leaves.names) == names:
+    names, others = (unboxed_names(each.nodes, each.leaves.names) for each in (main, other))
+    if list(names) == list(others):
         return None
-    places = {name: number for number, name in enumerate(other.leaves.names)}
+    places = {name: number for number, name in enumerate(others)}
     return {number: places[name] for number, name in enumerate(names)}
 
 
