@@ -152,9 +152,9 @@ def convert_call(
         steps: dict[str, OpenedStep] = {}
         found: dict[str, dict[str, StoredItem]] = {}
         for path, storage, name in places:
-            where = redact(f"{storage.location}/{name}")
+            where = f"{storage.location}/{name}"
             if where in steps:
-                raise InvalidArgumentError(f"source: {where} is there under two names")
+                raise InvalidArgumentError(f"source: {where} is given twice, under two names")
             steps[where] = await opened_checkpoint(path, storage, name)
             found[where] = await _items(steps[where], storage, share)
         main = heaviest(list(steps), list(weights.values()))

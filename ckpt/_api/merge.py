@@ -20,7 +20,6 @@ from ckpt._format.manifest import ItemEntry
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.multihost.per_process import pick
 from ckpt._plan.weighted_means import check_alike, check_weights, heaviest
-from ckpt._redaction import redact
 from ckpt._runtime.loop import run_once
 from ckpt._settings import Staging
 from ckpt._steps.factory import job_of, make_engine
@@ -102,9 +101,9 @@ def merge_call(
         began = time.perf_counter()
         contexts: dict[str, tuple[float, RestoreContext]] = {}
         for weight, path, storage, name in opened:
-            where = redact(f"{storage.location}/{name}")
+            where = f"{storage.location}/{name}"
             if where in contexts:
-                raise InvalidArgumentError(f"weights: {where} is there under two names")
+                raise InvalidArgumentError(f"weights: {where} is given twice, under two names")
             step = await opened_checkpoint(path, storage, name)
             context = context_of(step, storage, engine, job.process_index, job.process_count)
             contexts[where] = weight, context

@@ -95,7 +95,7 @@ def _publish(temporary: Path, path: Path, overwrite: bool) -> None:
 
 
 def _remove(temporary: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if temporary.is_dir() and not temporary.is_symlink():
             shutil.rmtree(temporary, ignore_errors=True)
         else:

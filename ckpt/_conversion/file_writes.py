@@ -15,6 +15,7 @@ import numpy as np
 from ckpt._format.regions import Region
 from ckpt._runtime.threads import run_in_thread
 from ckpt.storage._local.data_files import WITHOUT_DIRECT
+from ckpt.storage._local.errors import translated
 
 Array = np.ndarray[Any, Any]
 
@@ -95,8 +96,19 @@ class LargeFile:
         """Make the file, with room for `nbytes`.
 
         Raises:
-            OSError: It cannot be made, or the disk has no room for it.
+            StorageError: It cannot be made, or the disk has no room for it.
         """
+        self._path = path
+        with translated("write", path):
+            self._open(path, nbytes)
+
+    def __enter__(self) -> LargeFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _open(self, path: Path, nbytes: int) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._direct = -1
         self._fd = os.open(path, flags, 0o666)
@@ -118,7 +130,14 @@ class LargeFile:
             data: The bytes.
             offset: Where they go.
             scratch: Memory that begins with a page: whole sectors pass through it.
+
+        Raises:
+            StorageError: The file system refused.
         """
+        with translated("write", self._path):
+            self._write_at(data, offset, scratch)
+
+    def _write_at(self, data: Bytes, offset: int, scratch: Bytes) -> None:
         head = min(-offset % _SECTOR, len(data))
         whole = (len(data) - head) // _SECTOR * _SECTOR
         if self._direct < 0 or whole < _DIRECT_BYTES:
@@ -152,7 +171,8 @@ class LargeFile:
 
     def sync(self) -> None:
         """Make it durable."""
-        os.fsync(self._fd)
+        with translated("write", self._path):
+            os.fsync(self._fd)
 
     def close(self) -> None:
         """Close it."""

@@ -8,6 +8,7 @@ from typing import Any
 from ckpt._conversion.stored_items import StoredItem
 from ckpt._format.manifest import ItemEntry
 from ckpt._plan.adapt import Adapt
+from ckpt._plan.orbax_view import ABOUT_FILE, about_item
 from ckpt.handlers._base import Deferred, ItemReader, ItemWriter
 
 
@@ -32,7 +33,10 @@ class ItemCopy:
 
         async def commit() -> ItemEntry:
             for path in item.files:
-                await writer.write_file(path, await item.read_file(path))
+                data = await item.read_file(path)
+                # What the library itself has written there for Orbax is written again by the save.
+                if path != ABOUT_FILE or data != about_item(item.entry):
+                    await writer.write_file(path, data)
             # Those of a tree are counted by the engine.
             nbytes = 0 if item.tree is not None else item.entry.nbytes
             return ItemEntry(handler=self.name, nbytes=nbytes, data=item.entry.data)

@@ -17,10 +17,15 @@ from ckpt._conversion.file_writes import Bytes, LargeFile, write_pieces, write_r
 from ckpt._conversion.tensors import ExportedArray, pieces_of
 from ckpt._format.dtypes import DTYPES
 from ckpt._format.regions import Region
-from ckpt._interop.safetensors.header import DTYPE_NAMES, LENGTH_BYTES, MOST_HEADER_BYTES
+from ckpt._interop.safetensors.header import (
+    DTYPE_NAMES,
+    LENGTH_BYTES,
+    MOST_HEADER_BYTES,
+    parse_index,
+)
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.leaf_specs import LeafSpec
-from ckpt.errors import InvalidArgumentError
+from ckpt.errors import CorruptCheckpointError, InvalidArgumentError
 from ckpt.exports import Safetensors
 from ckpt.storage._local.posix import fsync_directory
 
@@ -31,8 +36,8 @@ _PYTORCH = {"format": "pt"}
 _ALIGNMENT = 8
 _METADATA = "__metadata__"
 _ADVICE = {
-    "complex128": "cast it to complex64 where it is saved: ArrayFormat(dtype='complex64')",
-    "float8_e4m3": "its float8 is float8_e4m3fn: save it as that",
+    "complex128": "cast it to complex64 first, with convert(formats={...: 'complex64'})",
+    "float8_e4m3": "their float8 is float8_e4m3fn: convert it to that first",
 }
 
 
@@ -58,18 +63,28 @@ def problem_of(spec: LeafSpec) -> str | None:
         return "it is a PRNG key; save jax.random.key_data of it"
     if spec.dtype in DTYPE_NAMES:
         return None
-    advice = _ADVICE.get(spec.dtype or "", "save it as another: ArrayFormat(dtype='bfloat16')")
+    advice = _ADVICE.get(
+        spec.dtype or "", "convert it to another dtype first, with convert(formats=...)"
+    )
     return f"safetensors have no {spec.dtype}; {advice}"
 
 
 def is_export(path: Path) -> bool:
-    """Tell whether a directory has nothing but safetensors and their index."""
-    return all(each.name == INDEX or each.name.endswith(_SUFFIX) for each in path.iterdir())
+    """Tell whether a directory has an index and the files that it lists, and nothing else."""
+    try:
+        listed = set(parse_index((path / INDEX).read_bytes()).values())
+    except (OSError, CorruptCheckpointError):
+        return False
+    found = list(path.iterdir())
+    return all(each.is_file() for each in found) and {each.name for each in found} == {
+        INDEX,
+        *listed,
+    }
 
 
 async def write_safetensors(
     tensors: Sequence[ExportedArray], options: Safetensors, target: Path, at_once: int
-) -> int:
+) -> None:
     """Write tensors to one file, or to a directory of files; durable on return.
 
     Args:
@@ -77,9 +92,6 @@ async def write_safetensors(
         options: How.
         target: The file or directory, which does not exist.
         at_once: How many pieces may be in memory.
-
-    Returns:
-        How many bytes were written.
 
     Raises:
         InvalidArgumentError: Two tensors get the same name, or one that is not a text.
@@ -92,17 +104,13 @@ async def write_safetensors(
         await run_in_thread(target.mkdir)
         for file in files:
             await _write(file, target / file.name, at_once)
-        await run_in_thread(_write_index, files, options, target)
-    return sum(file.size for file in files)
+        await run_in_thread(_write_index, files, target)
 
 
 async def _write(file: _TensorFile, path: Path, at_once: int) -> None:
-    made = await run_in_thread(LargeFile, path, file.size)
-    try:
+    with await run_in_thread(LargeFile, path, file.size) as made:
         await write_pieces(_pieces(file, made), at_once)
         await run_in_thread(made.sync)
-    finally:
-        made.close()
 
 
 def _pieces(file: _TensorFile, made: LargeFile) -> Iterator[Callable[[Bytes], None]]:
@@ -154,7 +162,7 @@ def _named(
     found: dict[str, ExportedArray] = {}
     for tensor in tensors:
         name: object = ".".join(tensor.keys) if names is None else names(tensor.path)
-        if not isinstance(name, str) or name == _METADATA:
+        if not isinstance(name, str) or name == _METADATA or not _is_text(name):
             raise InvalidArgumentError(
                 f"Safetensors(names=...): {name!r:.80} for {tensor.path!r:.200}; expected the name "
                 "of a tensor"
@@ -166,6 +174,11 @@ def _named(
             )
         found[name] = tensor
     return found
+
+
+def _is_text(name: str) -> bool:
+    """Tell whether a text can be written as UTF-8."""
+    return name == name.encode(errors="replace").decode()
 
 
 def _file(name: str, tensors: Mapping[str, ExportedArray], options: Safetensors) -> _TensorFile:
@@ -196,7 +209,7 @@ def _file(name: str, tensors: Mapping[str, ExportedArray], options: Safetensors)
     return _TensorFile(name, header, places, len(header) + begin)
 
 
-def _write_index(files: Sequence[_TensorFile], options: Safetensors, target: Path) -> None:
+def _write_index(files: Sequence[_TensorFile], target: Path) -> None:
     listed: dict[str, str] = {}
     for file in files:
         names = json.loads(file.header[LENGTH_BYTES:])
@@ -204,10 +217,7 @@ def _write_index(files: Sequence[_TensorFile], options: Safetensors, target: Pat
     nbytes = sum(tensor.spec.nbytes for file in files for tensor, _ in file.places)
     index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(listed.items()))}
     data = json.dumps(index, indent=2, ensure_ascii=False).encode()
-    made = LargeFile(target / INDEX, len(data))
-    try:
+    with LargeFile(target / INDEX, len(data)) as made:
         made.write(np.frombuffer(data, np.uint8), 0, np.empty(0, np.uint8))
         made.sync()
-    finally:
-        made.close()
     fsync_directory(target)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import anyio
 import anyio.from_thread
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ from ckpt._format.regions import Region, whole
 from ckpt._format.shardings import describe_sharding
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.multihost.per_process import ProcessPart
+from ckpt._plan.orbax_view import ABOUT_FILE
 from ckpt._plan.slices.array_slices import ArraySlice
 from ckpt._plan.targets import ArrayRead, ArrayTarget, default_device
 from ckpt._tree.flatten import Structure
@@ -82,11 +84,16 @@ async def stored_items(context: RestoreContext, small_bytes: int) -> dict[str, S
             path.removeprefix(f"{name}/")
             for path in manifest.files
             if path.startswith(f"{name}/")
-            and role_of(entry, path.removeprefix(f"{name}/")) == "handler"
+            and _is_of_handler(entry, path.removeprefix(f"{name}/"), tree is None)
         )
         read_file = partial(read_item_file, context, name)
         found[name] = StoredItem(name, entry, tree, files, read_file)
     return found
+
+
+def _is_of_handler(entry: ItemEntry, path: str, is_plain: bool) -> bool:
+    """Tell whether a file of an item is its handler's, or may be."""
+    return role_of(entry, path) == "handler" or (is_plain and path == ABOUT_FILE)
 
 
 class _ArrayReader:
@@ -140,7 +147,9 @@ class _ArrayReader:
         return ArrayRead(target, region.shape, dtype, None, leaf.name, (piece,))
 
     async def _read(self, number: int, region: Region) -> Array:
-        with located(step=self._step, item=self._item):
+        # The thread that waits for it is waited for in turn, also if its caller is cancelled:
+        # anyio would never let a cancelled read end.
+        with anyio.CancelScope(shield=True), located(step=self._step, item=self._item):
             [found] = await self._reader.read(self._entry, [self._request(number, region)])
         array: Array = found
         return array

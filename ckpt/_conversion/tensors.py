@@ -93,9 +93,11 @@ def tensors_of(
             found.append(ExportedArray(rest or full, keys, leaf))
     if problems:
         more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        advice = " Name a branch without them (at='params')" if at is None else ""
         raise UnsupportedLeafError(
-            f"{len(problems)} leaves cannot be in this format, so nothing was written. Name a "
-            "branch without them (at='params')\n  " + "\n  ".join(problems[:_SHOWN]) + more
+            f"{len(problems)} leaves cannot be in this format, so nothing was written.{advice}\n  "
+            + "\n  ".join(problems[:_SHOWN])
+            + more
         )
     if not found:
         if at is not None:

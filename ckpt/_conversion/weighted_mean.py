@@ -15,12 +15,16 @@ from ckpt._format.dtypes import parse_dtype
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.regions import Region
 from ckpt._plan.weighted_means import accumulator, check_alike, heaviest, is_averaged
+from ckpt._redaction import redact
 from ckpt._tree.flatten import unboxed_names
 from ckpt._tree.leaf_specs import LeafSpec, StoredLeaf
 
 logger = logging.getLogger("ckpt")
 
 Array = np.ndarray[Any, Any]
+
+# Elements that are added at once; they stay in the cache of a core.
+_SLICE = 1 << 18
 
 
 def merged(
@@ -69,7 +73,7 @@ def merged(
             "largest weight",
             len(kept),
             kept[0],
-            best,
+            redact(best),
         )
     return found
 
@@ -88,8 +92,8 @@ def _leaves(item: StoredItem) -> dict[str, Any]:
 def _merged(parts: Sequence[StoredLeaf], weights: Sequence[float]) -> StoredLeaf:
     spec = parts[0].spec
     dtype = parse_dtype(spec.dtype)
-    # The sum, and what is added to it.
-    copies = 2 * -(-accumulator(dtype).itemsize // dtype.itemsize)
+    # The sum, and what is added to it as it was read.
+    copies = accumulator(dtype).itemsize // dtype.itemsize + 1
     return StoredLeaf(replace(spec, copies=copies), partial(_mean, parts, weights, spec))
 
 
@@ -98,15 +102,13 @@ def _mean(
 ) -> Array:
     dtype = parse_dtype(spec.dtype)
     wide = accumulator(dtype)
-    total: Array | None = None
+    total: Array = np.zeros(region.shape, wide)
+    sums = total.reshape(-1)
     for part, weight in zip(parts, weights, strict=True):
-        # A small array is kept, and read again.
-        value = part.read(region)
-        value = value.astype(wide, copy=value.dtype != wide or not value.flags.owndata)
-        np.multiply(value, wide.type(weight), out=value)
-        if total is None:
-            total = value
-        else:
-            total += value
-    assert total is not None
+        values = part.read(region).reshape(-1)
+        # A little at a time, so that there is no second copy in the wider dtype.
+        for start in range(0, len(values), _SLICE):
+            piece = values[start : start + _SLICE].astype(wide)
+            np.multiply(piece, wide.type(weight), out=piece)
+            sums[start : start + _SLICE] += piece
     return total.astype(dtype, copy=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,8 +28,9 @@ from ckpt.storage._local.posix import fsync_directory
 
 _DOCUMENT = "zarr.json"
 _CHUNK_BYTES = 16 << 20
-# How arrays and groups of one folder are told apart: by their documents alone.
-_RESERVED = frozenset({"", ".", "..", _DOCUMENT, "c"})
+# In the attributes of what was exported, so that nothing else is ever replaced.
+_MARK = "written_by_ckpt"
+_CHUNK = re.compile(r"(^|/)c(/[0-9]+)*\Z")
 
 
 def problem_of(spec: LeafSpec) -> str | None:
@@ -41,21 +43,27 @@ def problem_of(spec: LeafSpec) -> str | None:
 
 
 def is_export(path: Path) -> bool:
-    """Tell whether a directory is a group of zarr."""
-    return (path / _DOCUMENT).is_file()
+    """Tell whether a directory was exported by this library, and nothing was put into it."""
+    try:
+        top = json.loads((path / _DOCUMENT).read_bytes())
+        marked = top["attributes"][_MARK] is True
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return marked and all(
+        each.name == _DOCUMENT or _CHUNK.search(each.relative_to(path).as_posix())
+        for each in path.rglob("*")
+        if not each.is_dir()
+    )
 
 
-async def write_zarr(tensors: Sequence[ExportedArray], target: Path, at_once: int) -> int:
+async def write_zarr(tensors: Sequence[ExportedArray], target: Path, at_once: int) -> None:
     """Write tensors to a directory; durable on return.
-
-    Returns:
-        How many bytes of arrays were written.
 
     Raises:
         InvalidArgumentError: A key cannot be the name of a directory.
     """
     for tensor in tensors:
-        wrong = next((k for k in tensor.keys if k in _RESERVED or "/" in k or "\0" in k), None)
+        wrong = next((key for key in tensor.keys if not _is_name(key)), None)
         if wrong is not None:
             raise InvalidArgumentError(
                 f"{tensor.path!r:.200}: {wrong!r:.80} cannot be the name of a group or an array"
@@ -63,23 +71,33 @@ async def write_zarr(tensors: Sequence[ExportedArray], target: Path, at_once: in
     folders = await run_in_thread(_make_groups, tensors, target)
     await write_pieces(_pieces(tensors, target), at_once)
     await run_in_thread(_sync, folders)
-    return sum(tensor.spec.nbytes for tensor in tensors)
+
+
+def _is_name(key: str) -> bool:
+    """Tell whether a key can be the name of a group or an array of zarr, and of a directory."""
+    return not (
+        set(key) <= {"."} or key.startswith("__") or key == _DOCUMENT or {"/", "\0"} & set(key)
+    )
 
 
 def _make_groups(tensors: Sequence[ExportedArray], target: Path) -> list[Path]:
-    group = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
     # Documents are too small to need it.
     scratch = np.empty(0, np.uint8)
     groups = {tensor.keys[:end] for tensor in tensors for end in range(len(tensor.keys))}
     for keys in sorted(groups, key=len):
         path = target.joinpath(*keys)
         path.mkdir(parents=True, exist_ok=True)
-        _write_file(path / _DOCUMENT, np.frombuffer(group, np.uint8), scratch)
+        marks = {} if keys else {_MARK: True}
+        group = {"zarr_format": 3, "node_type": "group", "attributes": marks}
+        _write_file(path / _DOCUMENT, np.frombuffer(json.dumps(group).encode(), np.uint8), scratch)
     found = [target.joinpath(*keys) for keys in groups]
     for tensor in tensors:
         spec, path = tensor.spec, target.joinpath(*tensor.keys)
         path.mkdir(exist_ok=True)
         document = zarr_metadata_bytes(spec.shape, _chunk_of(spec), spec.dtype or "")
+        if not tensor.keys:
+            # The export is this array.
+            document = json.dumps(json.loads(document) | {"attributes": {_MARK: True}}).encode()
         _write_file(path / _DOCUMENT, np.frombuffer(document, np.uint8), scratch)
         found.append(path)
     return found
@@ -119,12 +137,9 @@ def _write_chunk(
 
 
 def _write_file(path: Path, data: Bytes, scratch: Bytes) -> None:
-    made = LargeFile(path, len(data))
-    try:
+    with LargeFile(path, len(data)) as made:
         made.write(data, 0, scratch)
         made.sync()
-    finally:
-        made.close()
 
 
 def _sync(folders: Sequence[Path]) -> None:

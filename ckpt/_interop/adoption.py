@@ -65,7 +65,7 @@ async def adopted(found: ForeignCheckpoint) -> Adopted:
             data = found.files.kept.get(f"{name}/{path}")
             place = None if data is not None else found.files.place_of(f"{name}/{path}")
             # As all data files: a name that is a digest.
-            text = data if place is None else place.location.encode()
+            text = data if place is None else place.location.encode(errors="surrogateescape")
             own.append(f"d/{digest(text or b'')}")
             if place is not None and end:
                 places[f"{name}/{own[-1]}"] = place
@@ -81,8 +81,7 @@ async def adopted(found: ForeignCheckpoint) -> Adopted:
             fingerprint = await place.storage.fingerprint(place.folder, place.path)
         if fingerprint is None:
             raise CorruptCheckpointError(f"{place.location} is missing; it was damaged")
-        folder = "/".join(filter(None, (place.storage.location.rstrip("/"), place.folder)))
-        sources[path] = SourceFile(folder, place.path, sizes[path], fingerprint)
+        sources[path] = SourceFile(place.place, place.path, sizes[path], fingerprint)
 
     with located():
         async with anyio.create_task_group() as tasks:

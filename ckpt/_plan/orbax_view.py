@@ -41,9 +41,18 @@ _EMPTY = {
 }
 
 
+# What Orbax reads of an item that is JSON to it.
+ABOUT_FILE = "metadata"
+
+
 def root_view(metadata: Mapping[str, Any]) -> bytes:
     """Return the file `_ROOT_METADATA` of the root's directory `metadata`."""
     return _json({"internal_metadata": {}, "custom_metadata": dict(metadata)})
+
+
+def about_item(item: ItemEntry) -> bytes:
+    """Return what stands in an item without a tree, where its handler has written nothing there."""
+    return _json({"handler": item.handler, "data": item.data, "nbytes": item.nbytes})
 
 
 def step_view(
@@ -79,9 +88,8 @@ def step_view(
     handlers = {name: _TREE if item.nodes or item.leaves else _JSON for name, item in items.items()}
     files = {}
     for name, item in items.items():
-        if handlers[name] == _JSON and f"{name}/metadata" not in written:
-            about = {"handler": item.handler, "data": item.data, "nbytes": item.nbytes}
-            files[f"{name}/metadata"] = _json(about)
+        if handlers[name] == _JSON and f"{name}/{ABOUT_FILE}" not in written:
+            files[f"{name}/{ABOUT_FILE}"] = about_item(item)
     if metrics is not None:
         # An item of their own, where Orbax looks; NaN and infinities as Python's json has them.
         handlers["metrics"] = _JSON

@@ -33,19 +33,26 @@ def check_weights(name: str, given: Mapping[Any, Any]) -> dict[Any, float]:
     if not given:
         raise invalid(name, given, "a checkpoint or more, each with its weight")
     for path, weight in given.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float | np.floating):
-            weight = math.nan
-        if not math.isfinite(weight):
+        if not _is_number(weight):
             raise InvalidArgumentError(
-                f"{name}: the weight of {shown(path)} is {shown(given[path])}; expected a number"
+                f"{name}: the weight of {shown(path)} is {shown(weight)}; expected a number"
             )
-    total = math.fsum(given.values())
+    total = math.fsum(map(float, given.values()))
     if abs(total - 1) > _TOLERANCE:
         logger.warning(
             "the weights of the merge add up to %.6g, and not to 1; they are taken as they are",
             total,
         )
     return {path: float(weight) for path, weight in given.items()}
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def is_averaged(kind: str, dtype: str | None) -> bool:

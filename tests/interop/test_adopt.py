@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -28,6 +29,9 @@ from safetensors.numpy import save, save_file
 import ckpt
 import ckpt.sync
 from ckpt import errors
+from ckpt._engine.restore.step_files import FilePlace
+from ckpt._format.source_files import SourceFile
+from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._object.connection import _memory_of
 from ckpt.testing.compare import differences
 from tests.support.simulated_job import closed, managers, together
@@ -298,6 +302,7 @@ def test_once_it_is_verified_the_time_of_a_file_does_not_matter(
     ckpt.sync.verify(tmp_path / "ours")
     os.utime(model, ns=(5, 5))
     assert ckpt.sync.verify(tmp_path / "ours").ok
+    assert ckpt.sync.verify(tmp_path / "ours", deep=False).ok
     assert ckpt.sync.load(tmp_path / "ours")["head"]["bias"] == 3
 
 
@@ -325,7 +330,33 @@ def test_a_source_that_was_cut_is_found(model: Path, tmp_path: Path) -> None:
     os.truncate(model, found.st_size - 2000)
     with pytest.raises(errors.CorruptCheckpointError, match="was changed"):
         ckpt.sync.load(tmp_path / "ours")
-    assert not ckpt.sync.verify(tmp_path / "ours").ok
+    for deep in (False, True):
+        assert not ckpt.sync.verify(tmp_path / "ours", deep=deep).ok
+
+
+@pytest.mark.parametrize("call", ["verify", "load"])
+def test_a_source_that_changes_while_it_is_read_is_refused(
+    call: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a download goes on: what was read is not what was adopted."""
+    ckpt.sync.adopt(model, tmp_path / "ours")
+    plain, reads = LocalStorage.read_block, []
+
+    async def changed(self: Any, step_dir: str, path: str, *given: Any) -> None:
+        await plain(self, step_dir, path, *given)
+        if path == model.name:
+            reads.append(1)
+            if len(reads) == 1:
+                change(model, 2_000_000)
+
+    monkeypatch.setattr(LocalStorage, "read_block", changed)
+    if call == "verify":
+        report = ckpt.sync.verify(tmp_path / "ours")
+        assert not report.ok
+        assert not report.first_digests
+    else:
+        with pytest.raises(errors.CorruptCheckpointError, match="was changed after this step"):
+            ckpt.sync.load(tmp_path / "ours")
 
 
 def test_two_that_verify_at_once_agree(model: Path, tmp_path: Path) -> None:
@@ -404,9 +435,11 @@ def test_sources_and_steps_in_stores(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_adopted_is_refused_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
-    ckpt.sync.save(tmp_path / "own", {"a": 1})
+    ckpt.sync.save(tmp_path / "own", {"a": jnp.ones(3)})
     with pytest.raises(errors.InvalidArgumentError, match="is a checkpoint of this library"):
         ckpt.sync.adopt(tmp_path / "own", tmp_path / "x")
+    with pytest.raises(errors.InvalidArgumentError, match="a part of a step of this library"):
+        ckpt.sync.adopt(tmp_path / "own" / "default", tmp_path / "x")
     with pytest.raises(errors.NotACheckpointError, match="there is no directory"):
         ckpt.sync.adopt(tmp_path / "nothing", tmp_path / "x")
     with pytest.raises(errors.StepExistsError, match="pass overwrite=True"):
@@ -420,8 +453,21 @@ def test_what_cannot_be_adopted_is_refused_and_leaves_nothing(model: Path, tmp_p
     with pytest.raises(errors.UnsupportedFormatError, match=r"Convert the file\s+instead"):
         ckpt.sync.adopt(tmp_path / "theirs" / "z.npz", tmp_path / "x")
     assert not (tmp_path / "x").exists()
-    assert ckpt.sync.load(tmp_path / "own") == {"a": 1}
+    assert ckpt.sync.load(tmp_path / "own")["a"].tolist() == [1, 1, 1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["own", "theirs"]
+
+
+@pytest.mark.parametrize(
+    ("root", "folder", "place"),
+    [("/", "", "/"), ("/", "srv", "/srv"), ("/a", "", "/a"), ("s3://b", "x/y", "s3://b/x/y")],
+)
+def test_a_file_is_named_from_the_top(root: str, folder: str, place: str, tmp_path: Path) -> None:
+    """Models often lie directly below the root of a container."""
+    storage: Any = SimpleNamespace(location=root)
+    found = FilePlace(storage, folder, "m.safetensors")
+    assert found.place == place
+    assert found.location == SourceFile(place, "m.safetensors", 1, "").location
+    assert found.location == f"{place.rstrip('/')}/m.safetensors"
 
 
 def test_steps_have_the_names_that_the_manager_gives(model: Path, tmp_path: Path) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -314,6 +313,101 @@ def test_damage_is_found_on_the_way_and_nothing_is_left(
     assert sorted(each.name for each in tmp_path.iterdir()) == ["x"]
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("format", ["ckpt", "safetensors", "zarr"])
+def test_damage_of_one_array_ends_the_reads_of_all(format: Any, tmp_path: Path) -> None:
+    """Several are being read when the first of them turns out to be damaged."""
+    leaves = {f"w{number}": np.full((2048, 1024), number, np.float32) for number in range(16)}
+    ckpt.sync.save(tmp_path / "x", leaves)
+    for number, path in enumerate(sorted((tmp_path / "x" / "default" / "d").iterdir())):
+        if path.stat().st_size > MIB and number % 2:
+            data = bytearray(path.read_bytes())
+            data[1000] ^= 1
+            path.write_bytes(data)
+    for _ in range(5):
+        with pytest.raises(errors.CorruptCheckpointError, match="not what was saved"):
+            ckpt.sync.convert(tmp_path / "x", tmp_path / "y", format=format)
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["x"]
+
+
+class Telling:
+    """A handler that keeps a file of the name that Orbax reads."""
+
+    name = "telling"
+
+    def accepts(self, item: Any) -> bool:
+        return isinstance(item, bytearray)
+
+    async def stage(self, item: Any, writer: Any) -> Any:
+        data = bytes(item)
+
+        async def commit() -> ckpt.manifest.ItemEntry:
+            await writer.write_file("metadata", data)
+            return ckpt.manifest.ItemEntry(self.name, nbytes=len(data))
+
+        return ckpt.handlers.Deferred(commit)
+
+    async def load(self, entry: Any, like: Any, adapt: Any, reader: Any) -> Any:
+        return bytearray(await reader.read_file("metadata"))
+
+
+def test_files_of_handlers_that_are_not_here_are_kept(tmp_path: Path) -> None:
+    items = {"own": bytearray(b'{"handler": "mine"}'), "text": "notes"}
+    ckpt.sync.save(tmp_path / "x", items=items, handlers=[Telling()])
+    ckpt.sync.convert(tmp_path / "x", tmp_path / "y")
+    assert ckpt.sync.load(tmp_path / "y", handlers=[Telling()]) == items
+    assert ckpt.sync.verify(tmp_path / "y").ok
+
+
+def test_an_export_never_removes_what_it_did_not_write(ours: Path, tmp_path: Path) -> None:
+    def refused(path: Path, options: Any) -> None:
+        before = sorted(path.rglob("*"))
+        with pytest.raises(errors.StepExistsError, match="never replaced"):
+            ckpt.sync.convert(ours, path, format=options, at="params", overwrite=True)
+        assert sorted(path.rglob("*")) == before
+
+    shards = Safetensors(file_bytes=MIB)
+    # Somebody's downloads, without an index, and folders with such names.
+    (tmp_path / "models").mkdir()
+    save_file({"a": np.ones(1)}, tmp_path / "models" / "llama.safetensors")
+    refused(tmp_path / "models", shards)
+    (tmp_path / "more" / "x.safetensors").mkdir(parents=True)
+    (tmp_path / "more" / "x.safetensors" / "thesis.tex").write_text("mine")
+    refused(tmp_path / "more", shards)
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", shards)
+    ckpt.sync.convert(ours, tmp_path / "shards", format=shards, at="params")
+    save_file({"a": np.ones(1)}, tmp_path / "shards" / "another.safetensors")
+    refused(tmp_path / "shards", shards)
+    # A group of another program, and one of ours with something more in it.
+    zarr.create_group(tmp_path / "theirs")
+    refused(tmp_path / "theirs", Zarr())
+    ckpt.sync.convert(ours, tmp_path / "z", format="zarr", at="params")
+    (tmp_path / "z" / "thesis.tex").write_text("mine")
+    refused(tmp_path / "z", Zarr())
+
+
+def test_the_keys_of_an_lstm_are_names_in_zarr(tmp_path: Path) -> None:
+    ckpt.sync.save(tmp_path / "x", {"c": jnp.ones(3), "h": {"c": jnp.zeros(2)}})
+    for overwrite in (False, True):
+        ckpt.sync.convert(tmp_path / "x", tmp_path / "z", format="zarr", overwrite=overwrite)
+    group: Any = zarr.open_group(tmp_path / "z", mode="r")
+    assert (group["c"][...].tolist(), group["h/c"][...].tolist()) == ([1] * 3, [0] * 2)
+    ckpt.sync.save(tmp_path / "one", jnp.arange(3))
+    for overwrite in (False, True):
+        ckpt.sync.convert(tmp_path / "one", tmp_path / "a", format="zarr", overwrite=overwrite)
+    array: Any = zarr.open_array(tmp_path / "a", mode="r")
+    assert array[...].tolist() == [0, 1, 2]
+
+
+def test_what_the_system_refuses_is_an_error_of_the_library(ours: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    formats: list[Any] = ["safetensors", "zarr"]
+    for format in formats:
+        with pytest.raises(errors.StorageError, match="cannot write"):
+            ckpt.sync.convert(ours, tmp_path / "file" / "x", format=format, at="params")
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "format": ({"format": "pickle"}, "format='pickle': expected"),
     "format object": ({"format": 3}, "which Orbax reads, too"),
@@ -351,105 +445,6 @@ def test_checkpoints_in_stores_are_converted(ours: Path, tmp_path: Path) -> None
     ckpt.sync.convert(ours, "memory://converted/run/x", overwrite=True)
     ckpt.sync.convert("memory://converted/run/x", tmp_path / "back")
     same(ours, tmp_path / "back", like=state())
-
-
-# Merging.
-
-
-def numbers(scale: float, dtype: Any = jnp.float32) -> dict[str, Any]:
-    return {
-        "w": (jnp.arange(3000 * 700, dtype=jnp.float32).reshape(3000, 700) * scale).astype(dtype),
-        "small": jnp.full(3, scale, dtype),
-        "count": jnp.int32(scale),
-        "key": jax.random.key(int(scale)),
-        "n": int(scale),
-    }
-
-
-def test_a_merge_is_the_weighted_mean(tmp_path: Path) -> None:
-    weights = {1: 0.25, 2: 0.25, 3: 0.5}
-    for scale in weights:
-        ckpt.sync.save(tmp_path / str(scale), numbers(scale))
-    sources = {tmp_path / str(scale): weight for scale, weight in weights.items()}
-    ckpt.sync.convert(sources, tmp_path / "mean")
-    found = ckpt.sync.load(tmp_path / "mean")
-    mean = sum(scale * weight for scale, weight in weights.items())
-    expected = sum(np.float32(w) * np.asarray(numbers(s)["w"]) for s, w in weights.items())
-    np.testing.assert_allclose(found["w"], expected, rtol=1e-6)
-    np.testing.assert_allclose(found["small"], mean)
-    # What is no real number is that of the largest weight.
-    assert (int(found["count"]), found["n"]) == (3, 3)
-    assert (jax.random.key_data(found["key"]) == jax.random.key_data(jax.random.key(3))).all()
-    assert found["w"].dtype == jnp.float32
-    # Merged into safetensors at once, and again, since nothing of the sources was changed.
-    arrays = Safetensors(names=str)
-    ckpt.sync.convert(sources, tmp_path / "w.safetensors", format=arrays, at="w")
-    assert load_file(tmp_path / "w.safetensors")["w"].tobytes() == np.asarray(found["w"]).tobytes()
-
-
-def test_leaves_are_merged_by_name_in_whatever_order_they_are(tmp_path: Path) -> None:
-    tensors = {"b": np.full(4, 2, np.float32), "a": np.full(4, 10, np.float32)}
-    save_file(dict(reversed(tensors.items())), tmp_path / "1.safetensors")
-    (tmp_path / "2").mkdir()
-    listed = {}
-    for number, (name, each) in enumerate(tensors.items()):
-        save_file({name: each}, tmp_path / "2" / f"{number}.safetensors")
-        listed[name] = f"{number}.safetensors"
-    index = tmp_path / "2" / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": listed}))
-    ckpt.sync.save(tmp_path / "3", OrderedDict(b=jnp.full(4, 2.0), a=jnp.full(4, 10.0)))
-    sources = {tmp_path / name: 0.5 for name in ("1.safetensors", "2")}
-    ckpt.sync.convert(sources, tmp_path / "mean")
-    found = ckpt.sync.load(tmp_path / "mean")
-    assert (found["a"].tolist(), found["b"].tolist()) == ([10] * 4, [2] * 4)
-    both = {tmp_path / "3": 0.5, tmp_path / "1.safetensors": 0.5}
-    ckpt.sync.convert(both, tmp_path / "other")
-    found = ckpt.sync.load(tmp_path / "other")
-    assert (found["a"].tolist(), found["b"].tolist()) == ([10] * 4, [2] * 4)
-
-
-def test_half_precision_is_added_up_in_single_precision(tmp_path: Path) -> None:
-    """1 + 2^-8 is no bfloat16, and three of its halves added one by one would lose it."""
-    values = [1.0, 1.0078125, 1.0, 1.0078125]
-    for number, value in enumerate(values):
-        ckpt.sync.save(tmp_path / str(number), {"w": jnp.full(9, value, jnp.bfloat16)})
-    ckpt.sync.convert({tmp_path / str(n): 0.25 for n in range(4)}, tmp_path / "mean")
-    found = ckpt.sync.load(tmp_path / "mean")["w"]
-    assert found.dtype == jnp.bfloat16
-    expected = np.float32(sum(np.float32(v) * np.float32(0.25) for v in values))
-    assert (np.asarray(found) == expected.astype(ml_dtypes.bfloat16)).all()
-
-
-def test_weights_that_do_not_add_up_are_said_and_taken(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for scale in (1, 2):
-        ckpt.sync.save(tmp_path / str(scale), {"w": jnp.full(3, float(scale))})
-    with caplog.at_level(logging.WARNING, "ckpt"):
-        ckpt.sync.convert({tmp_path / "1": 1.0, tmp_path / "2": 1.0}, tmp_path / "sum")
-    assert "add up to 2, and not to 1" in caplog.text
-    assert ckpt.sync.load(tmp_path / "sum")["w"].tolist() == [3.0] * 3
-
-
-def test_trees_that_do_not_match_are_listed_leaf_by_leaf(tmp_path: Path) -> None:
-    ckpt.sync.save(tmp_path / "a", {"w": jnp.ones(3), "b": jnp.ones(2), "only": jnp.ones(1)})
-    ckpt.sync.save(tmp_path / "b", {"w": jnp.ones(4), "b": jnp.ones(2, jnp.bfloat16), "n": 1})
-    with pytest.raises(errors.TargetMismatchError) as told:
-        ckpt.sync.convert({tmp_path / "a": 0.5, tmp_path / "b": 0.5}, tmp_path / "mean")
-    for part in (
-        "4 leaves differ",
-        "default.w: float32[3] in",
-        "float32[4] in",
-        "default.n: nothing",
-    ):
-        assert part in str(told.value)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["a", "b"]
-
-
-@pytest.mark.parametrize("weights", [{}, {"x": "half"}, {"x": float("nan")}])
-def test_weights_are_numbers(weights: Any, tmp_path: Path) -> None:
-    with pytest.raises(errors.InvalidArgumentError, match="source"):
-        ckpt.sync.convert(weights, tmp_path / "y")
 
 
 # Memory.

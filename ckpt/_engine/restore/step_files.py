@@ -68,4 +68,9 @@ class FilePlace(Struct, frozen=True):
     @property
     def location(self) -> str:
         """Its path or URL, for messages."""
-        return "/".join(filter(None, (self.storage.location.rstrip("/"), self.folder, self.path)))
+        return f"{self.place.rstrip('/')}/{self.path}"
+
+    @property
+    def place(self) -> str:
+        """The path or URL of the directory that it is in."""
+        return f"{self.storage.location.rstrip('/')}/{self.folder}".rstrip("/") or "/"

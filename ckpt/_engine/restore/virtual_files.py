@@ -28,8 +28,8 @@ def files_of(storage: Storage, step_dir: str, manifest: Manifest) -> StepFiles:
 class VirtualFiles:
     """The files of a virtual step.
 
-    As long as its chunks have no digests, a source is compared with its fingerprint before its
-    first byte is used. Later the digests tell, and the fingerprint only says why they differ.
+    As long as its chunks have no digests, a source is compared with its fingerprint whenever bytes
+    of it were read. Later the digests tell, and the fingerprint only says why they differ.
     """
 
     def __init__(self, own: OwnFiles, manifest: Manifest) -> None:
@@ -38,7 +38,6 @@ class VirtualFiles:
         self._sources = manifest.sources
         self._unverified = unverified_arrays(manifest) > 0
         self._storages: dict[str, Storage] = {}
-        self._unchanged: set[str] = set()
 
     async def read(self, path: str, limit: int) -> bytes | None:
         """Return a small file; they are all the step's own."""
@@ -60,9 +59,6 @@ class VirtualFiles:
         if source is None:
             await self._own.read_block(path, offset, target, then)
             return
-        if self._unverified and path not in self._unchanged:
-            await self._refuse_changed(source)
-            self._unchanged.add(path)
         try:
             await self._storage(source).read_block("", source.path, offset, target, then)
         except CorruptCheckpointError as error:
@@ -71,13 +67,27 @@ class VirtualFiles:
         except ExceptionGroup as damage:
             # Bytes that are not what their digests say.
             raise damage.derive([_in_source(each, source) for each in damage.exceptions]) from None
+        if self._unverified:
+            # After the bytes were read: whatever changed them until then has changed this, too.
+            await self._refuse_changed(source)
 
     async def problem(self, path: str) -> str | None:
-        """Return what is wrong with a source as far as that shows without reading it, or None."""
-        found = await self._fingerprint(self._sources[path])
+        """Return what is wrong with a source as far as that shows without reading it, or None.
+
+        Where there are digests, they decide, and not the time of a file: a backup may change it.
+        """
+        source = self._sources[path]
+        found = await self._fingerprint(source)
         if found is None:
             return MISSING
-        return None if found == self._sources[path].fingerprint else _CHANGED
+        if self._unverified:
+            return None if found == source.fingerprint else _CHANGED
+        last = memoryview(bytearray(1))
+        try:
+            await self._storage(source).read_block("", source.path, source.size - 1, last)
+        except CorruptCheckpointError:
+            return "is shorter than it was"
+        return None
 
     async def _refuse_changed(
         self, source: SourceFile, error: CorruptCheckpointError | None = None

@@ -148,6 +148,8 @@ class ItemWrite:
             batch = plan.batches[number]
             copies = copies_on_host(batch, plan.leaves) - 1
             nbytes = batch.block_bytes + copies * batch.nbytes
+            # One that needs more is staged alone; what it must have is the block.
+            nbytes = max(batch.block_bytes, min(nbytes, session.arena.capacity))
             async with slots:
                 block = await session.allocate(nbytes, self._call)
                 _, began_ns, ended_ns = await run_in_thread(

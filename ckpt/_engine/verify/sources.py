@@ -63,7 +63,6 @@ async def compare_sources(
         try:
             problem = None if source is None else await files.problem(file.path)
             if scanner is not None and problem != MISSING and not (problem and unverified):
-                # Where there are digests, they decide, and not the time of a file.
                 problem = await _read(scanner, file, lane, first)
         except (StorageError, CorruptCheckpointError) as error:
             problem = f"cannot be read: {error.message}"
