@@ -240,7 +240,7 @@ def measure(place: Path, rounds: int, *, smoke: bool) -> list[list[str]]:
     ours, theirs = both["ckpt"], both["peer"]
     rows.append(
         [
-            f"load {figures.size(path.stat().st_size)} of safetensors onto {_DEVICES} devices",
+            f"load {_size(path.stat().st_size)} of safetensors onto {_DEVICES} devices",
             f"{ours['seconds']:.2f} s; `load_file` and `device_put` {theirs['seconds']:.2f} s",
             "as fast",
             _met(ours["seconds"] <= theirs["seconds"]),
@@ -263,7 +263,7 @@ def measure(place: Path, rounds: int, *, smoke: bool) -> list[list[str]]:
         what = "merge two checkpoints" if how == "merge" else f"convert to {how}"
         rows.append(
             [
-                f"{what}, {figures.size(nbytes)} each",
+                f"{what}, {_size(nbytes)} each",
                 f"{by[how]['seconds']:.1f} s; the disk alone {alone:.1f} s: {share:.2f}",
                 "0.8",
                 _met(share >= 0.8),
@@ -302,6 +302,10 @@ def _medians(
         name: {what: statistics.median(each[what] for each in found) for what in found[0]}
         for name, found in samples.items()
     }
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB"
 
 
 def _met(is_met: bool) -> str:

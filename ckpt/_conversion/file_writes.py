@@ -14,11 +14,10 @@ import numpy as np
 
 from ckpt._format.regions import Region
 from ckpt._runtime.threads import run_in_thread
-from ckpt.storage._local.data_files import WITHOUT_DIRECT
+from ckpt.storage._local.data_files import WITHOUT_DIRECT, reserve
 from ckpt.storage._local.errors import translated
 
 Array = np.ndarray[Any, Any]
-
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 # Direct writes are of whole sectors. Below a MiB the page cache is as fast.
@@ -114,7 +113,7 @@ class LargeFile:
         self._fd = os.open(path, flags, 0o666)
         try:
             if nbytes >= _DIRECT_BYTES:
-                os.posix_fallocate(self._fd, 0, nbytes)
+                reserve(self._fd, nbytes)
                 with contextlib.suppress(OSError):
                     # Not every file system has it.
                     direct = getattr(os, "O_DIRECT", 0)

@@ -13,7 +13,7 @@ from ckpt._conversion.stored_items import StoredItem
 from ckpt._format.dtypes import DTYPES
 from ckpt._format.regions import Region, chunk_grid, chunk_region
 from ckpt._tree.flatten import unboxed_names
-from ckpt._tree.leaf_names import unescape_key
+from ckpt._tree.leaf_names import escape_slashes, unescape_key
 from ckpt._tree.leaf_specs import CALLABLE, LeafSpec, StoredLeaf
 from ckpt._tree.suggestions import suggestion
 from ckpt.errors import WHOLE_ITEM, InvalidArgumentError, UnsupportedLeafError
@@ -62,6 +62,7 @@ def tensors_of(
         InvalidArgumentError: There is no such branch.
         UnsupportedLeafError: The format cannot hold some leaves; lists them.
     """
+    at = None if at is None else escape_slashes(at)
     found: list[ExportedArray] = []
     problems: list[str] = []
     functions: list[str] = []

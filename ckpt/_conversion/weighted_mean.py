@@ -102,13 +102,16 @@ def _mean(
 ) -> Array:
     dtype = parse_dtype(spec.dtype)
     wide = accumulator(dtype)
-    total: Array = np.zeros(region.shape, wide)
+    total: Array = np.empty(region.shape, wide)
     sums = total.reshape(-1)
-    for part, weight in zip(parts, weights, strict=True):
-        values = part.read(region).reshape(-1)
+    for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+        values, factor = part.read(region).reshape(-1), wide.type(weight)
         # A little at a time, so that there is no second copy in the wider dtype.
         for start in range(0, len(values), _SLICE):
-            piece = values[start : start + _SLICE].astype(wide)
-            np.multiply(piece, wide.type(weight), out=piece)
-            sums[start : start + _SLICE] += piece
+            piece = values[start : start + _SLICE].astype(wide, copy=False)
+            piece_sum = sums[start : start + _SLICE]
+            if number:
+                piece_sum += piece * factor
+            else:
+                np.multiply(piece, factor, out=piece_sum)
     return total.astype(dtype, copy=False)

@@ -77,7 +77,7 @@ def _write_direct(path: Path, fd: int, data: memoryview) -> int:
     try:
         # Before any byte is written: the file gets contiguous space, and a full disk is noticed
         # early. File systems that cannot do this lose nothing.
-        _reserve(fd, len(data))
+        reserve(fd, len(data))
         direct = os.open(path, os.O_WRONLY | _DIRECT | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in WITHOUT_DIRECT:
@@ -99,7 +99,8 @@ def _write_direct(path: Path, fd: int, data: memoryview) -> int:
     return done
 
 
-def _reserve(fd: int, nbytes: int) -> None:
+def reserve(fd: int, nbytes: int) -> None:
+    """Give a file contiguous space, where the file system can, so that a full disk shows early."""
     if not hasattr(os, "posix_fallocate"):
         return
     try:
