@@ -20,6 +20,7 @@ from ckpt._format.manifest import ItemEntry
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.multihost.per_process import pick
 from ckpt._plan.weighted_means import check_alike, check_weights, heaviest
+from ckpt._redaction import redact
 from ckpt._runtime.loop import run_once
 from ckpt._settings import Staging
 from ckpt._steps.factory import job_of, make_engine
@@ -69,7 +70,7 @@ async def merge(
 
     Raises:
         TargetMismatchError: The checkpoints have different leaves; lists them.
-        InvalidArgumentError: A weight is no number, or a checkpoint is there twice.
+        InvalidArgumentError: A weight is not a number, or a checkpoint is given twice.
         CheckpointError: As by `load`.
 
     Cancellation: reading stops and memory is freed before the cancellation continues.
@@ -119,10 +120,11 @@ def merge_call(
                 await reading.enter_async_context(read)
             loaded = await restore_items(contexts[main][1], wanted, through)
         logger.info(
-            "merged %d checkpoints: %s in %.2f s",
+            "merged %d checkpoints: %s in %.2f s; leaves that have no mean are those of %s",
             len(contexts),
             size_text(sum(sum(context.moved) for _, context in contexts.values())),
             time.perf_counter() - began,
+            redact(main),
         )
         return result_of(manifest, loaded, named=items is not None)
 

@@ -87,8 +87,8 @@ def runs_of(shape: tuple[int, ...], region: Region) -> Iterator[tuple[int, int]]
 class LargeFile:
     """A new file that is written past the page cache where that is possible.
 
-    Writing through the cache fills memory with what nobody reads soon: 0.4 GiB/s instead of 1.3 on
-    a virtual machine with a disk of 1.4.
+    Writing through the page cache fills memory with bytes that are not read again soon, and takes
+    time: on a virtual machine, 4 GiB took 10.6 s that way, and 5.0 s past it.
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:

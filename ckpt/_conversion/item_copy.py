@@ -45,4 +45,4 @@ class ItemCopy:
 
     async def load(self, entry: ItemEntry, like: Any, adapt: Adapt, reader: ItemReader) -> Any:
         """Not called: what it has saved is loaded by the handler of its name."""
-        raise NotImplementedError
+        raise AssertionError("an ItemCopy saves items; the handler that wrote them loads them")

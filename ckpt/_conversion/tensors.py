@@ -72,7 +72,7 @@ def tensors_of(
         if item.tree is None:
             where = ".".join(top) or name
             if _below(where, at) is not None:
-                problems.append(f"{where}: it is no tree of arrays")
+                problems.append(f"{where}: it is not a tree of arrays")
             continue
         names = unboxed_names(item.tree.nodes, item.tree.names)
         for path, leaf in zip(names, item.tree.leaves, strict=True):

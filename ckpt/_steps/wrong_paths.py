@@ -63,7 +63,10 @@ async def _found_at(path: PathLike) -> str | None:
         if error.errno != errno.ENOTDIR:
             raise
         if is_read(name):
-            return f"{where} has no digests to verify; ckpt.load and ckpt.metadata read it"
+            return (
+                f"{where} has no digests to verify; ckpt.load and ckpt.metadata read it, and what "
+                "ckpt.adopt makes of it can be verified"
+            )
         reader = _READERS.get(PurePath(name).suffix)
         advice = f": read it with {reader}" if reader else ""
         return f"{where} is a file; a checkpoint of this library is a directory{advice}"

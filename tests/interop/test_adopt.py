@@ -34,6 +34,7 @@ from ckpt._format.source_files import SourceFile
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._object.connection import _memory_of
 from ckpt.testing.compare import differences
+from tests.support.real_jobs import run_processes
 from tests.support.simulated_job import closed, managers, together
 from tests.support.trees import P, mesh
 
@@ -411,6 +412,15 @@ def test_all_processes_of_a_job_read_it(model: Path, tmp_path: Path) -> None:
             assert np.asarray(found["model"]["norm"]["weight"]).tolist() == [1.5] * 7
     finally:
         closed(mgrs)
+
+
+def test_processes_share_what_they_read_of_it_and_verify_it_at_once(tmp_path: Path) -> None:
+    rows = np.arange(3000 * 700, dtype=np.float32).reshape(3000, 700)
+    save_file({"w": rows}, tmp_path / "m.safetensors")
+    ckpt.sync.adopt(tmp_path / "m.safetensors", tmp_path / "run", step=0)
+    for told in run_processes(2, "restore_virtual.py", tmp_path / "run"):
+        assert told.value == {"same": True, "whole": True}
+    assert not ckpt.sync.verify(tmp_path / "run" / "0").without_digests
 
 
 def test_sources_and_steps_in_stores(tmp_path: Path) -> None:

@@ -80,8 +80,9 @@ class WeightedReader:
                 values = await each.reader.read(each.entry, wanted)
                 total = await self.in_thread(_added, total, values, each.weight)
             assert total is not None
-            for number, value in zip(group, total, strict=True):
-                found[number] = _narrowed(value, reads[number])
+            made = await self.in_thread(_narrowed, total, [reads[n] for n in group])
+            for number, value in zip(group, made, strict=True):
+                found[number] = value
         return found
 
 
@@ -171,7 +172,12 @@ def _on_shards(function: Callable[..., Any], first: jax.Array, *more: jax.Array)
     return jax.make_array_from_single_device_arrays(first.shape, first.sharding, made)
 
 
-def _narrowed(value: Any, read: ArrayRead) -> Any:
+def _narrowed(total: list[Any], reads: Sequence[ArrayRead]) -> list[Any]:
+    """Return sums as they are wanted."""
+    return [_as_wanted(value, read) for value, read in zip(total, reads, strict=True)]
+
+
+def _as_wanted(value: Any, read: ArrayRead) -> Any:
     target = read.target
     if target.kind == "jax":
         return _on_shards(lambda part: part.astype(target.dtype), value)

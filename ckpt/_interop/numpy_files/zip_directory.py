@@ -177,7 +177,7 @@ def _text(raw: bytes, *, is_utf_8: bool) -> str:
     try:
         name = raw.decode("utf-8" if is_utf_8 else "cp437")
     except UnicodeDecodeError:
-        raise _damaged(f"the name {raw!r:.120} is no text") from None
+        raise _damaged(f"the name {raw!r:.120} is not valid text") from None
     if not name or "\0" in name:
         raise _damaged(f"a member cannot have the name {name!r:.120}")
     return name
