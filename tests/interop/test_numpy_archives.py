@@ -420,7 +420,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "lzma": (zipped({"a.npy": npy(USUAL)}, zipfile.ZIP_LZMA), "leaf 'a.npy'.*method 14"),
     "no text": (
         patched(patched(TWO, ENTRY, 8, "<H", 1 << 11), ENTRY, 46, "1s", b"\xff"),
-        "no text",
+        "is not valid text",
     ),
     "twice": (twice(), "leaf 'a.npy'.*two members"),
     "bomb": (patched(SQUEEZED, ENTRY, 24, "<I", 0xFFFFFFF0), "leaf 'a.npy'.*cannot hold"),
