@@ -26,7 +26,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.fake_devices import devices_of
 from ckpt._format.digests import digest
-from ckpt._format.manifest import FileEntry, ItemEntry, Manifest, decode, encode
+from ckpt._format.manifest import ItemEntry, Manifest, decode, encode
+from ckpt._format.manifest_head import FileEntry
 from ckpt._format.ocdbt import DatabaseIndex
 from ckpt._plan.chunking import has_chunks
 from ckpt._plan.item_reports import (

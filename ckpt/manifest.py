@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from ckpt._format.leaf_table import LeafEntry, LeafForm, LeafTable
 from ckpt._format.manifest import (
+    ItemEntry,
+    JsonValue,
+    Manifest,
+    Node,
+    ShardingEntry,
+    decode,
+    decode_item,
+    encode,
+    encode_item,
+)
+from ckpt._format.manifest_head import (
     COMPRESSION,
     FILE_NAME,
     FOLDER,
@@ -13,16 +24,7 @@ from ckpt._format.manifest import (
     OWN_DISKS,
     VIRTUAL,
     FileEntry,
-    ItemEntry,
-    JsonValue,
-    Manifest,
-    Node,
-    ShardingEntry,
     Summary,
-    decode,
-    decode_item,
-    encode,
-    encode_item,
     is_whole,
     peek,
     peek_files,

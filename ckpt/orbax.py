@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckpt._arguments import invalid
-from ckpt._format.manifest import FILE_NAME, peek
+from ckpt._format.manifest_head import FILE_NAME, peek
 from ckpt.step_names import Standard, StepNames, checked
 
 if TYPE_CHECKING:

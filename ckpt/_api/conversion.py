@@ -23,7 +23,8 @@ from ckpt._redaction import redact
 from ckpt._runtime.loop import run_once
 from ckpt._settings import MIN_BUDGET_BYTES, Staging
 from ckpt._steps.factory import make_engine
-from ckpt._steps.opened import OpenedStep, context_of
+from ckpt._steps.opened import OpenedStep
+from ckpt._steps.restore_requests import context_of
 from ckpt._steps.wrong_paths import opened_checkpoint
 from ckpt._tree.table import size_text
 from ckpt.errors import InvalidArgumentError

@@ -31,8 +31,7 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._runtime.tracebacks import outcome
 from ckpt._settings import ArrayMemory, Staging, StagingMode, Timeouts, as_staging
 from ckpt._steps.factory import job_of, make_engine, make_peers
-from ckpt._steps.opened import context_of
-from ckpt._steps.restore_requests import result_of, wanted_items
+from ckpt._steps.restore_requests import context_of, result_of, wanted_items
 from ckpt._steps.saves.one_shot import finished, prepared, processes_of
 from ckpt._steps.saves.requests import make_request
 from ckpt._steps.step_metadata import StepMetadata, describe_step

@@ -21,7 +21,8 @@ from ckpt._engine.restore.item_reader import EngineItemReader
 from ckpt._engine.verify.damage import role_of
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.leaf_table import UNCHECKED, LeafEntry
-from ckpt._format.manifest import OWN_DISKS, ItemEntry
+from ckpt._format.manifest import ItemEntry
+from ckpt._format.manifest_head import OWN_DISKS
 from ckpt._format.regions import Region, whole
 from ckpt._format.shardings import describe_sharding
 from ckpt._plan.leaf_entries import check_leaves

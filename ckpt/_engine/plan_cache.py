@@ -13,7 +13,8 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckpt._format.digests import digest
-from ckpt._format.manifest import FileEntry, ItemEntry, Node
+from ckpt._format.manifest import ItemEntry, Node
+from ckpt._format.manifest_head import FileEntry
 from ckpt._format.ocdbt import DatabaseIndex
 from ckpt._plan.format_rules import FormatRules, Formatted, format_leaves
 from ckpt._plan.item_reports import (

@@ -9,7 +9,8 @@ from msgspec import Struct
 
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.leaf_table import LeafEntry
-from ckpt._format.manifest import FileEntry, ItemEntry
+from ckpt._format.manifest import ItemEntry
+from ckpt._format.manifest_head import FileEntry
 from ckpt._format.regions import Region, chunk_region
 from ckpt._format.source_files import SourceFile
 

@@ -23,49 +23,39 @@ from msgspec import Meta, Struct, field
 
 from ckpt._format.digests import digest
 from ckpt._format.leaf_table import LeafColumns, LeafTable
+from ckpt._format.manifest_head import (
+    FILE_NAME,
+    FORMAT_VERSION,
+    HEAD_KEY,
+    HEX_DIGITS,
+    INVALID,
+    OWN_DISKS,
+    OWN_FORMAT,
+    SUPPORTED_FEATURES,
+    TRAILER_END,
+    TRAILER_KEY,
+    VIRTUAL,
+    FileEntry,
+    Size,
+    Summary,
+    is_step,
+    is_whole,
+    short_number,
+    sizes_in,
+    split_head,
+    version_of,
+)
 from ckpt._format.metrics import Metrics
-from ckpt._format.parent import Parent, Step
+from ckpt._format.parent import Parent
 from ckpt._format.source_files import SourceFile
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
-
-FILE_NAME = "ckpt.json"
-# Manifests of checkpoints that other libraries wrote are of another format, and never written.
-OWN_FORMAT = "ckpt"
-FORMAT_VERSION = 1
-# Chunks may be compressed.
-COMPRESSION = "compression"
-# The files may be in a folder of the step directory.
-FOLDER = "folder"
-# Other processes have other chunks of the arrays, on disks of their own.
-OWN_DISKS = "own_disks"
-# Data files may lie outside of the step, where another library wrote them.
-VIRTUAL = "virtual"
-SUPPORTED_FEATURES: frozenset[str] = frozenset({COMPRESSION, FOLDER, OWN_DISKS, VIRTUAL})
-# A manifest takes about 100 bytes a leaf, so this is room for two million leaves; a larger file is
-# refused before it is parsed.
-MAX_BYTES = 256 << 20
 
 # The JSON parser stops at about 200 levels; half of them are left to the structures around it.
 MAX_METADATA_DEPTH = 100
 
-_HEAD_KEY = b',"head":"xxh3_128:'
-_TRAILER_KEY = b',"checksum":"xxh3_128:'
-_TRAILER_END = b'"}\n'
-_HEX_DIGITS = 32
-# Enough for the heads of most steps, of up to 100 files.
-HEAD_BYTES = 16 << 10
-
-# What reading JSON that is not as it should be raises, depending on the version of msgspec.
-_INVALID = (msgspec.MsgspecError, ValueError, RecursionError)
-
 JsonValue = Any
-# Bounded, so that no number in a file can make a date impossible.
-Size = Annotated[int, Meta(ge=0, le=1 << 62)]
-UnixTime = Annotated[int, Meta(ge=0, le=1 << 62)]
-_MOST_STEPS = 10**19
 # Names from a file: they must not point anywhere else.
 DataFile = Annotated[str, Meta(pattern=r"^d/[0-9a-f]{32}\Z")]
-Folder = Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 Seconds = Annotated[float, Meta(ge=0, lt=1e12)]
 
 
@@ -141,13 +131,6 @@ class ItemEntry(Struct, frozen=True):
     data: JsonValue = None
 
 
-class FileEntry(Struct, frozen=True):
-    """Size in bytes and xxh3_128 of one file of the step."""
-
-    size: Size
-    digest: str
-
-
 class Manifest(Struct, frozen=True):
     """Everything there is to know of a step without reading an array byte.
 
@@ -199,42 +182,7 @@ class Manifest(Struct, frozen=True):
     @property
     def sizes(self) -> dict[str, int]:
         """The size in bytes of every file but the manifest, by path in the step directory."""
-        return _sizes(self.folder, self.files)
-
-
-class Summary(Struct, frozen=True, omit_defaults=True):
-    """What lists of steps are made of: the head of a manifest, with attributes of `Manifest`.
-
-    Attributes:
-        rest: How many bytes of the file follow the head.
-    """
-
-    format: str
-    version: int
-    requires: list[str] = []
-    step: Step | None = None
-    attempt: str = ""
-    save: str = ""
-    metrics: Metrics | None = None
-    created_ns: UnixTime = 0
-    committed_ns: UnixTime = 0
-    folder: Folder = ""
-    files: dict[str, FileEntry] = {}
-    rest: Size = 0
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The size in bytes of every file but the manifest, by path in the step directory."""
-        return _sizes(self.folder, self.files)
-
-
-class _Version(Struct, frozen=True):
-    """The part that decides whether the rest may be read at all."""
-
-    format: str
-    version: int
-    requires: list[str] = []
-    step: Step | None = None
+        return sizes_in(self.folder, self.files)
 
 
 class _Item(Struct, frozen=True, omit_defaults=True):
@@ -260,11 +208,6 @@ class _Rest(Struct, frozen=True, omit_defaults=True):
     parent: Parent | None = None
     statistics: dict[str, Seconds] = {}
     sources: dict[str, SourceFile] = {}
-
-
-def _sizes(folder: str, files: Mapping[str, FileEntry]) -> dict[str, int]:
-    start = f"{folder}/" if folder else ""
-    return {start + path: each.size for path, each in files.items()}
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -309,15 +252,15 @@ def encode(manifest: Manifest) -> bytes:
             manifest.folder,
             manifest.files,
             # The comma before it, and the trailer after it.
-            1 + len(tail) + len(_TRAILER_KEY) + _HEX_DIGITS + len(_TRAILER_END),
+            1 + len(tail) + len(TRAILER_KEY) + HEX_DIGITS + len(TRAILER_END),
         )
         front = msgspec.json.encode(head)[:-1]
     except (ValueError, TypeError, RecursionError) as error:
         raise InvalidArgumentError(
             f"the step cannot be described in JSON: {error!s:.200}", step=manifest.step
         ) from error
-    body = b"".join((front, _HEAD_KEY, digest(front).encode(), b'",', tail))
-    return b"".join((body, _TRAILER_KEY, digest(body).encode(), _TRAILER_END))
+    body = b"".join((front, HEAD_KEY, digest(front).encode(), b'",', tail))
+    return b"".join((body, TRAILER_KEY, digest(body).encode(), TRAILER_END))
 
 
 def _written(item: ItemEntry) -> _Item:
@@ -363,99 +306,13 @@ def decode_item(data: bytes) -> ItemEntry:
     """
     try:
         return _read(msgspec.json.decode(data, type=_Item))
-    except _INVALID as error:
+    except INVALID as error:
         raise ValueError(f"not an item of a manifest: {error!s:.300}") from error
 
 
 def sizes(manifest: Manifest, encoded: bytes) -> dict[str, int]:
     """Return the size in bytes of every file of a step by path, its manifest among them."""
     return {FILE_NAME: len(encoded)} | {path: each.size for path, each in manifest.files.items()}
-
-
-def is_whole(data: bytes) -> bool:
-    """Tell whether `data` is a complete, unchanged `ckpt.json`, without parsing it.
-
-    Example:
-        ```python
-        data = Path("runs/a/100/ckpt.json").read_bytes()
-        assert ckpt.manifest.is_whole(data)
-        ```
-    """
-    split = len(data) - len(_TRAILER_KEY) - _HEX_DIGITS - len(_TRAILER_END)
-    if split < 0 or not data.startswith(_TRAILER_KEY, split):
-        return False
-    # Without a copy of the body, which may be large.
-    found = digest(memoryview(data)[:split]).encode()
-    return data.endswith(_TRAILER_KEY + found + _TRAILER_END)
-
-
-def peek(data: bytes, size: int | None = None) -> Summary | None:
-    """Return the summary of a `ckpt.json`; None if it is cut, or not a manifest.
-
-    Only the head is looked at, and whether the file is as long as it says. What was changed in the
-    rest is found by those that read it. A manifest of a later format has a summary, too, though
-    this library cannot read the rest.
-
-    Args:
-        data: The file, or its beginning (`HEAD_BYTES` are enough for most).
-        size: Bytes of the whole file, if `data` is only its beginning.
-
-    Example:
-        ```python
-        summary = ckpt.manifest.peek(Path("runs/a/100/ckpt.json").read_bytes())
-        assert summary is not None and summary.step == 100
-        ```
-    """
-    total = len(data) if size is None else size
-    head, end = _split(data)
-    if head is None:
-        # A later format may have another head.
-        found = _version(data) if total == len(data) and is_whole(data) else None
-    else:
-        try:
-            summary = msgspec.json.decode(head, type=Summary)
-        except _INVALID:
-            found = _version(head)
-        else:
-            return summary if total == end + summary.rest and _is_step(summary.step) else None
-    if found is None or not _is_step(found.step):
-        return None
-    return Summary(format=found.format, version=found.version, step=found.step)
-
-
-def _split(data: bytes) -> tuple[bytes | None, int]:
-    """Return the head of a manifest as JSON, and where it ends; None if it is not whole."""
-    # Within a text of JSON, quotation marks are escaped, so this is the member.
-    at = data.find(_HEAD_KEY)
-    end = at + len(_HEAD_KEY) + _HEX_DIGITS
-    front = memoryview(data)[: max(at, 0)]
-    if at < 0 or data[end - _HEX_DIGITS : end + 1] != digest(front).encode() + b'"':
-        return None, 0
-    return bytes(front) + b"}", end + 1
-
-
-def _version(data: bytes) -> _Version | None:
-    try:
-        return msgspec.json.decode(data, type=_Version)
-    except _INVALID:
-        return None
-
-
-def _is_step(step: int | None) -> bool:
-    return step is None or step < _MOST_STEPS
-
-
-def peek_files(data: bytes) -> frozenset[str] | None:
-    """Return the files that a `ckpt.json` names, itself among them; None if that is not known.
-
-    Example:
-        ```python
-        names = ckpt.manifest.peek_files(Path("runs/a/100/ckpt.json").read_bytes())
-        ```
-    """
-    summary = peek(data)
-    # A later format may name them in another way.
-    return frozenset({FILE_NAME, *summary.sizes}) if summary and summary.files else None
 
 
 def decode(data: bytes, *, where: str) -> Manifest:
@@ -480,7 +337,7 @@ def decode(data: bytes, *, where: str) -> Manifest:
             f"{where}: the manifest is cut short or was changed after it was written "
             f"({len(data)} bytes; its checksum does not fit). Restore another step."
         )
-    head, end = _split(data)
+    head, end = split_head(data)
     if head is None:
         raise _not_ours(data, where, "it has no head")
     try:
@@ -488,7 +345,7 @@ def decode(data: bytes, *, where: str) -> Manifest:
         is_ours = front.format == OWN_FORMAT and front.version == FORMAT_VERSION
         if not is_ours or not SUPPORTED_FEATURES.issuperset(front.requires):
             raise _not_ours(head, where, "")
-        if not _is_step(front.step) or len(data) != end + front.rest:
+        if not is_step(front.step) or len(data) != end + front.rest:
             raise ValueError("its head contradicts it")
         rest = msgspec.json.decode(b"".join((b"{", memoryview(data)[end + 1 :])), type=_Rest)
         items = {name: _read(item) for name, item in rest.items.items()}
@@ -500,7 +357,7 @@ def decode(data: bytes, *, where: str) -> Manifest:
         raise CorruptCheckpointError(
             f"{where}: the manifest has {len(data)} bytes, and there is not enough memory for it"
         ) from error
-    except _INVALID as error:
+    except INVALID as error:
         # What is invalid for this version may be valid in a later one.
         raise _not_ours(head, where, f"{error!s:.300}") from error
     return Manifest(
@@ -559,21 +416,17 @@ def _not_ours(data: bytes, where: str, reason: str) -> CorruptCheckpointError:
     Raises:
         UnsupportedFormatError: It is of a later format.
     """
-    found = _version(data)
+    found = version_of(data)
     if found is None:
         return CorruptCheckpointError(f"{where}: not a manifest: {reason}")
     unknown = sorted(set(found.requires) - SUPPORTED_FEATURES)
     if found.format != "ckpt" or found.version != FORMAT_VERSION or unknown:
         raise UnsupportedFormatError(
-            f"{where}: format {found.format!r:.40} version {_short(found.version)}"
+            f"{where}: format {found.format!r:.40} version {short_number(found.version)}"
             + (f" needing {len(unknown)} features such as {unknown[0]!r:.60}" if unknown else "")
             + f"; this library reads 'ckpt' version {FORMAT_VERSION}. Update the library."
         )
     return CorruptCheckpointError(f"{where}: not a valid manifest: {reason}")
-
-
-def _short(number: int) -> str:
-    return str(number) if abs(number) < _MOST_STEPS else "beyond all numbers"
 
 
 def _deeper_than(value: JsonValue, depth: int) -> bool:

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from ckpt._engine.restore.step_files import FilePlace
 from ckpt._format.chunk_locations import places_in
 from ckpt._format.digests import digest
-from ckpt._format.manifest import FileEntry, ItemEntry
+from ckpt._format.manifest import ItemEntry
+from ckpt._format.manifest_head import FileEntry
 from ckpt._format.source_files import SourceFile
 from ckpt._interop.foreign import ForeignCheckpoint
 from ckpt._runtime.threads import run_in_thread

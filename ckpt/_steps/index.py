@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 from msgspec import Struct
 
 from ckpt._arguments import check_step
-from ckpt._format.manifest import FILE_NAME, HEAD_BYTES, MAX_BYTES, Summary, peek
+from ckpt._format.manifest_head import FILE_NAME, HEAD_BYTES, MAX_BYTES, Summary, peek
 from ckpt._format.metrics import flat_metrics
 from ckpt._redaction import redact
 from ckpt._steps.opened import OpenedStep, open_step

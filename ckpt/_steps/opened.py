@@ -1,20 +1,21 @@
-"""A step that is open for reading, whoever wrote it: what it holds, and where its files are."""
+"""A step that is open for reading, whoever wrote it: what it holds, and where its files are.
+
+Imports neither jax nor tensorstore: lists of steps are made of it.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from msgspec import Struct
 
-from ckpt._engine.engine import Engine
-from ckpt._engine.restore.context import RestoreContext
-from ckpt._engine.restore.shared_reads import Broadcast
 from ckpt._engine.restore.step_files import StepFiles
-from ckpt._engine.restore.virtual_files import files_of
-from ckpt._events import Observer
-from ckpt._format.manifest import Manifest
-from ckpt._settings import ArrayMemory
 from ckpt.errors import NotACheckpointError, StepNotFoundError, located
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import read_manifest
+
+if TYPE_CHECKING:
+    from ckpt._format.manifest import Manifest
 
 
 class OpenedStep(Struct, frozen=True):
@@ -29,49 +30,6 @@ class OpenedStep(Struct, frozen=True):
     step_dir: str
     manifest: Manifest
     foreign: StepFiles | None = None
-
-
-def context_of(
-    opened: OpenedStep,
-    storage: Storage,
-    engine: Engine,
-    process: int,
-    count: int,
-    observers: tuple[Observer, ...] = (),
-    broadcast: Broadcast | None = None,
-    memory: ArrayMemory = "jax",
-) -> RestoreContext:
-    """Return what a restore of the step needs.
-
-    Args:
-        opened: The step.
-        storage: Where it is.
-        engine: The engine.
-        process: Number of this process in its job.
-        count: How many processes there are.
-        observers: Told of the phases beside those of the engine.
-        broadcast: How processes share what they read.
-        memory: Whose memory the arrays have.
-    """
-    return RestoreContext(
-        storage,
-        opened.step_dir,
-        opened.manifest,
-        engine,
-        (*engine.observers, *observers),
-        process,
-        count,
-        broadcast,
-        memory=memory,
-        foreign=opened.foreign or _virtual(storage, opened),
-    )
-
-
-def _virtual(storage: Storage, opened: OpenedStep) -> StepFiles | None:
-    """Return the files of a virtual step; None for any other step, which has all of its own."""
-    if not opened.manifest.sources:
-        return None
-    return files_of(storage, opened.step_dir, opened.manifest)
 
 
 async def open_step(storage: Storage, step_dir: str, step: int | None = None) -> OpenedStep | None:

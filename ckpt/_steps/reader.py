@@ -21,10 +21,10 @@ from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import ArrayMemory
 from ckpt._steps.index import PassedOver, StepIndex
-from ckpt._steps.opened import context_of, open_step
+from ckpt._steps.opened import open_step
 from ckpt._steps.previous_steps import saved_step
 from ckpt._steps.processes import Processes
-from ckpt._steps.restore_requests import result_of, wanted_items
+from ckpt._steps.restore_requests import context_of, result_of, wanted_items
 from ckpt._steps.step_metadata import StepMetadata, describe_step
 from ckpt._steps.wrong_paths import explained
 from ckpt._tree.suggestions import suggestion

@@ -1,4 +1,4 @@
-"""From the arguments of a restore to the items to load and their targets. Pure."""
+"""From the arguments of a restore to what the engine needs: items, targets and files. Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,67 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt._arguments import invalid, shown, whole_number
+from ckpt._engine.engine import Engine
+from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import ItemTarget
+from ckpt._engine.restore.shared_reads import Broadcast
+from ckpt._engine.restore.step_files import StepFiles
+from ckpt._engine.restore.virtual_files import files_of
+from ckpt._events import Observer
 from ckpt._format.manifest import Manifest
 from ckpt._plan.adapt import Adapt
+from ckpt._settings import ArrayMemory
+from ckpt._steps.opened import OpenedStep
 from ckpt._steps.step_metadata import ItemInfo
 from ckpt._tree.leaf_specs import is_function
 from ckpt.errors import InvalidArgumentError
+from ckpt.storage._base import Storage
 
 # Smaller budgets would need too many rounds of exchange.
 _LEAST_BROADCAST_BYTES = 1 << 20
+
+
+def context_of(
+    opened: OpenedStep,
+    storage: Storage,
+    engine: Engine,
+    process: int,
+    count: int,
+    observers: tuple[Observer, ...] = (),
+    broadcast: Broadcast | None = None,
+    memory: ArrayMemory = "jax",
+) -> RestoreContext:
+    """Return what a restore of the step needs.
+
+    Args:
+        opened: The step.
+        storage: Where it is.
+        engine: The engine.
+        process: Number of this process in its job.
+        count: How many processes there are.
+        observers: Told of the phases beside those of the engine.
+        broadcast: How processes share what they read.
+        memory: Whose memory the arrays have.
+    """
+    return RestoreContext(
+        storage,
+        opened.step_dir,
+        opened.manifest,
+        engine,
+        (*engine.observers, *observers),
+        process,
+        count,
+        broadcast,
+        memory=memory,
+        foreign=opened.foreign or _virtual(storage, opened),
+    )
+
+
+def _virtual(storage: Storage, opened: OpenedStep) -> StepFiles | None:
+    """Return the files of a virtual step; None for any other step, which has all of its own."""
+    if not opened.manifest.sources:
+        return None
+    return files_of(storage, opened.step_dir, opened.manifest)
 
 
 def wanted_items(

@@ -11,7 +11,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from ckpt._format.manifest import FILE_NAME, MAX_BYTES
+from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES
 from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import read_manifest

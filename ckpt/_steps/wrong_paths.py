@@ -6,7 +6,7 @@ import errno
 from pathlib import PurePath
 
 from ckpt._arguments import shown
-from ckpt._format.manifest import FILE_NAME
+from ckpt._format.manifest_head import FILE_NAME
 from ckpt._redaction import redact
 from ckpt._steps.opened import OpenedStep, open_step
 from ckpt._steps.unreadable import shortened

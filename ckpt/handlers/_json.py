@@ -11,10 +11,10 @@ from typing import Any
 import jax
 
 from ckpt._format.manifest import ItemEntry, JsonValue
-from ckpt._format.models import fields_of, is_model, made_from_json, model_json, model_values
 from ckpt._plan.adapt import Adapt
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMismatchError
 from ckpt.handlers._base import Deferred, ItemReader, ItemWriter, entry_data
+from ckpt.handlers._models import fields_of, is_model, made_from_json, model_json, model_values
 
 # The name under which both APIs of Orbax look for an item of JSON.
 _FILE = "metadata"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
 from ckpt._format.item_file_names import is_item_name
-from ckpt._format.manifest import FILE_NAME, MAX_BYTES, OWN_FORMAT, Manifest, decode
+from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, OWN_FORMAT
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import (
     CheckpointError,
@@ -18,6 +19,9 @@ from ckpt.errors import (
     located,
 )
 from ckpt.storage._base import Storage
+
+if TYPE_CHECKING:
+    from ckpt._format.manifest import Manifest
 
 # Smaller manifests, of about 40 leaves, are decoded in less time than a thread takes to begin.
 _SMALL_BYTES = 8 << 10
@@ -78,6 +82,9 @@ def no_manifest(where: str) -> NotACheckpointError:
 
 
 async def _decoded(data: bytes, where: str) -> Manifest:
+    # With numpy, which lists of steps do without.
+    from ckpt._format.manifest import decode
+
     if len(data) <= _SMALL_BYTES:
         return decode(data, where=where)
     return await run_in_thread(lambda: decode(data, where=where))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt._arguments import shown
 from ckpt._redaction import redact
 from ckpt._settings import Timeouts
 from ckpt.errors import CheckpointError, InvalidArgumentError
 from ckpt.storage._base import Storage
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 # The group in which packages register schemes.
 ENTRY_POINTS = "ckpt.storage"
@@ -53,8 +55,11 @@ def open_installed(scheme: str, url: str, timeouts: Timeouts, *, create: bool) -
     return storage
 
 
-def _points() -> list[importlib.metadata.EntryPoint]:
-    return list(importlib.metadata.entry_points(group=ENTRY_POINTS))
+def _points() -> list[EntryPoint]:
+    # Only here: most programs use built-in schemes, and the import takes 20 ms.
+    from importlib.metadata import entry_points
+
+    return list(entry_points(group=ENTRY_POINTS))
 
 
 def _if_harmless(error: Exception) -> Exception | None:

@@ -24,7 +24,8 @@ from ckpt._conversion.stored_items import stored_items
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Staging
 from ckpt._steps.factory import make_engine
-from ckpt._steps.opened import context_of, open_step
+from ckpt._steps.opened import open_step
+from ckpt._steps.restore_requests import context_of
 from ckpt.exports import Safetensors
 from ckpt.storage._resolve import open_step_dir
 

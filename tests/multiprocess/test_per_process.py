@@ -21,7 +21,8 @@ from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import restore_items
 from ckpt._format.digests import digest
 from ckpt._format.leaf_table import LeafEntry, LeafTable
-from ckpt._format.manifest import FileEntry, Manifest, encode
+from ckpt._format.manifest import Manifest, encode
+from ckpt._format.manifest_head import FileEntry
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.multihost.per_process import apart, combine, own_path, pick, renamed
 from ckpt._settings import Staging

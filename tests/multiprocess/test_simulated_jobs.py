@@ -11,7 +11,8 @@ import pytest
 
 import ckpt
 from ckpt._engine.save.multihost import WriteReport, _pack, _unpack, same_items
-from ckpt._format.manifest import FileEntry, ItemEntry
+from ckpt._format.manifest import ItemEntry
+from ckpt._format.manifest_head import FileEntry
 from ckpt.errors import CoordinationError, InvalidArgumentError, StepNotFoundError, StorageError
 from tests.support.simulated_job import (
     STATE,

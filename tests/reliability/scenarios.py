@@ -18,7 +18,8 @@ import numpy as np
 import ckpt
 import ckpt.sync
 from ckpt._format.digests import digest
-from ckpt._format.manifest import FILE_NAME, decode
+from ckpt._format.manifest import decode
+from ckpt._format.manifest_head import FILE_NAME
 from ckpt.handlers._json import JsonHandler
 from ckpt.policies import LatestN
 from ckpt.testing.compare import differences

@@ -54,7 +54,7 @@ FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in room
 SEAMS = {
     "tensorstore": {"storage._local", "storage._object"},
     "numcodecs": {"_engine"},
-    "pydantic": {"_format"},
+    "pydantic": {"handlers"},
     "aiofiles": {"storage._local"},
     "xxhash": {"_format"},
     "matplotlib": {"observers._tracing"},

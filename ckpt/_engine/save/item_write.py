@@ -34,7 +34,7 @@ from ckpt._engine.save.request import SaveCall
 from ckpt._engine.save.session import ENCODERS, LANES, STAGERS, SaveSession
 from ckpt._events import timed
 from ckpt._format.digests import digest
-from ckpt._format.manifest import FileEntry
+from ckpt._format.manifest_head import FileEntry
 from ckpt._format.ocdbt import DatabaseIndex
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.item_reports import ItemReport, report_chunks

@@ -15,7 +15,8 @@ from ckpt._engine.save.request import SaveCall
 from ckpt._engine.save.session import SaveSession
 from ckpt._format.digests import digest
 from ckpt._format.item_file_names import check_file_path
-from ckpt._format.manifest import FileEntry, ItemEntry
+from ckpt._format.manifest import ItemEntry
+from ckpt._format.manifest_head import FileEntry
 from ckpt._plan.item_reports import PlannedTree, fill_entry, merge_reports
 from ckpt._plan.multihost.per_process import own_path
 from ckpt._plan.multihost.tree_fingerprint import value_fingerprint

@@ -24,15 +24,8 @@ import anyio
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckpt._format.manifest import (
-    FileEntry,
-    ItemEntry,
-    Manifest,
-    decode,
-    decode_item,
-    encode,
-    encode_item,
-)
+from ckpt._format.manifest import ItemEntry, Manifest, decode, decode_item, encode, encode_item
+from ckpt._format.manifest_head import FileEntry
 from ckpt._plan.multihost.write_reports import ProcessReport, pack, unpack
 from ckpt._plan.ownership import ProcessGroup
 from ckpt._runtime.threads import run_in_thread

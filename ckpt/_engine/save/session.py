@@ -19,7 +19,7 @@ from ckpt._engine.save.multihost import JointSave
 from ckpt._engine.save.request import SaveCall
 from ckpt._events import EventRecorder
 from ckpt._format.digests import digest
-from ckpt._format.manifest import FileEntry
+from ckpt._format.manifest_head import FileEntry
 from ckpt._plan.format_rules import Formatted
 from ckpt._settings import Staging
 from ckpt.storage._base import Attempt, Storage

@@ -12,7 +12,8 @@ from ckpt._engine.save.multihost import WriteReport, same_items
 from ckpt._engine.save.request import SaveRequest
 from ckpt._engine.save.session import SaveSession
 from ckpt._format.digests import digest
-from ckpt._format.manifest import (
+from ckpt._format.manifest import ItemEntry, Manifest, encode, sizes
+from ckpt._format.manifest_head import (
     COMPRESSION,
     FILE_NAME,
     FOLDER,
@@ -21,10 +22,6 @@ from ckpt._format.manifest import (
     OWN_DISKS,
     VIRTUAL,
     FileEntry,
-    ItemEntry,
-    Manifest,
-    encode,
-    sizes,
 )
 from ckpt._plan.multihost.per_process import apart, combine
 from ckpt._plan.orbax_view import step_view, text_view

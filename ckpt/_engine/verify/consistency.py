@@ -9,15 +9,8 @@ from msgspec.structs import replace
 
 from ckpt._engine.verify.report import Problem
 from ckpt._format.chunk_locations import misplaced_leaves
-from ckpt._format.manifest import (
-    FILE_NAME,
-    OWN_DISKS,
-    VIRTUAL,
-    FileEntry,
-    ItemEntry,
-    Manifest,
-    Node,
-)
+from ckpt._format.manifest import ItemEntry, Manifest, Node
+from ckpt._format.manifest_head import FILE_NAME, OWN_DISKS, VIRTUAL, FileEntry
 from ckpt._format.source_files import SourceFile
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._tree.flatten import unboxed_names

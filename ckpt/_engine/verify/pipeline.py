@@ -22,7 +22,8 @@ from ckpt._engine.verify.sources import FirstDigests, compare_sources, note_dige
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.chunk_locations import ChunkLocation, places_in
 from ckpt._format.leaf_table import LeafEntry
-from ckpt._format.manifest import FILE_NAME, FileEntry, Manifest
+from ckpt._format.manifest import Manifest
+from ckpt._format.manifest_head import FILE_NAME, FileEntry
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.table import size_text
 from ckpt.errors import CorruptCheckpointError, StorageError, located

@@ -17,7 +17,8 @@ from ckpt._engine.verify.damage import DamagedFile
 from ckpt._engine.verify.scanner import FirstDigest, Scanner
 from ckpt._format.chunk_locations import ChunkLocation, places_in
 from ckpt._format.leaf_table import DIGEST_BYTES, UNCHECKED, LeafTable
-from ckpt._format.manifest import FILE_NAME, ItemEntry, Manifest, encode, sizes
+from ckpt._format.manifest import ItemEntry, Manifest, encode, sizes
+from ckpt._format.manifest_head import FILE_NAME
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import CorruptCheckpointError, StepDeletedError, StorageError, located

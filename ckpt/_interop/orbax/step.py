@@ -6,7 +6,8 @@ import errno
 import logging
 
 from ckpt._format.digests import digest
-from ckpt._format.manifest import FileEntry, ItemEntry, Manifest
+from ckpt._format.manifest import ItemEntry, Manifest
+from ckpt._format.manifest_head import FileEntry
 from ckpt._interop.foreign import ForeignCheckpoint, ForeignFiles
 from ckpt._interop.orbax.item import OrbaxItemReader, json_file, parse_json
 from ckpt._interop.orbax.layout import (

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from ckpt._format.manifest import FileEntry, ItemEntry, JsonValue, Manifest
+from ckpt._format.manifest import ItemEntry, JsonValue, Manifest
+from ckpt._format.manifest_head import FileEntry
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMismatchError
 
 _OWNER = re.compile(r"(^|/)process_([0-9]{1,9})-of-([0-9]{1,9})(?=[./]|$)")

@@ -12,7 +12,7 @@ import anyio
 from ckpt._arguments import check_step, shown
 from ckpt._engine.save.item_removal import delete_item
 from ckpt._events import EventRecorder, Observer
-from ckpt._format.manifest import FILE_NAME, MAX_BYTES, peek_files
+from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, peek_files
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep, StepIndex

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ckpt._arguments import check_step
 from ckpt._engine.save.multihost import JointSave, MultihostSave
 from ckpt._engine.save.request import SaveRequest
-from ckpt._format.manifest import FILE_NAME, MAX_BYTES, peek
+from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, peek
 from ckpt._format.metrics import plain_metrics
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import PassedOver

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-from ckpt._format.manifest import FILE_NAME, MAX_BYTES, peek
+from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, peek
 from ckpt.errors import CheckpointError, StepDeletedError, StepExistsError
 from ckpt.storage._local import posix
 from ckpt.storage._local.data_files import write_block

@@ -21,8 +21,6 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from ckpt.storage._local.posix import open_regular
 
 # Direct I/O needs offsets, lengths and addresses that are multiples of this, on common devices.
@@ -206,6 +204,9 @@ def _is_cached(fd: int, offset: int, nbytes: int) -> bool:
     ahead, and the next reader would find only the first pages cached. For a file that this process
     may not write, the kernel always says that all of it is cached.
     """
+    # Here and below, since lists of steps need no array bytes.
+    import numpy as np
+
     start = offset // mmap.PAGESIZE * mmap.PAGESIZE
     length = offset + nbytes - start
     try:
@@ -229,6 +230,8 @@ def _library() -> ctypes.CDLL:
 
 def _read_direct(fd: int, offset: int, target: memoryview) -> int:
     """Read whole sectors past the page cache; return how many bytes that gave."""
+    import numpy as np
+
     if not _DIRECT or offset % _SECTOR:
         return 0
     length = len(target) // _SECTOR * _SECTOR

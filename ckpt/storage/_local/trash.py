@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from ckpt._format.manifest import FILE_NAME, HEAD_BYTES, MAX_BYTES, peek
+from ckpt._format.manifest_head import FILE_NAME, HEAD_BYTES, MAX_BYTES, peek
 from ckpt.storage._base import TrashEntry
 from ckpt.storage._local import posix
 from ckpt.storage._local.sweep import attempt_name, trash_name

@@ -13,7 +13,7 @@ import logging
 import anyio
 from msgspec import Struct
 
-from ckpt._format.manifest import FILE_NAME
+from ckpt._format.manifest_head import FILE_NAME
 from ckpt.errors import StepDeletedError, StepExistsError, StorageError
 from ckpt.storage._object import leases
 from ckpt.storage._object.client import MISSING, ObjectClient, StoredObject, each

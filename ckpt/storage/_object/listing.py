@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 
-from ckpt._format.manifest import FILE_NAME
+from ckpt._format.manifest_head import FILE_NAME
 from ckpt.storage._object.client import ObjectClient
 from ckpt.storage._object.foreign import MARKS
 from ckpt.storage._object.leases import record_names

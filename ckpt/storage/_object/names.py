@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 
-from ckpt._format.manifest import peek
+from ckpt._format.manifest_head import peek
 
 # The beginning of a tombstone, which replaces a manifest while a step is deleted.
 GONE = b"# "

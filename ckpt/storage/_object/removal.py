@@ -11,7 +11,7 @@ import uuid
 
 import anyio
 
-from ckpt._format.manifest import FILE_NAME, peek, peek_files
+from ckpt._format.manifest_head import FILE_NAME, peek, peek_files
 from ckpt.errors import StorageError
 from ckpt.storage._object import leases
 from ckpt.storage._object.client import ObjectClient, StoredObject, each

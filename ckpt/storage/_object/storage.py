@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import anyio
 
-from ckpt._format.manifest import FILE_NAME
+from ckpt._format.manifest_head import FILE_NAME
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError, StorageError

@@ -7,7 +7,7 @@ loses the race for its own record before it can put a manifest.
 
 from __future__ import annotations
 
-from ckpt._format.manifest import FILE_NAME
+from ckpt._format.manifest_head import FILE_NAME
 from ckpt.storage._object.client import ObjectClient, each
 from ckpt.storage._object.leases import (
     FOLDER,

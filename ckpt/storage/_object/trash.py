@@ -13,7 +13,7 @@ import uuid
 
 import anyio
 
-from ckpt._format.manifest import FILE_NAME, peek, peek_files
+from ckpt._format.manifest_head import FILE_NAME, peek, peek_files
 from ckpt.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,

@@ -19,7 +19,8 @@ from msgspec.structs import replace
 
 from ckpt import sync
 from ckpt._api.manager import CheckpointManager
-from ckpt._format.manifest import FILE_NAME, ItemEntry, JsonValue, Manifest, decode, encode
+from ckpt._format.manifest import ItemEntry, JsonValue, Manifest, decode, encode
+from ckpt._format.manifest_head import FILE_NAME
 from ckpt._plan.adapt import Adapt
 from ckpt.errors import (
     CheckpointError,

@@ -9,7 +9,7 @@ import mmap
 from collections.abc import Awaitable, Callable
 from random import Random
 
-from ckpt._format.manifest import FILE_NAME, MAX_BYTES
+from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES
 from ckpt._settings import Timeouts
 from ckpt.errors import (
     CheckpointError,

@@ -10,7 +10,8 @@ from functools import partial
 
 import anyio
 
-from ckpt._format.manifest import FILE_NAME, MAX_BYTES, decode
+from ckpt._format.manifest import decode
+from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,

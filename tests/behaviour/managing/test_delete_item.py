@@ -25,7 +25,8 @@ import ckpt
 import ckpt.sync
 from ckpt import errors
 from ckpt._engine.save.item_removal import delete_item
-from ckpt._format.manifest import FILE_NAME, FileEntry, Manifest, decode
+from ckpt._format.manifest import Manifest, decode
+from ckpt._format.manifest_head import FILE_NAME, FileEntry
 from ckpt.storage import open_root
 from ckpt.testing.faults import (
     Crash,

@@ -22,7 +22,7 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt._format.manifest import FILE_NAME
+from ckpt._format.manifest_head import FILE_NAME
 from tests.behaviour.managing.watched_roots import (
     BACKENDS,
     PATIENCE_S,

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 import ckpt
 import ckpt.sync
-from ckpt._format.manifest import FILE_NAME
+from ckpt._format.manifest_head import FILE_NAME
 from ckpt.storage._local.storage import LocalStorage
 from tests.behaviour.managing.watched_roots import (
     BACKENDS,

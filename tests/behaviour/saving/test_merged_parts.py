@@ -18,7 +18,8 @@ from msgspec.structs import replace
 
 from ckpt import errors
 from ckpt._engine.plan_cache import PlanCache
-from ckpt._format.manifest import FILE_NAME, ItemEntry
+from ckpt._format.manifest import ItemEntry
+from ckpt._format.manifest_head import FILE_NAME
 from ckpt._format.ocdbt import KeyValue
 from ckpt._plan.item_reports import (
     ItemReport,

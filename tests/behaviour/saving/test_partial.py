@@ -24,7 +24,8 @@ from orbax.checkpoint import v1 as ocp
 import ckpt
 import ckpt.sync
 from ckpt import errors
-from ckpt._format.manifest import FILE_NAME, decode
+from ckpt._format.manifest import decode
+from ckpt._format.manifest_head import FILE_NAME
 from ckpt.policies import FixedInterval, LatestN
 from ckpt.testing.faults import FaultyFiles
 from tests.behaviour.saving.partial_saves import (

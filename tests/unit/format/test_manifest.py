@@ -13,8 +13,6 @@ from msgspec.structs import replace
 from ckpt._format.digests import digest
 from ckpt._format.leaf_table import LeafEntry, LeafTable
 from ckpt._format.manifest import (
-    FORMAT_VERSION,
-    FileEntry,
     ItemEntry,
     Manifest,
     Node,
@@ -23,9 +21,8 @@ from ckpt._format.manifest import (
     decode_item,
     encode,
     encode_item,
-    is_whole,
-    peek,
 )
+from ckpt._format.manifest_head import FORMAT_VERSION, FileEntry, is_whole, peek
 from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
 from tests.support.manifests import document, parts, sealed, sealed_body, sealed_parts
 

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from ckpt._format.manifest import FILE_NAME
+from ckpt._format.manifest_head import FILE_NAME
 from ckpt._settings import Timeouts
 from ckpt.errors import CheckpointError, StepExistsError, StorageError
 from ckpt.storage._base import Storage

@@ -9,7 +9,8 @@ import anyio
 import pytest
 from msgspec.structs import replace
 
-from ckpt._format.manifest import FILE_NAME, decode, encode
+from ckpt._format.manifest import decode, encode
+from ckpt._format.manifest_head import FILE_NAME
 from ckpt._settings import Timeouts
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StepExistsError, StepNotFoundError
 from ckpt.storage._base import Storage

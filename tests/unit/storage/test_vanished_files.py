@@ -15,7 +15,7 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt._format.manifest import FILE_NAME
+from ckpt._format.manifest_head import FILE_NAME
 from ckpt.errors import StorageError
 from ckpt.testing.faults import Effect, FaultyFiles, FileOperation
 from tests.support.simulated_job import closed, managers, saved

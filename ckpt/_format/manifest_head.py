@@ -1,0 +1,186 @@
+"""The head of `ckpt.json`: what lists of steps are made of, and how the file shows to be whole.
+
+It needs no numpy either, so that a list of a thousand steps takes as long as reading their heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ckpt._format.digests import digest
+from ckpt._format.metrics import Metrics
+from ckpt._format.parent import Step
+
+FILE_NAME = "ckpt.json"
+# Manifests of checkpoints that other libraries wrote are of another format, and never written.
+OWN_FORMAT = "ckpt"
+FORMAT_VERSION = 1
+# Chunks may be compressed.
+COMPRESSION = "compression"
+# The files may be in a folder of the step directory.
+FOLDER = "folder"
+# Other processes have other chunks of the arrays, on disks of their own.
+OWN_DISKS = "own_disks"
+# Data files may lie outside of the step, where another library wrote them.
+VIRTUAL = "virtual"
+SUPPORTED_FEATURES: frozenset[str] = frozenset({COMPRESSION, FOLDER, OWN_DISKS, VIRTUAL})
+# A manifest takes about 100 bytes a leaf, so this is room for two million leaves; a larger file is
+# refused before it is parsed.
+MAX_BYTES = 256 << 20
+
+HEAD_KEY = b',"head":"xxh3_128:'
+TRAILER_KEY = b',"checksum":"xxh3_128:'
+TRAILER_END = b'"}\n'
+HEX_DIGITS = 32
+# Enough for the heads of most steps, of up to 100 files.
+HEAD_BYTES = 16 << 10
+
+# What reading JSON that is not as it should be raises, depending on the version of msgspec.
+INVALID = (msgspec.MsgspecError, ValueError, RecursionError)
+
+# Bounded, so that no number in a file can make a date impossible.
+Size = Annotated[int, Meta(ge=0, le=1 << 62)]
+UnixTime = Annotated[int, Meta(ge=0, le=1 << 62)]
+MOST_STEPS = 10**19
+Folder = Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")]
+
+
+class FileEntry(Struct, frozen=True):
+    """Size in bytes and xxh3_128 of one file of the step."""
+
+    size: Size
+    digest: str
+
+
+class Summary(Struct, frozen=True, omit_defaults=True):
+    """What lists of steps are made of: the head of a manifest, with attributes of `Manifest`.
+
+    Attributes:
+        rest: How many bytes of the file follow the head.
+    """
+
+    format: str
+    version: int
+    requires: list[str] = []
+    step: Step | None = None
+    attempt: str = ""
+    save: str = ""
+    metrics: Metrics | None = None
+    created_ns: UnixTime = 0
+    committed_ns: UnixTime = 0
+    folder: Folder = ""
+    files: dict[str, FileEntry] = {}
+    rest: Size = 0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size in bytes of every file but the manifest, by path in the step directory."""
+        return sizes_in(self.folder, self.files)
+
+
+class Version(Struct, frozen=True):
+    """The part that decides whether the rest may be read at all."""
+
+    format: str
+    version: int
+    requires: list[str] = []
+    step: Step | None = None
+
+
+def sizes_in(folder: str, files: Mapping[str, FileEntry]) -> dict[str, int]:
+    start = f"{folder}/" if folder else ""
+    return {start + path: each.size for path, each in files.items()}
+
+
+def is_whole(data: bytes) -> bool:
+    """Tell whether `data` is a complete, unchanged `ckpt.json`, without parsing it.
+
+    Example:
+        ```python
+        data = Path("runs/a/100/ckpt.json").read_bytes()
+        assert ckpt.manifest.is_whole(data)
+        ```
+    """
+    split = len(data) - len(TRAILER_KEY) - HEX_DIGITS - len(TRAILER_END)
+    if split < 0 or not data.startswith(TRAILER_KEY, split):
+        return False
+    # Without a copy of the body, which may be large.
+    found = digest(memoryview(data)[:split]).encode()
+    return data.endswith(TRAILER_KEY + found + TRAILER_END)
+
+
+def peek(data: bytes, size: int | None = None) -> Summary | None:
+    """Return the summary of a `ckpt.json`; None if it is cut, or not a manifest.
+
+    Only the head is looked at, and whether the file is as long as it says. What was changed in the
+    rest is found by those that read it. A manifest of a later format has a summary, too, though
+    this library cannot read the rest.
+
+    Args:
+        data: The file, or its beginning (`HEAD_BYTES` are enough for most).
+        size: Bytes of the whole file, if `data` is only its beginning.
+
+    Example:
+        ```python
+        summary = ckpt.manifest.peek(Path("runs/a/100/ckpt.json").read_bytes())
+        assert summary is not None and summary.step == 100
+        ```
+    """
+    total = len(data) if size is None else size
+    head, end = split_head(data)
+    if head is None:
+        # A later format may have another head.
+        found = version_of(data) if total == len(data) and is_whole(data) else None
+    else:
+        try:
+            summary = msgspec.json.decode(head, type=Summary)
+        except INVALID:
+            found = version_of(head)
+        else:
+            return summary if total == end + summary.rest and is_step(summary.step) else None
+    if found is None or not is_step(found.step):
+        return None
+    return Summary(format=found.format, version=found.version, step=found.step)
+
+
+def split_head(data: bytes) -> tuple[bytes | None, int]:
+    """Return the head of a manifest as JSON, and where it ends; None if it is not whole."""
+    # Within a text of JSON, quotation marks are escaped, so this is the member.
+    at = data.find(HEAD_KEY)
+    end = at + len(HEAD_KEY) + HEX_DIGITS
+    front = memoryview(data)[: max(at, 0)]
+    if at < 0 or data[end - HEX_DIGITS : end + 1] != digest(front).encode() + b'"':
+        return None, 0
+    return bytes(front) + b"}", end + 1
+
+
+def version_of(data: bytes) -> Version | None:
+    try:
+        return msgspec.json.decode(data, type=Version)
+    except INVALID:
+        return None
+
+
+def is_step(step: int | None) -> bool:
+    return step is None or step < MOST_STEPS
+
+
+def peek_files(data: bytes) -> frozenset[str] | None:
+    """Return the files that a `ckpt.json` names, itself among them; None if that is not known.
+
+    Example:
+        ```python
+        names = ckpt.manifest.peek_files(Path("runs/a/100/ckpt.json").read_bytes())
+        ```
+    """
+    summary = peek(data)
+    # A later format may name them in another way.
+    return frozenset({FILE_NAME, *summary.sizes}) if summary and summary.files else None
+
+
+def short_number(number: int) -> str:
+    return str(number) if abs(number) < MOST_STEPS else "beyond all numbers"
