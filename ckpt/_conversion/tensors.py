@@ -12,7 +12,7 @@ from msgspec import Struct
 from ckpt._conversion.stored_items import StoredItem
 from ckpt._format.dtypes import DTYPES
 from ckpt._format.regions import Region, chunk_grid, chunk_region
-from ckpt._tree.flatten import unboxed_names
+from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_names import escape_slashes, unescape_key
 from ckpt._tree.leaf_specs import CALLABLE, LeafSpec, StoredLeaf
 from ckpt._tree.suggestions import suggestion

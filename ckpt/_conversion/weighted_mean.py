@@ -16,7 +16,7 @@ from ckpt._format.manifest import ItemEntry
 from ckpt._format.regions import Region
 from ckpt._plan.weighted_means import accumulator, check_alike, heaviest, is_averaged
 from ckpt._redaction import redact
-from ckpt._tree.flatten import unboxed_names
+from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_specs import LeafSpec, StoredLeaf
 
 logger = logging.getLogger("ckpt")

@@ -30,7 +30,8 @@ from ckpt._plan.orbax_view import item_view
 from ckpt._plan.ownership import ProcessGroup
 from ckpt._plan.save_plan import SavePlan, plan_save
 from ckpt._plan.write_batches import FileSpans
-from ckpt._tree.flatten import Structure, unboxed_names
+from ckpt._tree.boxes import unboxed_names
+from ckpt._tree.flatten import Structure
 from ckpt._tree.leaf_specs import ARRAY_KINDS, SHAREABLE, Classifier, LeafSpec
 from ckpt.errors import CheckpointError
 

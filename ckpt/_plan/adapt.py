@@ -14,7 +14,7 @@ from ckpt._format.dtypes import DTYPES, storable_dtype
 from ckpt._format.manifest import ItemEntry
 from ckpt._plan.targets import same_category
 from ckpt._plan.virtual_arrays import VirtualArray
-from ckpt._tree.flatten import unboxed_names
+from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_specs import ARRAY_KINDS
 from ckpt._tree.patterns import PathRule, compile_pattern, compile_rule, fill_stars
 from ckpt._tree.suggestions import suggestion

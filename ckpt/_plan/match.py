@@ -29,7 +29,8 @@ from ckpt._plan.targets import (
     wanted_text,
 )
 from ckpt._plan.virtual_arrays import VirtualArray, resize
-from ckpt._tree.flatten import Structure, unboxed_names
+from ckpt._tree.boxes import unboxed_names
+from ckpt._tree.flatten import Structure
 from ckpt._tree.leaf_names import ROOT
 from ckpt._tree.leaf_specs import (
     ARRAY_KINDS,

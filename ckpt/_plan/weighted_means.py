@@ -13,7 +13,7 @@ import numpy as np
 from ckpt._arguments import invalid, shown
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.manifest import ItemEntry
-from ckpt._tree.flatten import unboxed_names
+from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_specs import ARRAY_KINDS
 from ckpt.errors import InvalidArgumentError, TargetMismatchError
 

@@ -58,6 +58,7 @@ class IndexedStep(Struct, frozen=True):
         committed_ns: When it was committed, in Unix nanoseconds.
         metrics: The metrics it was saved with, or None.
         save: As in `Manifest`.
+        stored_bytes: Bytes of its files; None of what another library wrote.
         is_foreign: Whether Orbax wrote it, not this library.
     """
 
@@ -68,6 +69,7 @@ class IndexedStep(Struct, frozen=True):
     committed_ns: int
     metrics: Mapping[str, float] | None
     save: str = ""
+    stored_bytes: int | None = None
     is_foreign: bool = False
 
 
@@ -434,6 +436,7 @@ class StepIndex:
             summary.committed_ns,
             None if summary.metrics is None else flat_metrics(summary.metrics),
             summary.save,
+            sum(each.size for each in summary.files.values()),
         )
 
     async def _first_answer(self, look: Callable[[Sequence[str]], Awaitable[T | None]]) -> T | None:

@@ -7,7 +7,7 @@ for each, and the inner nodes as the manifest has them. `unflatten` is the inver
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import EllipsisType, MappingProxyType
 from typing import Any
 
@@ -17,11 +17,12 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckpt._format.manifest import JsonValue, Node
+from ckpt._tree.boxes import is_box
 from ckpt._tree.classes import UnknownNode, class_name
-from ckpt._tree.leaf_names import ROOT, join_keys, sibling_names
-from ckpt._tree.registered_nodes import is_box, is_plain_namedtuple, open_registered
+from ckpt._tree.leaf_names import join_keys, sibling_names
+from ckpt._tree.registered_nodes import is_plain_namedtuple, open_registered
 from ckpt._tree.static_values import encode_key
-from ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
+from ckpt.errors import UnsupportedLeafError
 
 PyTree = Any
 
@@ -31,7 +32,6 @@ _PLAIN_LEAVES = frozenset(
 )
 # Far deeper than any model, and far from Python's own limit on the way back.
 _MAX_DEPTH = 200
-_MAX_BOXES = 1000
 # Factories of a defaultdict that are stored under their bare name.
 FACTORIES: Mapping[str, type] = MappingProxyType(
     {kind.__name__: kind for kind in (list, dict, int, float, set, str, tuple)}
@@ -145,52 +145,6 @@ def branch_at(tree: PyTree, path: str) -> PyTree:
             raise KeyError(path)
         tree, passed = opened.children[names.index(key)], (*passed, key)
     return tree
-
-
-def unboxed_names(nodes: Sequence[Node], names: Sequence[str]) -> Sequence[str]:
-    """Return the names of leaves without the keys of boxes (see `is_box`).
-
-    A tree has the same unboxed names with and without boxes. They are all different, since a box
-    has no other child.
-
-    Raises:
-        CorruptCheckpointError: Two of them are equal, or the nodes are not a tree.
-    """
-    if not any(is_box(node) for node in nodes):
-        return names
-    found = list(_without_boxes(nodes, names))
-    if len(set(found)) != len(found):
-        raise CorruptCheckpointError("two leaves are stored at one place")
-    return found
-
-
-def _without_boxes(nodes: Sequence[Node], names: Sequence[str]) -> Iterator[str]:
-    # The leaves of a node are those of its children, in the order of their numbers.
-    depths: dict[int, tuple[int, ...]] = {}
-    stack: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())]
-    seen: set[int] = set()
-    while stack:
-        number, depth, boxes = stack.pop()
-        node = nodes[number]
-        if number in seen or len(boxes) > _MAX_BOXES:
-            # A few nodes that contain each other twice would unfold into more than fits in memory.
-            raise CorruptCheckpointError(f"node {number} does not belong where it is")
-        seen.add(number)
-        if is_box(node):
-            boxes = (*boxes, depth)
-        for child in node.children:
-            if child >= 0:
-                depths[child] = boxes
-            elif -child < len(nodes) and -child > number:
-                stack.append((-child, depth + 1, boxes))
-    for number, name in enumerate(names):
-        boxes = depths.get(number, ())
-        if not boxes:
-            yield name
-            continue
-        keys = name.split(".")
-        kept = [key for place, key in enumerate(keys) if place not in boxes]
-        yield ".".join(kept) if kept else ROOT
 
 
 def _open(tree: PyTree, path: tuple[str, ...]) -> _Opened | None:

@@ -95,14 +95,6 @@ def is_plain_namedtuple(tree: Any) -> bool:
     )
 
 
-def is_box(node: Node) -> bool:
-    """Tell whether a node is a class around a single value, such as a `flax.nnx.Param`.
-
-    A target may have the value without the box, and vice versa.
-    """
-    return node.kind == "custom" and node.keys == ["value"] and len(node.children) == 1
-
-
 def build_registered(node: Node, keys: Sequence[Any], children: list[Any], classes: Classes) -> Any:
     """Return the node, or an `UnknownReason` that says why it cannot be made."""
     name = node.class_name or "?"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from ckpt._format.manifest import ShardingEntry
+if TYPE_CHECKING:
+    from ckpt._format.manifest import ShardingEntry
 
 _SHOWN = 40
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

@@ -12,8 +12,9 @@ from ckpt._format.manifest import ItemEntry
 from ckpt._plan.adapt import Adapt, RestoreReport, Stored, adapted
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.match import Match, match_as_saved, match_target
+from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.classes import known_classes
-from ckpt._tree.flatten import describe, unboxed_names
+from ckpt._tree.flatten import describe
 from ckpt._tree.leaf_names import nested
 from ckpt._tree.leaf_specs import is_function
 from ckpt._tree.unflatten import unflatten

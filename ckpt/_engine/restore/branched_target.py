@@ -10,7 +10,8 @@ import jax
 
 from ckpt._arguments import shown
 from ckpt._plan.targets import is_abstract, wanted_text
-from ckpt._tree.flatten import branch_at, describe, unboxed_names
+from ckpt._tree.boxes import unboxed_names
+from ckpt._tree.flatten import branch_at, describe
 from ckpt._tree.leaf_specs import is_function
 from ckpt._tree.suggestions import suggestion
 from ckpt.errors import InvalidArgumentError, TargetMismatchError

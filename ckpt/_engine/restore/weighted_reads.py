@@ -21,7 +21,7 @@ from ckpt._format.dtypes import parse_dtype
 from ckpt._format.manifest import ItemEntry
 from ckpt._plan.targets import ArrayRead
 from ckpt._plan.weighted_means import accumulator, is_averaged
-from ckpt._tree.flatten import unboxed_names
+from ckpt._tree.boxes import unboxed_names
 
 T = TypeVar("T")
 

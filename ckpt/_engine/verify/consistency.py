@@ -13,7 +13,7 @@ from ckpt._format.manifest import ItemEntry, Manifest, Node
 from ckpt._format.manifest_head import FILE_NAME, OWN_DISKS, VIRTUAL, FileEntry
 from ckpt._format.source_files import SourceFile
 from ckpt._plan.leaf_entries import check_leaves
-from ckpt._tree.flatten import unboxed_names
+from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.unflatten import unflatten
 from ckpt.errors import CorruptCheckpointError
 

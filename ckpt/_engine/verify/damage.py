@@ -18,7 +18,7 @@ from ckpt._format.chunk_locations import ChunkLocation, places_in
 from ckpt._format.leaf_table import UNCHECKED, LeafEntry
 from ckpt._format.manifest import ItemEntry
 from ckpt._runtime.threads import run_in_thread
-from ckpt._tree.flatten import unboxed_names
+from ckpt._tree.boxes import unboxed_names
 from ckpt.errors import CheckpointError, CorruptCheckpointError
 
 # The files of an item that only Orbax reads; see docs/format.md.

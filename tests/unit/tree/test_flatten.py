@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ckpt._format.manifest import ItemEntry, Manifest, Node, decode, encode
+from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.classes import UnknownNode
-from ckpt._tree.flatten import describe, unboxed_names
+from ckpt._tree.flatten import describe
 from ckpt._tree.unflatten import unflatten
 from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
 from ckpt.testing.compare import differences

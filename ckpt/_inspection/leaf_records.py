@@ -1,0 +1,127 @@
+"""The leaves of a checkpoint as records, from its manifest alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
+
+from ckpt._format.dtypes import DTYPES
+from ckpt._format.leaf_table import LeafForm, LeafTable
+from ckpt._format.manifest import ItemEntry, Manifest
+from ckpt._tree.boxes import unboxed_names
+from ckpt._tree.table import sharding_text
+from ckpt.errors import CorruptCheckpointError
+
+ARRAYS = frozenset({"jax", "key", "numpy", "numpy_scalar"})
+_MOST_CHARACTERS = 60
+
+
+class LeafRecord(Struct, frozen=True):
+    """One leaf of a checkpoint.
+
+    Attributes:
+        item: The item that it belongs to; empty where the checkpoint is one unnamed object.
+        path: Its leaf path, as messages write it.
+        kind: `jax`, `key`, `numpy` or `numpy_scalar` for arrays; else the kind of the value:
+            `int`, `float`, `complex`, `bool`, `str`, `bytes`, `numpy_str`, `numpy_bytes` or
+            `callable`.
+        dtype: Dtype of an array; of a PRNG key that of its data.
+        shape: Global shape of an array.
+        chunks: Shape of one stored chunk.
+        nbytes: Logical bytes of an array.
+        stored_bytes: Bytes that it takes; 0 if it is stored as another leaf.
+        codec: What its chunks are compressed with, or None.
+        sharding: How it lay on the devices when it was saved, in a few words.
+        same_as: The leaf path of the array that it is the same object as, or None.
+        value: A Python value as text; None for arrays and functions.
+    """
+
+    item: str
+    path: str
+    kind: str
+    dtype: str | None = None
+    shape: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = ()
+    nbytes: int = 0
+    stored_bytes: int = 0
+    codec: str | None = None
+    sharding: str = ""
+    same_as: str | None = None
+    value: str | None = None
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it is an array."""
+        return self.kind in ARRAYS
+
+    @property
+    def type_text(self) -> str:
+        """Dtype and shape, or the kind of the value."""
+        if not self.is_array:
+            return self.kind
+        host = "" if self.kind == "jax" else f" ({self.kind})"
+        return f"{self.dtype}{list(self.shape)}{host}"
+
+
+def leaf_records(manifest: Manifest) -> Iterator[LeafRecord]:
+    """Yield the leaves of all items, in the order of their trees.
+
+    Raises:
+        CorruptCheckpointError: The manifest contradicts itself.
+    """
+    for name, item in manifest.items.items():
+        paths = unboxed_names(item.nodes, item.leaves.names)
+        for number in range(len(paths)):
+            yield _leaf("" if manifest.unnamed else name, item, paths, number)
+
+
+def _leaf(item_name: str, item: ItemEntry, paths: Sequence[str], number: int) -> LeafRecord:
+    table = item.leaves
+    form = table.forms[int(table.form[number])]
+    path = paths[number]
+    if form.kind not in ARRAYS:
+        return LeafRecord(item_name, path, form.kind, value=_value(table, number, form.kind))
+    nbytes = _logical_bytes(form, path)
+    source = table.same_as.get(number)
+    places = item.shardings
+    if form.sharding is not None and form.sharding >= len(places):
+        raise CorruptCheckpointError(f"there is no sharding {form.sharding}", leaf=path)
+    return LeafRecord(
+        item_name,
+        path,
+        form.kind,
+        form.dtype,
+        form.shape[:-1] if form.kind == "key" else form.shape,
+        form.chunks,
+        nbytes,
+        0 if source is not None else _stored_bytes(table, number, nbytes),
+        form.codec,
+        "" if form.sharding is None else sharding_text(places[form.sharding]),
+        None if source is None else paths[source],
+    )
+
+
+def _logical_bytes(form: LeafForm, path: str) -> int:
+    dtype = DTYPES.get(form.dtype or "")
+    if dtype is None:
+        raise CorruptCheckpointError(f"there is no dtype {form.dtype!r:.60}", leaf=path)
+    return math.prod(form.shape) * int(dtype.itemsize)
+
+
+def _stored_bytes(table: LeafTable, number: int, nbytes: int) -> int:
+    first, last = int(table.firsts[number]), int(table.firsts[number + 1])
+    if not len(table.lengths):
+        return nbytes
+    # A length of 0 is a chunk that was not compressed.
+    lengths = table.lengths[first:last]
+    return int(lengths.sum()) if lengths.all() else nbytes
+
+
+def _value(table: LeafTable, number: int, kind: str) -> str | None:
+    value = table.values.get(number)
+    if kind == "callable":
+        return None
+    text = repr(value) if kind in ("str", "numpy_str", "bool") else str(value)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."

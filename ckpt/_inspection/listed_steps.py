@@ -1,0 +1,96 @@
+"""The steps of a root as records: how old and large they are, and what keeps them."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+
+from msgspec import Struct
+
+from ckpt._inspection.json_values import finite, time_of
+from ckpt._inspection.places import RunRoot
+from ckpt._steps.index import IndexedStep
+from ckpt._steps.pins import Pin, pins
+
+
+class ListedStep(Struct, frozen=True):
+    """A committed step.
+
+    Attributes:
+        step: Its number.
+        name: The name of its directory.
+        committed: When it was committed (UTC); None if what another library wrote does not say.
+        age_seconds: How long ago that was.
+        stored_bytes: Bytes of its files; None of what another library wrote.
+        metrics: Metrics by name; those that are not finite are None.
+        pins: The names of its pins.
+        writer: `ckpt` or `orbax`.
+    """
+
+    step: int
+    name: str
+    committed: datetime | None
+    age_seconds: float | None
+    stored_bytes: int | None
+    metrics: dict[str, float | None]
+    pins: list[str]
+    writer: str
+
+
+class UnreadableEntry(Struct, frozen=True):
+    """A directory that is named like a step and cannot be read as one.
+
+    Attributes:
+        step: The step that it is named like.
+        kind: `damaged`, `later` (of a later version), `forbidden`, `orbax` (not finished) or
+            `other`.
+        reason: Why it cannot be read.
+    """
+
+    step: int
+    kind: str
+    reason: str
+
+
+class RootListing(Struct, frozen=True):
+    """The steps of a root, and what else is in it.
+
+    Attributes:
+        root: Where it is.
+        steps: Its committed steps, ascending.
+        unreadable: What is named like a step and is none.
+    """
+
+    root: str
+    steps: list[ListedStep]
+    unreadable: list[UnreadableEntry]
+
+
+async def list_root(root: RunRoot) -> RootListing:
+    """Return what is in a root.
+
+    Raises:
+        StorageError: It cannot be read.
+    """
+    found = await root.index.refresh()
+    pinned = await pins(root.storage)
+    now = time.time()
+    return RootListing(
+        root.location,
+        [_listed(each, pinned.get(each.step, ()), now) for each in found.values()],
+        [UnreadableEntry(each.step, each.kind, each.reason) for each in root.index.unreadable],
+    )
+
+
+def _listed(step: IndexedStep, pinned: tuple[Pin, ...], now: float) -> ListedStep:
+    committed = step.committed_ns / 1e9
+    return ListedStep(
+        step.step,
+        step.step_dir,
+        time_of(step.committed_ns),
+        max(now - committed, 0.0) if committed else None,
+        step.stored_bytes,
+        finite(step.metrics or {}),
+        sorted(each.name for each in pinned),
+        "orbax" if step.is_foreign else "ckpt",
+    )

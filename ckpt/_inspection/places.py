@@ -1,0 +1,176 @@
+"""What is at a path: a root of steps, or one checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from ckpt._format.manifest_head import FILE_NAME
+from ckpt._steps.index import StepIndex
+from ckpt._steps.opened import OpenedStep, open_step
+from ckpt.errors import InvalidArgumentError, NotACheckpointError, StepNotFoundError, StorageError
+from ckpt.step_names import Composite, Standard, StepNames
+from ckpt.storage._base import Storage
+from ckpt.storage._manifests import no_manifest
+from ckpt.storage._resolve import local_path, open_root, open_step_dir
+
+_NAMED = re.compile(r"^([A-Za-z][A-Za-z0-9_.-]*)_([0-9]{1,19})\Z")
+
+
+class RunRoot(Struct, frozen=True):
+    """A directory of steps.
+
+    Attributes:
+        storage: The directory.
+        names: How its steps are named.
+        index: Its committed steps.
+    """
+
+    storage: Storage
+    names: StepNames
+    index: StepIndex
+
+    @property
+    def location(self) -> str:
+        """Where it is, for messages."""
+        return self.storage.location
+
+
+class Checkpoint(Struct, frozen=True):
+    """One step of a root, a one-shot checkpoint, or a file that is read as one.
+
+    Attributes:
+        storage: The directory above it.
+        opened: The checkpoint.
+    """
+
+    storage: Storage
+    opened: OpenedStep
+
+    @property
+    def location(self) -> str:
+        """Where it is, for messages."""
+        return f"{self.storage.location}/{self.opened.step_dir}"
+
+
+async def look_at(path: str) -> RunRoot | Checkpoint:
+    """Return what is at a path or URL.
+
+    Raises:
+        NotACheckpointError: There is nothing, or neither a checkpoint nor steps; says what is.
+        CorruptCheckpointError: A manifest is there and is damaged.
+        StorageError: The storage cannot be read.
+    """
+    single = _single(path)
+    if single is not None:
+        storage, name = single
+        (stamp,) = await _stamps(storage, [name])
+        if stamp is not None:
+            opened = await open_step(storage, name)
+            if opened is not None:
+                return Checkpoint(storage, opened)
+    local = local_path(path)
+    root = None
+    if local is None or local.is_dir():
+        root = await open_as_root(path)
+        if await root.index.latest() is not None or root.index.unreadable:
+            return root
+    if single is not None:
+        opened = await open_step(*single)
+        if opened is not None:
+            return Checkpoint(single[0], opened)
+    if root is not None and local is not None and not any(local.iterdir()):
+        return root
+    raise await _nothing(path)
+
+
+async def open_as_root(path: str) -> RunRoot:
+    """Return the root at a path, whatever its steps are called."""
+    storage = open_root(path, create=False)
+    names = await _names_in(storage)
+    return RunRoot(storage, names, StepIndex(storage, names))
+
+
+async def checkpoint_at(path: str) -> Checkpoint:
+    """Return the checkpoint at a path; of a root, its latest step.
+
+    Raises:
+        StepNotFoundError: It is a root without steps.
+        CheckpointError: As by `look_at`.
+    """
+    found = await look_at(path)
+    if isinstance(found, Checkpoint):
+        return found
+    return Checkpoint(found.storage, await found.index.found(None))
+
+
+async def root_at(path: str) -> RunRoot:
+    """Return the root at a path.
+
+    Raises:
+        InvalidArgumentError: It is a single checkpoint.
+        CheckpointError: As by `look_at`.
+    """
+    found = await look_at(path)
+    if isinstance(found, RunRoot):
+        return found
+    raise InvalidArgumentError(
+        f"{found.location} is a single checkpoint, not a root of steps. Give the directory above it"
+    )
+
+
+def _single(path: str) -> tuple[Storage, str] | None:
+    """Return the directory above a path and its name there; None for a path without a name."""
+    try:
+        return open_step_dir(path, follow=True)
+    except InvalidArgumentError:
+        # A whole bucket or disk can be a root. What is wrong with other paths is said there.
+        open_root(path, create=False)
+        return None
+
+
+async def _stamps(storage: Storage, names: list[str]) -> list[object]:
+    try:
+        return list(await storage.stamps(names, FILE_NAME))
+    except StorageError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        return [None] * len(names)
+
+
+async def _names_in(storage: Storage) -> StepNames:
+    """Return names that fit all steps of a root: with every prefix and width that it has."""
+    try:
+        found = await storage.step_dirs()
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        raise StepNotFoundError(f"there is no directory {storage.location}") from None
+    named = [name for name in found if _NAMED.match(name)]
+    stamps = await storage.stamps(named, FILE_NAME) if named else []
+    padded = [name for name in found if name.isdecimal() and name[0] == "0" and len(name) > 1]
+    conventions = {
+        convention
+        for name in [*_present(named, stamps), *padded]
+        for convention in (_convention(name),)
+    }
+    return Composite(Standard(), *sorted(conventions, key=str)) if conventions else Standard()
+
+
+def _present(names: Iterable[str], stamps: Iterable[object]) -> list[str]:
+    return [name for name, stamp in zip(names, stamps, strict=True) if stamp is not None]
+
+
+def _convention(name: str) -> Standard:
+    prefix, _, number = name.rpartition("_")
+    return Standard(prefix, len(number) if number[0] == "0" and len(number) > 1 else 0)
+
+
+async def _nothing(path: str) -> NotACheckpointError:
+    # It looks into the place with much that lists of steps do without.
+    from ckpt._steps.wrong_paths import explained
+
+    return await explained(path, no_manifest(path))

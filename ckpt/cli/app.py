@@ -1,0 +1,92 @@
+"""The command line: its commands, and how each of them ends."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from ckpt.cli import commands, exit_status
+from ckpt.cli.output import Warnings, note, prepare_streams
+from ckpt.errors import CheckpointError
+
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+class _Commands(click.Group):
+    """The commands, each of which is imported when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands, in the order of the help."""
+        return list(commands.NAMES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return one command; None if there is none of that name."""
+        return commands.load(cmd_name) if cmd_name in commands.NAMES else None
+
+
+def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        import ckpt
+
+        click.echo(f"ckpt {ckpt.__version__}")
+        context.exit()
+
+
+@click.group(
+    cls=_Commands,
+    context_settings=_SETTINGS,
+    epilog="Exit status: 0 fine, 1 something was found (damage, a difference), 2 wrong use, "
+    "3 the storage cannot be reached.",
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_version,
+    help="Print the version and exit.",
+)
+def app() -> None:
+    """Look at checkpoints of JAX training, check them, move them and tidy them up.
+
+    A PATH is a directory or a URL (s3://, gs://): the root of a run, one of its steps, or a single
+    checkpoint. Where a command needs one step, a root stands for its latest.
+    """
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command; return its exit status. What goes wrong is one line on standard error."""
+    prepare_streams()
+    logger = logging.getLogger("ckpt")
+    warnings = Warnings(logging.WARNING)
+    logger.addHandler(warnings)
+    try:
+        status = app.main(list(arguments), prog_name="ckpt", standalone_mode=False)
+        sys.stdout.flush()
+        return status if isinstance(status, int) else exit_status.OK
+    except click.exceptions.NoArgsIsHelpError as error:
+        sys.stderr.write(f"{error.format_message()}\n")
+        return exit_status.USAGE
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        command = "ckpt" if context is None else context.command_path
+        note(f"ckpt: {error.format_message()} See '{command} --help'.")
+        return exit_status.USAGE
+    except CheckpointError as error:
+        note(f"ckpt: {error}")
+        return exit_status.status_of(error)
+    except BrokenPipeError:
+        # The interpreter would fail to flush what nobody reads.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return exit_status.CLOSED_PIPE
+    except (KeyboardInterrupt, click.Abort):
+        note("ckpt: interrupted")
+        return exit_status.INTERRUPTED
+    finally:
+        logger.removeHandler(warnings)

@@ -1,0 +1,20 @@
+"""The commands: one module for each, with a click command of the same name.
+
+A module is imported when its command runs, so that a command that reads manifests need not wait for
+what another one imports. What moves arrays is imported in the functions: `--help` imports them all.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+# In the order of the help.
+NAMES = ("ls", "info", "tree")
+
+
+def load(name: str) -> click.Command:
+    """Return a command."""
+    found: click.Command = getattr(importlib.import_module(f"{__name__}.{name}"), name)
+    return found

@@ -1,0 +1,75 @@
+"""`ckpt info`: one checkpoint in a few figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+
+import anyio
+import click
+import msgspec
+
+from ckpt._inspection.places import checkpoint_at
+from ckpt._inspection.summary import CheckpointSummary, ItemSummary, summarize
+from ckpt.cli import options
+from ckpt.cli.output import show
+from ckpt.cli.tables import fields
+from ckpt.cli.text import count_text, metric_text, size_text
+
+
+@click.command()
+@options.path
+@options.as_json
+def info(path: str, as_json: bool) -> None:
+    """Describe one checkpoint: who wrote it and when, its items, metrics and metadata."""
+    show(anyio.run(_summary, path), _view, as_json=as_json)
+
+
+async def _summary(path: str) -> CheckpointSummary:
+    return summarize(await checkpoint_at(path))
+
+
+def _view(found: CheckpointSummary) -> Iterator[str]:
+    metrics = (f"{name}={metric_text(value)}" for name, value in found.metrics.items())
+    times = (f"{name} {seconds:.2f} s" for name, seconds in found.statistics.items())
+    writer = (f"{library} {version}" for library, version in found.writer.items())
+    metadata = found.metadata
+    return fields(
+        [
+            ("path", found.path),
+            ("step", "" if found.step is None else str(found.step)),
+            ("format", "" if found.format == "ckpt" else found.format),
+            ("committed", _time(found.committed)),
+            ("arrays", size_text(found.nbytes)),
+            ("files", _files(found)),
+            *(("item", _item(item)) for item in found.items),
+            ("metrics", ", ".join(metrics)),
+            ("metadata", "" if metadata is None else msgspec.json.encode(metadata).decode()),
+            ("begun from", found.parent or ""),
+            *(("source", path) for path in found.sources),
+            ("save", ", ".join(times)),
+            ("written by", ", ".join(writer)),
+        ]
+    )
+
+
+def _item(item: ItemSummary) -> str:
+    parts = [
+        count_text(item.leaves, "leaf", "leaves"),
+        count_text(item.arrays, "array"),
+        size_text(item.nbytes),
+    ]
+    return f"{item.name} ({item.handler}): {', '.join(parts)}"
+
+
+def _time(time: datetime | None) -> str:
+    return "" if time is None else f"{time:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _files(found: CheckpointSummary) -> str:
+    if not found.files:
+        return ""
+    text = f"{count_text(found.files, 'file')}, {size_text(found.stored_bytes)}"
+    if found.process_count > 1:
+        text += f", written by {found.process_count} processes"
+    return text + ("; its arrays lie in the sources" if found.is_virtual else "")

@@ -1,0 +1,57 @@
+"""`ckpt ls`: the steps of a root."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import anyio
+import click
+
+from ckpt._inspection.listed_steps import ListedStep, RootListing, list_root
+from ckpt._inspection.places import root_at
+from ckpt.cli import options
+from ckpt.cli.output import printable, show
+from ckpt.cli.tables import table
+from ckpt.cli.text import age_text, count_text, metric_text, size_text
+
+
+@click.command()
+@options.path
+@options.as_json
+def ls(path: str, as_json: bool) -> None:
+    """List the steps of a root: age, size, metrics and pins."""
+    show(anyio.run(_listing, path), _view, as_json=as_json)
+
+
+async def _listing(path: str) -> RootListing:
+    return await list_root(await root_at(path))
+
+
+def _view(listing: RootListing) -> Iterator[str]:
+    steps = listing.steps
+    metrics = sorted({name for each in steps for name in each.metrics})
+    rows = [
+        (
+            str(each.step),
+            age_text(each.age_seconds),
+            "-" if each.stored_bytes is None else size_text(each.stored_bytes),
+            *(metric_text(each.metrics[name]) if name in each.metrics else "" for name in metrics),
+            _notes(each),
+        )
+        for each in steps
+    ]
+    if rows:
+        headers = ("step", "age", "size", *metrics, "notes")
+        yield from table(headers, rows, right=("step", "age", "size", *metrics))
+    total = size_text(sum(each.stored_bytes or 0 for each in steps))
+    what = f"{count_text(len(steps), 'step')}, {total}" if steps else "no steps"
+    yield click.style(f"{printable(listing.root)}: {what}", dim=True)
+
+
+def _notes(step: ListedStep) -> str:
+    notes = [f"pinned: {', '.join(step.pins)}"] if step.pins else []
+    if step.writer != "ckpt":
+        notes.append("written by Orbax")
+    if not step.name.isdecimal():
+        notes.append(step.name)
+    return printable("; ".join(notes))

@@ -1,0 +1,22 @@
+"""Where the command begins: it says what is missing if its libraries are not installed."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command with the arguments of this process, and end the process."""
+    try:
+        import click
+        import rich
+    except ModuleNotFoundError as error:
+        sys.stderr.write(
+            f"ckpt: the command needs {error.name}, which is not installed: "
+            "python -m pip install 'ckpt-jax[cli]'\n"
+        )
+        raise SystemExit(2) from None
+    del click, rich
+    from ckpt.cli.app import run
+
+    raise SystemExit(run(sys.argv[1:]))

@@ -1,0 +1,11 @@
+"""Arguments and options that several commands have."""
+
+from __future__ import annotations
+
+import click
+
+# Shells complete it as a path; it stays the text that was given, since it may be a URL.
+PATH = click.Path()
+
+path = click.argument("path", type=PATH)
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")

@@ -1,0 +1,70 @@
+"""What the command prints: records as text for people, or as JSON for programs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import click
+import msgspec
+
+T = TypeVar("T")
+
+
+def show(record: T, view: Callable[[T], Iterable[str]], *, as_json: bool) -> None:
+    """Print a record, as JSON or as the lines that `view` makes of it for people."""
+    if as_json:
+        show_json(record)
+    else:
+        show_lines(view(record))
+
+
+def show_lines(lines: Iterable[str]) -> None:
+    """Print lines. Styles are used on a terminal only, and not where `NO_COLOR` is set."""
+    text = "".join(f"{line}\n" for line in lines)
+    # click.echo would send UTF-8 to a terminal that says it shows ASCII.
+    sys.stdout.write(text if _takes_styles() else click.unstyle(text))
+    sys.stdout.flush()
+
+
+def _takes_styles() -> bool:
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
+
+
+def show_json(record: object) -> None:
+    """Print one JSON document, on one line if it goes to a program."""
+    encoded = msgspec.json.encode(record)
+    if sys.stdout.isatty():
+        encoded = msgspec.json.format(encoded)
+    sys.stdout.write(encoded.decode() + "\n")
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """Tell people something that is not the result, on standard error."""
+    sys.stderr.write(f"{printable(text)}\n")
+
+
+def printable(text: str) -> str:
+    """Return a text from a checkpoint as one line that cannot change the terminal."""
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
+def prepare_streams() -> None:
+    """Let no character that the terminal lacks end the command."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+class Warnings(logging.Handler):
+    """Prints the warnings of the library as lines on standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one."""
+        note(f"{record.levelname.lower()}: {record.getMessage()}")

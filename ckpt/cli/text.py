@@ -1,0 +1,27 @@
+"""Figures as people read them."""
+
+from __future__ import annotations
+
+from ckpt._tree.table import size_text as size_text
+
+_UNITS = ((86_400 * 365.25, "y"), (86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+def age_text(seconds: float | None) -> str:
+    """Return how long ago something was, in its largest unit: `3 h`."""
+    if seconds is None:
+        return "-"
+    for length, unit in _UNITS:
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return "now"
+
+
+def count_text(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number with its noun."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def metric_text(value: float | None) -> str:
+    """Return a metric; None stands for one that is not finite."""
+    return "not finite" if value is None else f"{value:.6g}"

@@ -1,0 +1,124 @@
+"""`ckpt ls`, `info` and `tree`: what a run and a checkpoint hold."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import ckpt
+from tests.support.command import (
+    check_golden,
+    ckpt_command,
+    environment,
+    on_terminal,
+    settled,
+    without_styles,
+)
+
+LOOKING = ("ls", "info", "tree")
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+@pytest.mark.parametrize(
+    "arguments",
+    [("ls",), ("info",), ("tree",), ("tree", "--summary"), ("tree", "params.**")],
+    ids=lambda arguments: "_".join(re.sub(r"\W", "", each) for each in arguments),
+)
+def test_output(arguments: tuple[str, ...], as_json: bool, run_root: Path) -> None:
+    command, *rest = arguments
+    ran = ckpt_command(command, run_root, *rest, *(["--json"] if as_json else []))
+    assert (ran.status, ran.err) == (0, "")
+    name = "_".join(re.sub(r"\W", "", each) for each in arguments)
+    check_golden(f"{name}_json" if as_json else name, settled(ran.out, root=run_root))
+    assert not as_json or ran.json
+
+
+@pytest.mark.parametrize("command", ["info", "tree"])
+def test_output_of_a_checkpoint_with_items(command: str, items_path: Path) -> None:
+    ran = ckpt_command(command, items_path)
+    assert (ran.status, ran.err) == (0, "")
+    check_golden(f"{command}_items", settled(ran.out, path=items_path))
+
+
+def test_a_step_may_be_given_by_its_path(run_root: Path) -> None:
+    assert ckpt_command("info", run_root / "10", "--json").json["step"] == 10
+    assert ckpt_command("info", run_root, "--json").json["step"] == 30
+    assert ckpt_command("info", f"file://{run_root}/20", "--json").json["step"] == 20
+
+
+def test_steps_with_other_names_are_found(tmp_path: Path) -> None:
+    names = ckpt.step_names.Standard("ckpt", 8)
+    with ckpt.sync.CheckpointManager(tmp_path, step_names=names) as mgr:
+        mgr.save(100, {"w": jnp.zeros(2)})
+    (tmp_path / "notes_2").mkdir()
+    ran = ckpt_command("ls", tmp_path, "--json")
+    assert [each["step"] for each in ran.json["steps"]] == [100]
+    assert ran.json["steps"][0]["name"] == "ckpt_00000100"
+    assert ran.err == ""
+
+
+def test_an_empty_directory_has_no_steps(tmp_path: Path) -> None:
+    ran = ckpt_command("ls", tmp_path)
+    assert (ran.status, ran.out) == (0, f"{tmp_path}: no steps\n")
+
+
+@pytest.mark.parametrize("command", LOOKING)
+def test_looking_imports_neither_jax_nor_tensorstore(command: str, run_root: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "ckpt", command, str(run_root)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=60,
+        check=True,
+    )
+    imported = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
+    assert "ckpt.cli.app" in imported
+    assert not imported & {"jax", "tensorstore", "pydantic"}
+    # A list of steps reads the heads of manifests, which takes no arrays either.
+    assert ("numpy" in imported) is (command != "ls")
+
+
+@pytest.mark.parametrize("command", LOOKING)
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_no_line_is_wider_than_the_terminal(command: str, columns: int, run_root: Path) -> None:
+    link = run_root.parent / "b"
+    if not link.exists():
+        link.symlink_to(run_root)
+    status, shown = on_terminal(command, link, columns=columns)
+    assert status == 0
+    table = without_styles(shown).splitlines()
+    if command != "info":  # Its texts are whole, however long they are.
+        assert max(map(len, table[:-1])) <= columns
+    assert "\x1b[1m" in shown
+
+
+def test_a_terminal_without_colours_gets_none(run_root: Path) -> None:
+    assert "\x1b" not in on_terminal("ls", run_root, NO_COLOR="1")[1]
+    assert "\x1b" not in on_terminal("ls", run_root, TERM="dumb")[1]
+    assert "\x1b" not in ckpt_command("ls", run_root).out
+
+
+def test_names_that_the_terminal_cannot_show(tmp_path: Path) -> None:
+    ckpt.sync.save(tmp_path / "x", {"größe\x1b[31m": jnp.zeros(2), "名": 1})
+    ran = ckpt_command("tree", tmp_path / "x", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert ran.status == 0
+    assert ran.out.isascii()
+    assert "\x1b" not in ckpt_command("tree", tmp_path / "x").out
+
+
+def test_a_damaged_step_is_named_and_the_others_are_listed(run_root: Path, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    shutil.copytree(run_root, root)
+    (root / "30" / "ckpt.json").write_bytes(b"{}")
+    ran = ckpt_command("ls", root, "--json")
+    assert [each["step"] for each in ran.json["steps"]] == [10, 20]
+    assert [each["step"] for each in ran.json["unreadable"]] == [30]
+    assert "step 30" in ran.err
+    assert ckpt_command("tree", root / "30").status == 1
