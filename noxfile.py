@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 from pathlib import Path
 
 import nox
@@ -106,6 +107,22 @@ def stores(session: nox.Session) -> None:
     # Here it is servers that are shared, and every worker has its own.
     options = (*WORKERS, "--dist", "worksteal", *session.posargs)
     session.run("python", "-m", "pytest", "tests/stores", *options, env=env)
+
+
+@nox.session
+def page(session: nox.Session) -> None:
+    """Run the tests of the page in a real browser; arguments after -- go to pytest.
+
+    Chromium is installed from Debian if it is missing and that is possible.
+    """
+    if shutil.which("chromium") is None:
+        if shutil.which("apt-get") is None or os.geteuid():
+            session.skip("there is no chromium; install it to run these tests")
+        session.run("apt-get", "update", "-q", external=True, silent=True)
+        session.run("apt-get", "install", "-y", "-q", "chromium", external=True, silent=True)
+    session.install("-e", ".", *group("page"))
+    options = (*WORKERS, "tests/page", *session.posargs)
+    session.run("python", "-m", "pytest", *options, env=hermetic_env(session))
 
 
 @nox.session

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
+from ckpt._format.digests import digest
 from ckpt._format.dtypes import DTYPES
-from ckpt._format.leaf_table import LeafForm, LeafTable
+from ckpt._format.leaf_table import DIGEST_BYTES, LeafForm, LeafTable
 from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.table import sharding_text
@@ -36,6 +37,8 @@ class LeafRecord(Struct, frozen=True):
         sharding: How it lay on the devices when it was saved, in a few words.
         same_as: The leaf path of the array that it is the same object as, or None.
         value: A Python value as text; None for arrays and functions.
+        content: A digest of an array: of two with the same shape, dtype and chunks, those with the
+            same content are equal, and those with another differ. None if it is not known.
     """
 
     item: str
@@ -50,6 +53,7 @@ class LeafRecord(Struct, frozen=True):
     sharding: str = ""
     same_as: str | None = None
     value: str | None = None
+    content: str | None = None
 
     @property
     def is_array(self) -> bool:
@@ -100,6 +104,7 @@ def _leaf(item_name: str, item: ItemEntry, paths: Sequence[str], number: int) ->
         form.codec,
         "" if form.sharding is None else sharding_text(places[form.sharding]),
         None if source is None else paths[source],
+        content=_content(table, number if source is None else source),
     )
 
 
@@ -117,6 +122,14 @@ def _stored_bytes(table: LeafTable, number: int, nbytes: int) -> int:
     # A length of 0 is a chunk that was not compressed.
     lengths = table.lengths[first:last]
     return int(lengths.sum()) if lengths.all() else nbytes
+
+
+def _content(table: LeafTable, number: int) -> str | None:
+    first, last = int(table.firsts[number]), int(table.firsts[number + 1])
+    digests = table.digests[first * DIGEST_BYTES : last * DIGEST_BYTES]
+    pieces = (digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES))
+    # Zeros stand for a digest that is not known.
+    return digest(digests) if all(any(piece) for piece in pieces) else None
 
 
 def _value(table: LeafTable, number: int, kind: str) -> str | None:

@@ -47,6 +47,7 @@ FLOORS = [
     {"_conversion", "_inspection"},
     {"_api"},
     {"sync", "types"},
+    {"page"},
     {"cli"},
     {"__main__"},
 ]

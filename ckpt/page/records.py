@@ -1,0 +1,95 @@
+"""What the page shows, as records; a root that is looked at again and again is read once."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from ckpt._inspection.leaf_records import LeafRecord, leaf_records
+from ckpt._inspection.listed_steps import RootListing, list_root
+from ckpt._inspection.places import Checkpoint, RunRoot
+from ckpt._inspection.summary import CheckpointSummary, summarize
+from ckpt.errors import CheckpointError
+
+# Of these many steps, the newest ones, the page shows where the time of the save went.
+_MOST_TIMED = 100
+# A bucket charges for every list.
+_POLL_SECONDS, _POLL_SECONDS_OF_STORES = 2.0, 20.0
+
+
+class RunRecord(Struct, frozen=True):
+    """A run as the page shows it.
+
+    Attributes:
+        listing: Its steps.
+        statistics: Where the time of the newest saves went, in seconds, by step.
+        poll_seconds: How often the page asks again; 0 for a page that does not change.
+    """
+
+    listing: RootListing
+    statistics: dict[str, dict[str, float]]
+    poll_seconds: float
+
+
+class StepRecord(Struct, frozen=True):
+    """One step as the page shows it.
+
+    Attributes:
+        summary: The step in a few figures.
+        leaves: Its leaves.
+    """
+
+    summary: CheckpointSummary
+    leaves: list[LeafRecord]
+
+
+class RunReader:
+    """Reads one root for the page. Its coroutines may run on any event loop, one at a time."""
+
+    def __init__(self, root: RunRoot) -> None:
+        """Read the steps of `root`."""
+        self._root = root
+        # By step directory and time of commit, since a step may be saved again.
+        self._statistics: dict[tuple[str, object], dict[str, float]] = {}
+
+    @property
+    def location(self) -> str:
+        """Where the root is."""
+        return self._root.location
+
+    async def run(self, *, is_live: bool = True) -> RunRecord:
+        """Return the run as it is now.
+
+        Raises:
+            StorageError: The root cannot be read.
+        """
+        listing = await list_root(self._root)
+        timed: dict[str, dict[str, float]] = {}
+        known: dict[tuple[str, object], dict[str, float]] = {}
+        for each in reversed(listing.steps[-_MOST_TIMED:]):
+            key = (each.name, each.committed)
+            found = self._statistics.get(key)
+            if found is None:
+                found = await self._statistics_of(each.step)
+            known[key] = timed[str(each.step)] = found
+        self._statistics = known
+        is_store = "://" in self._root.location
+        poll = _POLL_SECONDS_OF_STORES if is_store else _POLL_SECONDS
+        return RunRecord(listing, timed, poll if is_live else 0.0)
+
+    async def step(self, number: int) -> StepRecord:
+        """Return one step.
+
+        Raises:
+            StepNotFoundError: There is no such step.
+            CorruptCheckpointError: Its manifest is damaged.
+        """
+        opened = await self._root.index.found(number)
+        checkpoint = Checkpoint(self._root.storage, opened)
+        return StepRecord(summarize(checkpoint), list(leaf_records(opened.manifest)))
+
+    async def _statistics_of(self, number: int) -> dict[str, float]:
+        try:
+            return dict((await self._root.index.found(number)).manifest.statistics)
+        except CheckpointError:
+            # Deleted or damaged since it was listed: the next list says so.
+            return {}

@@ -1,0 +1,127 @@
+"""The server of the page: read-only, for the browser of the user who has started it."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+import anyio
+import msgspec
+
+from ckpt.errors import CheckpointError, StepNotFoundError
+from ckpt.page.document import ASSETS, asset, served_page
+from ckpt.page.records import RunReader
+from ckpt.step_names import Standard
+
+_POLICY = (
+    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_COOKIE = "ckpt-page"
+_PLAIN = Standard()
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves the page of one run.
+
+    Who asks must have the token that is in the URL: other users of the machine can reach a loopback
+    port, too, and so can other pages of the user's browser.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, reader: RunReader, host: str, port: int) -> None:
+        """Listen on `host` and `port`; port 0 takes a free one.
+
+        Raises:
+            OSError: The port cannot be had.
+        """
+        self.reader = reader
+        self.token = secrets.token_urlsafe(24)
+        # The index of a root is not for several threads at once.
+        self.reading = threading.Lock()
+        super().__init__((host, port), _Handler)
+
+    @property
+    def url(self) -> str:
+        """The address of the page, with its token."""
+        host, port = self.server_address[:2]
+        return f"http://{host!s}:{port}/?token={self.token}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer
+    protocol_version = "HTTP/1.1"
+    server_version = "ckpt"
+    sys_version = ""
+    # A client that says nothing must not keep its thread for ever.
+    timeout = 60
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        given = parse_qs(url.query).get("token", [""])[0] or self._cookie()
+        if not hmac.compare_digest(given.encode(), self.server.token.encode()):
+            self._answer(
+                HTTPStatus.FORBIDDEN,
+                "text/plain",
+                "Open the address that `ckpt ui` has printed: it holds a token.\n",
+            )
+            return
+        name = url.path.removeprefix("/")
+        if not name:
+            cookie = f"{_COOKIE}={given}; Path=/; HttpOnly; SameSite=Strict"
+            self._answer(HTTPStatus.OK, "text/html", served_page(), cookie)
+        elif name in ASSETS:
+            self._answer(HTTPStatus.OK, ASSETS[name], asset(name))
+        elif name == "run":
+            self._read(lambda: anyio.run(self.server.reader.run))
+        elif name.startswith("step/") and _PLAIN.step(name.removeprefix("step/")) is not None:
+            number = int(name.removeprefix("step/"))
+            self._read(lambda: anyio.run(self.server.reader.step, number))
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", "There is no such page.\n")
+
+    def _cookie(self) -> str:
+        for each in self.headers.get("Cookie", "").split(";"):
+            name, _, value = each.strip().partition("=")
+            if name == _COOKIE:
+                return value
+        return ""
+
+    def _read(self, read: Callable[[], object]) -> None:
+        try:
+            with self.server.reading:
+                record = read()
+        except StepNotFoundError as error:
+            self._error(HTTPStatus.NOT_FOUND, error)
+        except CheckpointError as error:
+            self._error(HTTPStatus.BAD_GATEWAY, error)
+        else:
+            body = msgspec.json.encode(record).decode()
+            self._answer(HTTPStatus.OK, "application/json", body)
+
+    def _error(self, status: HTTPStatus, error: CheckpointError) -> None:
+        body = msgspec.json.encode({"error": str(error)}).decode()
+        self._answer(status, "application/json", body)
+
+    def _answer(self, status: HTTPStatus, kind: str, text: str, cookie: str | None = None) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", _POLICY)
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        if cookie is not None:
+            self.send_header("Set-Cookie", cookie)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: the terminal belongs to the command."""

@@ -1,0 +1,201 @@
+"""`ckpt ui`: who may read the page of a run, what it answers, and the page as one file."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import jax.numpy as jnp
+import pytest
+
+import ckpt
+from tests.support.command import ckpt_command, environment
+
+
+@contextmanager
+def served(root: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Serve the page of a root; yield the process and the address that it printed."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ckpt", "ui", str(root), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def get(url: str, path: str, token: str | None, **headers: str) -> tuple[int, Any, dict[str, str]]:
+    """Ask the server; return status, body (decoded if it is JSON) and headers."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
+    query = "" if token is None else f"?token={token}"
+    connection.request("GET", path + query, headers=headers)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    is_json = answer.getheader("Content-Type", "").startswith("application/json")
+    return answer.status, json.loads(text) if is_json else text, dict(answer.getheaders())
+
+
+def token_of(url: str) -> str:
+    return url.partition("token=")[2]
+
+
+def test_it_serves_the_run_to_who_has_the_token(run_root: Path) -> None:
+    with served(run_root) as (_, url):
+        assert urlsplit(url).hostname == "127.0.0.1"
+        token = token_of(url)
+        assert len(token) >= 24
+        status, page, headers = get(url, "/", token)
+        assert status == 200
+        assert "<h1" in page
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        cookie = headers["Set-Cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+        with_cookie = {"Cookie": cookie.partition(";")[0]}
+        status, run, _ = get(url, "/run", None, **with_cookie)
+        assert status == 200
+        assert [each["step"] for each in run["listing"]["steps"]] == [10, 20, 30]
+        assert run["statistics"]["30"]["written"] > 0
+        status, step, _ = get(url, "/step/20", token)
+        assert status == 200
+        assert step["summary"]["step"] == 20
+        assert {leaf["path"] for leaf in step["leaves"]} >= {"params.embed", "epoch"}
+
+
+@pytest.mark.parametrize("path", ["/", "/run", "/step/10", "/page.js", "/nothing"])
+@pytest.mark.parametrize("token", [None, "", "wrong", "ü"])
+def test_nobody_else_gets_anything(path: str, token: str | None, server: str) -> None:
+    status, text, _ = get(server, path, "%C3%BC" if token == "ü" else token)
+    assert status == 403
+    assert "token" in text
+
+
+@pytest.fixture(scope="module")
+def server(run_root: Path) -> Iterator[str]:
+    with served(run_root) as (_, url):
+        yield url
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/step/11", "/step/x", "/step/-1", "/step/../../etc/passwd", "/step/010", "/x", "/../x.py"],
+)
+def test_what_is_not_there_is_not_found(path: str, server: str) -> None:
+    assert get(server, path, token_of(server))[0] == 404
+
+
+def test_it_writes_nothing(server: str) -> None:
+    connection = http.client.HTTPConnection(urlsplit(server).netloc, timeout=30)
+    connection.request("POST", f"/run?token={token_of(server)}")
+    assert connection.getresponse().status == 501
+    connection.close()
+
+
+def test_a_damaged_step_is_an_error_of_that_step_alone(run_root: Path, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    shutil.copytree(run_root, root)
+    with served(root) as (_, url):
+        manifest = root / "20" / "ckpt.json"
+        data = bytearray(manifest.read_bytes())
+        data[-60] ^= 1
+        manifest.write_bytes(data)
+        status, told, _ = get(url, "/step/20", token_of(url))
+        assert status == 502
+        assert "20" in told["error"]
+        assert get(url, "/step/30", token_of(url))[0] == 200
+        assert get(url, "/run", token_of(url))[0] == 200
+
+
+def test_a_new_step_is_in_the_next_answer(tmp_path: Path) -> None:
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        mgr.save(1, {"w": jnp.zeros(2)}, durable=True)
+        with served(tmp_path) as (_, url):
+            get(url, "/run", token_of(url))
+            mgr.save(2, {"w": jnp.zeros(2)}, durable=True)
+            _, run, _ = get(url, "/run", token_of(url))
+            assert [each["step"] for each in run["listing"]["steps"]] == [1, 2]
+
+
+def test_ctrl_c_ends_it(run_root: Path) -> None:
+    with served(run_root) as (process, url):
+        assert get(url, "/run", token_of(url))[0] == 200
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert "Traceback" not in err
+
+
+def test_another_address_than_loopback_is_warned_of(run_root: Path) -> None:
+    with served(run_root, "--host", "0.0.0.0") as (process, url):
+        assert url.startswith("http://0.0.0.0:")
+        process.kill()
+        assert "warning" in process.communicate()[1]
+
+
+def test_a_port_that_is_taken_is_named(run_root: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ran = ckpt_command("ui", run_root, "--port", port)
+    assert ran.status == 2
+    assert str(port) in ran.err
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize("options", [(), ("--export", "x.html")])
+def test_wrong_paths_are_refused(options: tuple[str, ...], run_root: Path, tmp_path: Path) -> None:
+    for path in (tmp_path / "missing", run_root / "10"):
+        ran = ckpt_command("ui", path, *options)
+        assert ran.status == 2, ran
+        assert len(ran.err.splitlines()) == 1
+    ran = ckpt_command("ui", run_root, "--export", tmp_path / "no" / "x.html")
+    assert ran.status == 2
+    assert not os.path.exists("x.html")
+
+
+def embedded(file: Path) -> Any:
+    """Return the data in an exported page."""
+    found = re.search('<script type="application/json" id="data">(.*?)</script>', file.read_text())
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_an_export_is_one_file_that_asks_for_nothing(run_root: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.html"
+    ran = ckpt_command("ui", run_root, "--export", file, "--steps", "2")
+    assert (ran.status, ran.err) == (0, "")
+    text = file.read_text()
+    assert not re.search(r"""(src|href)=["'](?!#)""", text)
+    data = embedded(file)
+    assert [each["step"] for each in data["run"]["listing"]["steps"]] == [10, 20, 30]
+    assert sorted(data["steps"]) == ["20", "30"]
+
+
+def test_names_cannot_leave_the_data_of_an_export(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><!--"
+    with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
+        mgr.save(1, {evil: 1}, metrics={evil: 1.0}, metadata={evil: evil}, durable=True)
+    file = tmp_path / "run.html"
+    assert ckpt_command("ui", tmp_path / "run", "--export", file).status == 0
+    assert "<script>alert" not in file.read_text()
+    assert evil in embedded(file)["run"]["listing"]["steps"][0]["metrics"]

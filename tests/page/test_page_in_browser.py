@@ -1,0 +1,236 @@
+"""The page of a run in a real browser; `nox -s page` installs what these tests need."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import ckpt
+from tests.support.command import ckpt_command, environment
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="nox -s page runs these tests")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+if CHROMIUM is None:
+    pytest.skip("there is no chromium on this machine", allow_module_level=True)
+# Pictures of the page, for people to look at.
+PICTURES = os.environ.get("CKPT_PAGE_PICTURES")
+# The page asks for news every two seconds.
+SECONDS = 30
+EVIL = "<img src=x onerror=document.title='hit'>"
+
+
+def state_of(step: int) -> dict[str, Any]:
+    layers = {f"layer_{n}": {"kernel": jnp.full((32, 32 * (n + 1)), step)} for n in range(6)}
+    return {"params": layers, "same": jnp.zeros(8), "count": step, EVIL: 1}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        # Root may not use the sandbox; the page is our own.
+        options = {"executable_path": CHROMIUM, "args": ["--no-sandbox"]}
+        browser = playwright.chromium.launch(**options)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[Any]:
+    with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
+        for step in (10, 20, 30):
+            mgr.save(step, state_of(step), metrics={"loss": 1 / step, EVIL: 1.0}, durable=True)
+        mgr.pin(20, "paper")
+        yield mgr
+
+
+@pytest.fixture
+def url(manager: Any) -> Iterator[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ckpt", "ui", str(manager.root)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment(),
+    )
+    assert process.stdout is not None
+    yield process.stdout.readline().strip()
+    process.kill()
+    process.communicate()
+
+
+def showing(page: Any, selector: str, text: str) -> None:
+    """Wait until an element has a text."""
+    sync_api.expect(page.locator(selector)).to_contain_text(text, timeout=SECONDS * 1000)
+
+
+class Opened:
+    """A page, and what went wrong on it."""
+
+    def __init__(self, browser: Any, url: str, **options: Any) -> None:
+        self.page = browser.new_page(**({"viewport": {"width": 1200, "height": 900}} | options))
+        self.wrong: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda told: self.wrong.append(told.text))
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(url)
+        self.page.wait_for_selector("#leaves tr")
+
+    def text(self, selector: str) -> str:
+        found: str = self.page.inner_text(selector)
+        return found
+
+
+def test_it_shows_the_run_and_follows_it(browser: Any, url: str, manager: Any) -> None:
+    opened = Opened(browser, url)
+    page = opened.page
+    assert opened.text("h1") == str(manager.root)
+    assert opened.text("#step-title") == "Step 30"
+    assert page.locator("#steps tr").count() == 3
+    assert "pinned: paper" in opened.text("#steps")
+    assert "1 pinned" in opened.text("#chart-text")
+    assert "Training could go on" in opened.text("#save-text")
+    # As long as the user has not chosen a step, the latest is shown.
+    manager.save(40, state_of(40), metrics={"loss": 0.1}, durable=True)
+    showing(page, "#step-title", "Step 40")
+    sync_api.expect(page.locator("#steps tr")).to_have_count(4)
+    page.get_by_role("button", name="20", exact=True).click()
+    showing(page, "#step-title", "Step 20")
+    manager.save(50, state_of(50), durable=True)
+    sync_api.expect(page.locator("#steps tr")).to_have_count(5, timeout=SECONDS * 1000)
+    assert opened.text("#step-title") == "Step 20"
+    assert opened.wrong == []
+    # Nothing is asked of another host.
+    assert {each.split("/")[2] for each in opened.asked} == {url.split("/")[2]}
+
+
+def test_texts_from_a_checkpoint_are_no_markup(browser: Any, url: str) -> None:
+    opened = Opened(browser, url)
+    assert EVIL in opened.text("#steps-head")
+    assert opened.page.locator("img").count() == 0
+    assert "hit" not in opened.page.title()
+
+
+def test_search_and_treemap(browser: Any, url: str) -> None:
+    opened = Opened(browser, url)
+    page = opened.page
+    page.get_by_label("Search").fill("layer_3")
+    assert page.locator("#leaves tr").count() == 1
+    assert "params.layer_3.kernel" in opened.text("#leaves")
+    page.get_by_label("Search").fill("")
+    tile = page.get_by_role("button", name="params.layer_5")
+    tile.click()
+    assert "params.layer_5" in page.get_by_label("Search").input_value()
+    assert page.locator("#leaves tr").count() == 1
+    # The tiles fill their area, and none is outside.
+    page.get_by_label("Search").fill("")
+    area = page.locator("#treemap").bounding_box()
+    boxes = [each.bounding_box() for each in page.locator("#treemap button").all()]
+    covered = sum(each["width"] * each["height"] for each in boxes)
+    assert 0.97 < covered / (area["width"] * area["height"]) < 1.03
+
+
+def test_the_difference_of_two_steps(browser: Any, url: str) -> None:
+    opened = Opened(browser, url)
+    page = opened.page
+    page.wait_for_selector("#diff tr")
+    assert opened.text("#diff-text") == "7 leaves differ, 2 are the same."
+    assert "same" not in opened.text("#diff")
+    assert "count" in opened.text("#diff")
+    page.get_by_label("since step").select_option("10")
+    showing(page, "#diff", "int 10")
+
+
+def test_the_keyboard_is_enough(browser: Any, url: str) -> None:
+    opened = Opened(browser, url)
+    page = opened.page
+    page.keyboard.press("j")
+    showing(page, "#step-title", "Step 20")
+    page.keyboard.press("k")
+    showing(page, "#step-title", "Step 30")
+    page.keyboard.press("/")
+    page.keyboard.type("layer_1")
+    assert page.locator("#leaves tr").count() == 1
+    # By the tabulator alone, every control can be reached.
+    page.reload()
+    page.wait_for_selector("#leaves tr")
+    reached = set()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.add(
+            page.evaluate("document.activeElement.id || document.activeElement.textContent")
+        )
+    assert {"theme", "metric", "copy", "search", "base", "10", "30"} <= reached
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1200])
+def test_it_can_be_read_by_everybody(browser: Any, url: str, scheme: str, width: int) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    viewport = {"width": width, "height": 900}
+    opened = Opened(browser, url, color_scheme=scheme, viewport=viewport)
+    found = axe.Axe().run(opened.page)
+    assert found.violations_count == 0, found.generate_report()
+    # Nothing but the tables is wider than the window.
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+    if PICTURES:
+        file = Path(PICTURES, f"page-{scheme}-{width}.png")
+        opened.page.screenshot(path=str(file), full_page=True)
+
+
+def test_the_button_changes_between_dark_and_light(browser: Any, url: str) -> None:
+    page = Opened(browser, url, color_scheme="light").page
+    colour = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(colour)
+    page.get_by_role("button", name="Dark or light").click()
+    assert page.evaluate(colour) != light
+    page.get_by_role("button", name="Dark or light").click()
+    assert page.evaluate(colour) == light
+
+
+def test_the_snippet_restores_the_step(browser: Any, url: str) -> None:
+    opened = Opened(browser, url)
+    snippet = opened.text("#snippet").partition("# Onto other devices")[0]
+    found: dict[str, Any] = {}
+    exec(snippet, found)
+    assert int(found["state"]["count"]) == 30
+    assert set(found["part"]) == {f"layer_{n}" for n in range(6)}
+
+
+def test_an_exported_file_works_without_a_server(
+    browser: Any, manager: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.html"
+    assert ckpt_command("ui", manager.root, "--export", file, "--steps", "2").status == 0
+    opened = Opened(browser, file.as_uri())
+    assert opened.text("#step-title") == "Step 30"
+    assert "7 leaves differ" in opened.text("#diff-text")
+    opened.page.get_by_role("button", name="10", exact=True).click()
+    opened.page.wait_for_selector("#failure:not([hidden])")
+    assert "Export more" in opened.text("#failure")
+    assert opened.wrong == []
+    assert [each for each in opened.asked if not each.startswith("file:")] == []
+
+
+def test_a_server_that_is_gone_is_said(browser: Any, manager: Any) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ckpt", "ui", str(manager.root)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment(),
+    )
+    assert process.stdout is not None
+    opened = Opened(browser, process.stdout.readline().strip())
+    process.kill()
+    process.communicate()
+    opened.page.wait_for_selector("#failure:not([hidden])")
+    assert "cannot be read" in opened.text("#failure")
