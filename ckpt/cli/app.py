@@ -9,11 +9,14 @@ import sys
 from collections.abc import Sequence
 
 import click
+from click.shell_completion import shell_complete
 
 from ckpt.cli import commands, exit_status
 from ckpt.cli.output import Warnings, note, prepare_streams
 from ckpt.errors import CheckpointError
 
+# Shells set it to ask for completions; `ckpt completion` prints what does that.
+COMPLETION = "_CKPT_COMPLETE"
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -62,19 +65,25 @@ def app() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command; return its exit status. What goes wrong is one line on standard error."""
     prepare_streams()
+    if COMPLETION in os.environ:
+        return shell_complete(app, {}, "ckpt", COMPLETION, os.environ[COMPLETION])
     logger = logging.getLogger("ckpt")
     warnings = Warnings(logging.WARNING)
     logger.addHandler(warnings)
     try:
-        status = app.main(list(arguments), prog_name="ckpt", standalone_mode=False)
+        # Not `app.main`, which would end the process itself when a reader goes away.
+        with app.make_context("ckpt", list(arguments)) as context:
+            status = app.invoke(context)
         sys.stdout.flush()
         return status if isinstance(status, int) else exit_status.OK
+    except click.exceptions.Exit as error:
+        return error.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         sys.stderr.write(f"{error.format_message()}\n")
         return exit_status.USAGE
     except click.ClickException as error:
-        context = getattr(error, "ctx", None)
-        command = "ckpt" if context is None else context.command_path
+        where = getattr(error, "ctx", None)
+        command = "ckpt" if where is None else where.command_path
         note(f"ckpt: {error.format_message()} See '{command} --help'.")
         return exit_status.USAGE
     except CheckpointError as error:

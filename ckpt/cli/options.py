@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
-# Shells complete it as a path; it stays the text that was given, since it may be a URL.
-PATH = click.Path()
+# Shells complete it as a path; it stays the text that was given, since it may be a URL. What is there
+# is looked at later, by what says more of it.
+PATH = click.Path(readable=False)
 
 path = click.argument("path", type=PATH)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")

@@ -11,7 +11,7 @@ import importlib
 import click
 
 # In the order of the help.
-NAMES = ("ls", "info", "tree", "ui")
+NAMES = ("ls", "info", "tree", "ui", "completion")
 
 
 def load(name: str) -> click.Command:

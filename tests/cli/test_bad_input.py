@@ -1,0 +1,186 @@
+"""Every command with what it cannot use: one clear line, the right exit status, nothing changed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt.cli import commands
+from tests.support.command import Ran, ckpt_command, environment, on_terminal
+
+# How each command is called with a path; those without any come with the reason.
+CALLS: dict[str, tuple[str, ...]] = {
+    "ls": ("PATH",),
+    "info": ("PATH",),
+    "tree": ("PATH",),
+    "ui": ("PATH", "--export", "OUT"),
+}
+WITHOUT_PATH = {"completion": "prints what a shell needs"}
+
+
+def call(name: str, path: object, tmp_path: Path, **extra: str) -> Ran:
+    places = {"PATH": str(path), "OUT": str(tmp_path / "out")}
+    return ckpt_command(name, *(places.get(each, each) for each in CALLS[name]), **extra)
+
+
+def test_every_command_is_tried_here() -> None:
+    assert set(CALLS) | set(WITHOUT_PATH) == set(commands.NAMES)
+
+
+def check_refused(ran: Ran, status: int, *texts: str) -> None:
+    assert ran.status == status, ran
+    lines = ran.err.splitlines()
+    assert len(lines) == 1, ran.err
+    assert lines[0].startswith("ckpt: ")
+    for text in texts:
+        assert text in ran.err
+    assert ran.out == ""
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    return {
+        str(each): (each.lstat().st_size, each.lstat().st_mtime_ns)
+        for each in sorted(folder.rglob("*"))
+    }
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_path_that_is_not_there(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "missing"
+    check_refused(call(name, path, tmp_path), 2, str(path))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_path_that_is_no_checkpoint(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "src"
+    folder.mkdir()
+    (folder / "main.py").write_text("print(1)\n")
+    before = snapshot(tmp_path)
+    check_refused(call(name, folder, tmp_path), 2, str(folder))
+    check_refused(call(name, folder / "main.py", tmp_path), 2, "main.py")
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_url_that_is_none(name: str, tmp_path: Path) -> None:
+    check_refused(call(name, "ftp://host/run", tmp_path), 2, "ftp")
+    check_refused(call(name, "s3:bucket/run", tmp_path), 2, "s3://")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_store_that_cannot_be_reached(name: str, tmp_path: Path) -> None:
+    # Nothing listens on port 1.
+    ran = call(name, "gs://bucket/run", tmp_path, TENSORSTORE_GCS_HTTP_URL="http://127.0.0.1:1")
+    assert ran.status == 3
+    # TensorStore logs that it has found no credentials.
+    own = [line for line in ran.err.splitlines() if not re.match(r"[EW][0-9]{4} ", line)]
+    assert len(own) == 1
+    assert own[0].startswith("ckpt: ")
+    assert "gs://bucket/run" in own[0]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_place_that_may_not_be_read(name: str, run_root: Path, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    shutil.copytree(run_root, root)
+    root.chmod(0)
+    places = {"PATH": str(root), "OUT": str(tmp_path / "out")}
+    arguments = [places.get(each, each) for each in CALLS[name]]
+    ran = as_user(name, *arguments)
+    root.chmod(0o755)
+    check_refused(ran, 3, str(root))
+
+
+def as_user(*arguments: str) -> Ran:
+    """Run `ckpt` as somebody to whom permissions apply, as they do not to root."""
+    powers = "-dac_override,-dac_read_search"
+    prefix = ["setpriv", f"--bounding-set={powers}", f"--inh-caps={powers}"]
+    if os.geteuid() == 0 and shutil.which("setpriv") is None:
+        pytest.skip("root may read everything, and setpriv is not installed")
+    ran = subprocess.run(
+        [*(prefix if os.geteuid() == 0 else []), sys.executable, "-m", "ckpt", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=60,
+        check=False,
+    )
+    return Ran(ran.returncode, ran.stdout, ran.stderr)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_reader_that_goes_away(name: str, run_root: Path, tmp_path: Path) -> None:
+    places = {"PATH": str(run_root), "OUT": str(tmp_path / "out")}
+    arguments = [places.get(each, each) for each in CALLS[name]]
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = subprocess.run(
+        [sys.executable, "-m", "ckpt", name, *arguments],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        timeout=60,
+        check=False,
+    )
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_terminal_that_is_narrow_and_knows_no_unicode(
+    name: str, run_root: Path, tmp_path: Path
+) -> None:
+    places = {"PATH": str(run_root), "OUT": str(tmp_path / "out")}
+    arguments = [places.get(each, each) for each in CALLS[name]]
+    status, shown = on_terminal(name, *arguments, columns=20, PYTHONIOENCODING="ascii")
+    assert status == 0
+    assert shown.isascii()
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("name", commands.NAMES)
+def test_wrong_options_say_where_the_help_is(name: str) -> None:
+    ran = ckpt_command(name, "--nonsense")
+    assert ran.status == 2
+    assert f"See 'ckpt {name} --help'" in ran.err
+    help_text = ckpt_command(name, "--help")
+    assert help_text.status == 0
+    assert help_text.out.startswith(f"Usage: ckpt {name} ")
+
+
+def test_a_command_that_there_is_not_leads_to_the_nearest() -> None:
+    ran = ckpt_command("lss")
+    assert ran.status == 2
+    assert "ls" in ran.err
+    assert ckpt_command().status == 2
+    assert ckpt_command("--help").status == 0
+    assert ckpt_command("--version").out.startswith("ckpt ")
+
+
+def test_without_its_libraries_the_command_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise ModuleNotFoundError('no', name='click')\n")
+    extra = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    ran = ckpt_command("ls", tmp_path, **extra)
+    check_refused(ran, 2, "click", "pip install 'ckpt-jax[cli]'")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_options(shell: str) -> None:
+    ran = ckpt_command("completion", shell)
+    assert ran.status == 0
+    assert "_CKPT_COMPLETE" in ran.out
+    words = {"bash": {"COMP_WORDS": "ckpt tr", "COMP_CWORD": "1"}}.get(shell)
+    if words is not None:
+        found = ckpt_command(_CKPT_COMPLETE="bash_complete", **words)
+        assert found.out.split() == ["plain,tree"]
+        words["COMP_WORDS"] = "ckpt tree --s"
+        found = ckpt_command(_CKPT_COMPLETE="bash_complete", **words | {"COMP_CWORD": "2"})
+        assert found.out.split() == ["plain,--summary"]
