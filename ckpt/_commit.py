@@ -376,7 +376,7 @@ class CommitHooks:
     def __init__(self, commit: Commit) -> None:
         """Drive `commit`, which was called just now."""
         self._commit = commit
-        self.watch = Stopwatch()
+        self.watch: Stopwatch = Stopwatch()
 
     def stage(self, stage: Stage) -> None:
         """Say what the save is doing now."""

@@ -94,7 +94,7 @@ class CheckpointError(Exception):
         leaf: str | None = None,
     ) -> None:
         # The answers of stores repeat URLs and headers, and users give paths that hold passwords.
-        self.message = redact(message)
+        self.message: str = redact(message)
         super().__init__(self.message)
         self.step = step
         self.item = item

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Annotated, Any, overload
+from typing import Annotated, Any, ClassVar, overload
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -198,15 +198,15 @@ class LeafTable(Sequence[LeafEntry]):
         Raises:
             ValueError: They do not fit each other.
         """
-        self.names = names
-        self.forms = forms
-        self.form = np.asarray(form, np.int64)
-        self.digests = digests
-        self.offsets = offsets
-        self.files = files
-        self.lengths = lengths
-        self.same_as = same_as or {}
-        self.values = values or {}
+        self.names: Sequence[str] = names
+        self.forms: Sequence[LeafForm] = forms
+        self.form: Integers = np.asarray(form, np.int64)
+        self.digests: bytes = digests
+        self.offsets: Integers = offsets
+        self.files: Integers = files
+        self.lengths: Integers = lengths
+        self.same_as: Mapping[int, int] = same_as or {}
+        self.values: Mapping[int, Value] = values or {}
         self._entries: list[LeafEntry] | None = None
         count = len(names)
         if len(self.form) != count or (count and not 0 <= self.form.max() < len(forms)):
@@ -237,7 +237,7 @@ class LeafTable(Sequence[LeafEntry]):
         counts = np.array([form.count for form in forms] or [0], np.int64)[self.form]
         if self.same_as:
             counts[list(self.same_as)] = 0
-        self.firsts = np.zeros(count + 1, np.int64)
+        self.firsts: Integers = np.zeros(count + 1, np.int64)
         np.cumsum(counts, out=self.firsts[1:])
 
     @classmethod
@@ -378,7 +378,7 @@ class LeafTable(Sequence[LeafEntry]):
             return NotImplemented
         return self is other or list(self) == list(other)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: ClassVar[None]  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"LeafTable.of({list(self)!r})"

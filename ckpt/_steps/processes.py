@@ -79,7 +79,8 @@ class OneProcess:
         observers: Take the phases of a restore, beside the engine's.
     """
 
-    process, count = 0, 1
+    process: int = 0
+    count: int = 1
     owns_root = True
     observers: tuple[Observer, ...] = ()
 
@@ -108,7 +109,9 @@ class OneProcess:
         """Return what `act` gives."""
         return await act()
 
-    on_step = everywhere = delete = on_primary
+    on_step = on_primary
+    everywhere = on_primary
+    delete = on_primary
 
     async def undelete(self, step: int, trash: StepTrash) -> None:
         """Take a step back from the trash."""
@@ -131,7 +134,8 @@ class _SeveralProcesses:
     def __init__(self, peers: Peers, index: StepIndex) -> None:
         """Use the root that `index` lists together with `peers`."""
         self.peers = peers
-        self.process, self.count = peers.index, peers.count
+        self.process: int = peers.index
+        self.count: int = peers.count
         # What is read shows the others that this process lives.
         self.observers: tuple[Observer, ...] = (lambda event: peers.advance(event.nbytes),)
         self._index = index
@@ -169,7 +173,7 @@ class SharedRoot(_SeveralProcesses):
     def __init__(self, peers: Peers, index: StepIndex) -> None:
         """Use the root that `index` lists together with `peers`."""
         super().__init__(peers, index)
-        self.owns_root = peers.index == 0
+        self.owns_root: bool = peers.index == 0
         self.steps = index
 
     async def open(self, act: Callable[[], Awaitable[None]]) -> None:
@@ -253,7 +257,17 @@ class SharedRoot(_SeveralProcesses):
         why = f"{error.message}; or process {self.process} sees another root than process 0"
         return StepDeletedError(why, step=error.step)
 
-    on_step = everywhere = delete = _SeveralProcesses.on_primary
+    async def on_step(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
+        """Return what `act` gives on the primary; all see the same step."""
+        return await self.on_primary(kind, step, what, act)
+
+    async def everywhere(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
+        """Return what `act` gives on the primary; all see the same root."""
+        return await self.on_primary(kind, step, what, act)
+
+    async def delete(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
+        """Return what `act` gives on the primary, which deletes for all."""
+        return await self.on_primary(kind, step, what, act)
 
     async def undelete(self, step: int, trash: StepTrash) -> None:
         """Take a step back from the trash, on the primary."""

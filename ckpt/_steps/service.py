@@ -73,8 +73,8 @@ class RootService:
         retention = Retention(
             storage, index, preservation, deletion, engine.observers, engine.now_ns
         )
-        self.trash = StepTrash(storage, index, names, trash_of(deletion), engine.now_ns)
-        self.root = Root(
+        self.trash: StepTrash = StepTrash(storage, index, names, trash_of(deletion), engine.now_ns)
+        self.root: Root = Root(
             storage,
             names,
             index,
@@ -85,8 +85,10 @@ class RootService:
             read_only=read_only,
             observers=engine.observers,
         )
-        self.saves = SaveQueue(loop, self.root, engine, backlog, preemption, timeouts.exit)
-        self.reader = StepReader(
+        self.saves: SaveQueue = SaveQueue(
+            loop, self.root, engine, backlog, preemption, timeouts.exit
+        )
+        self.reader: StepReader = StepReader(
             storage,
             index,
             engine,

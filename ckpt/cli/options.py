@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import click
 
-# Shells complete it as a path; it stays the text that was given, since it may be a URL. What is there
-# is looked at later, by what says more of it.
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Shells complete it as a path; it stays the text that was given, since it may be a URL. What is
+# there is looked at later, by what says more of it.
 PATH = click.Path(readable=False)
 
-path = click.argument("path", type=PATH)
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+path: Callable[[F], F] = click.argument("path", type=PATH)
+as_json: Callable[[F], F] = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON instead of text."
+)

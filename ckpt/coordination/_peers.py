@@ -72,10 +72,10 @@ class Peers:
             location: The root; all processes have the same, unless they have disks of their own.
             budget_bytes: The staging budget of this process.
         """
-        self.index = coordinator.process_index
-        self.count = coordinator.process_count
-        self.budget_bytes = budget_bytes
-        self.own_disks = has_own_disks(coordinator)
+        self.index: int = coordinator.process_index
+        self.count: int = coordinator.process_count
+        self.budget_bytes: int = budget_bytes
+        self.own_disks: bool = has_own_disks(coordinator)
         self._coordinator = coordinator
         self.seconds = seconds
         self._location = location

@@ -42,9 +42,9 @@ class PageServer(ThreadingHTTPServer):
             OSError: The port cannot be had.
         """
         self.reader = reader
-        self.token = secrets.token_urlsafe(24)
+        self.token: str = secrets.token_urlsafe(24)
         # The index of a root is not for several threads at once.
-        self.reading = threading.Lock()
+        self.reading: threading.Lock = threading.Lock()
         super().__init__((host, port), _Handler)
 
     @property

@@ -44,13 +44,13 @@ class Arena:
 
     def __init__(self, capacity: int) -> None:
         """Reserve (not touch) `capacity` bytes, rounded up to whole pages."""
-        self.capacity = _round_up(capacity)
+        self.capacity: int = _round_up(capacity)
         self._region: mmap.mmap | None = None
         # Whether its pages were chosen, small or huge.
         self._has_pages = False
         self._free: list[tuple[int, int]] = [(0, self.capacity)]
         self._waiting: deque[tuple[int, anyio.Event]] = deque()
-        self.high_water = 0
+        self.high_water: int = 0
         # Called when new memory is about to be touched.
         self.on_growth: Callable[[], None] = _do_nothing
         # Bytes asked for since the arena was last empty, and the maximum of that.

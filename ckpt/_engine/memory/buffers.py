@@ -43,7 +43,7 @@ class Buffers:
         # Reentrant: garbage collection can drop an array while this thread holds the lock.
         self._guard = threading.RLock()
         self._idle: dict[int, list[mmap.mmap]] = {}
-        self.idle_bytes = 0
+        self.idle_bytes: int = 0
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
         """Return an array with undefined content, aligned so that jax can take it over.

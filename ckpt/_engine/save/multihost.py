@@ -89,7 +89,7 @@ class SoloSave:
 
     is_alone = leads = publishes = True
     own_disks = False
-    group = ProcessGroup(0, 1)
+    group: ProcessGroup = ProcessGroup(0, 1)
 
     def __init__(self, budget_bytes: int) -> None:
         """Save with a staging budget of `budget_bytes`."""
@@ -143,12 +143,12 @@ class MultihostSave:
             order: Held while this save comes to the others, so that all processes come to their
                 saves in the order of the calls, though one may take long to begin.
         """
-        self.group = ProcessGroup(
+        self.group: ProcessGroup = ProcessGroup(
             peers.index, peers.count, "local" if peers.own_disks else "shared"
         )
-        self.leads = peers.index == 0
-        self.own_disks = peers.own_disks
-        self.publishes = self.leads or peers.own_disks
+        self.leads: bool = peers.index == 0
+        self.own_disks: bool = peers.own_disks
+        self.publishes: bool = self.leads or peers.own_disks
         self._peers = peers
         self._kind = kind
         self._what = what

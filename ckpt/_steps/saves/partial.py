@@ -17,7 +17,7 @@ from ckpt._engine.save.multihost import SoloSave
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._events import EventRecorder
-from ckpt._runtime.loop import Job
+from ckpt._runtime.loop import EngineLoop, Job
 from ckpt._steps.saves.overwrite import make_way, remove_others, with_plain_metrics
 from ckpt._steps.saves.queue import SaveQueue
 from ckpt._steps.saves.requests import make_request
@@ -42,8 +42,8 @@ class OpenSave:
     def __init__(self, saves: SaveQueue, request: SaveRequest) -> None:
         """Make one that has not begun yet; `saves` reports its error if no caller does."""
         self.request = request
-        self.commit = Commit(request.step, self.cancel, saves.loop.check_caller)
-        self.loop = saves.loop
+        self.commit: Commit = Commit(request.step, self.cancel, saves.loop.check_caller)
+        self.loop: EngineLoop = saves.loop
         # Done once parts may come; holds the error where they may not.
         self.opened: Future[None] = Future()
         self._saves = saves

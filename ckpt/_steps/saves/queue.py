@@ -105,13 +105,13 @@ class SaveQueue:
         self._preemption = preemption
         # Made on the engine's loop.
         self._backlog: Backlog | None = None
-        self.commits = OpenCommits()
+        self.commits: OpenCommits = OpenCommits()
         # Gives up each partial save that is open, since it would wait for its next part forever.
         self._open: set[Callable[[str], None]] = set()
         self._guard = threading.Lock()
         # Set when the deletions after a commit have ended; the next save does not wait for them.
         self.cleaning_up: list[anyio.Event] = []
-        self.history = SaveHistory(engine.now_ns, preemption)
+        self.history: SaveHistory = SaveHistory(engine.now_ns, preemption)
 
     @property
     def saving(self) -> list[int]:
