@@ -127,9 +127,10 @@ def page(session: nox.Session) -> None:
 
 @nox.session
 def reliability(session: nox.Session) -> None:
-    """Attack the library for an hour or two and record the counts in docs/reliability.md.
+    """Attack the library for an hour or two and record the counts.
 
-    Arguments after -- go to `python -m tests.reliability`. Power cuts need root and loop devices.
+    They go to docs/explanation/reliability.md. Arguments after -- go to
+    `python -m tests.reliability`. Power cuts need root and loop devices.
     """
     session.install("-e", ".", *group("test"))
     env = hermetic_env(session) | {"HYPOTHESIS_PROFILE": "thorough"}

@@ -2,7 +2,8 @@
 
 `python -m benchmarks.object_stores` starts SeaweedFS (from the dependency group `stores`) and a
 fake of GCS on loopback, each behind a proxy that delays requests and caps the bandwidth of all of
-them together, and counts what passes. `--page docs/object-stores.md` writes the tables into a page.
+them together, and counts what passes. `--page docs/how-to/object-stores.md` writes the tables into
+a page.
 """
 
 from __future__ import annotations

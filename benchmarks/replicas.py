@@ -1,7 +1,7 @@
 """Restores of a state that all processes of a job hold, each for itself and with shared reads.
 
 `python -m benchmarks.replicas` starts SeaweedFS behind one line for all processes, and jobs of 2
-and 4 of them on loopback. `--page docs/multi-process.md` writes the table into a page.
+and 4 of them on loopback. `--page docs/how-to/multi-process.md` writes the table into a page.
 """
 
 from __future__ import annotations

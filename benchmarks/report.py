@@ -1,4 +1,4 @@
-"""Turns recorded runs into Markdown, and keeps the tables of docs/performance.md current.
+"""Turns recorded runs into Markdown: the tables of docs/explanation/performance.md.
 
 `python -m benchmarks.report` rewrites what stands between the markers of the page, a summary at its
 beginning and the tables further down, from the recorded run alone, and draws its charts; the text
@@ -25,8 +25,8 @@ START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 SUMMARY_START, SUMMARY_END = "<!-- bench:summary:start -->", "<!-- bench:summary:end -->"
 # At the beginning of the page, and further down.
 _FIRST, _LATER = ("overlap", "training"), ("ratios", "heartbeat", "growth")
-PAGE = Path("docs/performance.md")
-RESULTS = Path("docs/performance/results.json")
+PAGE = Path("docs/explanation/performance.md")
+RESULTS = Path("docs/explanation/performance/results.json")
 
 
 def markdown(run: Results, pictures: str = "") -> str:

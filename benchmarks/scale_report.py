@@ -1,6 +1,8 @@
-"""A model of save and restore time from one host to ten thousand; the tables of docs/scaling.md.
+"""A model of save and restore time from one host to ten thousand.
 
-    python -m benchmarks.scale_report      # rewrites the tables from docs/scaling/simulation.json
+    python -m benchmarks.scale_report      # rewrites the tables of docs/explanation/scaling.md
+
+They are made from docs/explanation/scaling/simulation.json.
 
 The constants stand here, each with its source; what the primary does is taken from the simulation.
 """

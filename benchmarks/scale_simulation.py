@@ -1,6 +1,6 @@
 """The planner and the primary's work for jobs larger than any machine, by the real code.
 
-    python -m benchmarks.scale_simulation           # every case; for docs/scaling/simulation.json
+    python -m benchmarks.scale_simulation           # every case; writes RESULTS
     python -m benchmarks.scale_simulation --smoke   # a small one, only shown
 
 Devices are made up. One process plans its own share by the real planner; the records of all
@@ -44,7 +44,7 @@ from ckpt._plan.ownership import ProcessGroup
 from ckpt._plan.save_plan import SavePlan, plan_save
 from ckpt._tree.leaf_specs import LeafSpec
 
-RESULTS = Path(__file__).parent.parent / "docs" / "scaling" / "simulation.json"
+RESULTS = Path(__file__).parent.parent / "docs" / "explanation" / "scaling" / "simulation.json"
 DEVICES_EACH = 8
 BUDGET = 4 << 30
 

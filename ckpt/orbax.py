@@ -1,7 +1,7 @@
 """For programs that read the steps of this library with Orbax: where they are in a bucket.
 
 On a disk Orbax needs nothing: a step is a directory of Orbax. In a bucket the files of a step are
-in a folder of its directory (see docs/format.md), and Orbax asks a `NameFormat` where:
+in a folder of its directory (see docs/reference/format.md), and Orbax asks a `NameFormat` where:
 
 ```text
 options = ocp.CheckpointManagerOptions(step_name_format=ckpt.orbax.NameFormat())

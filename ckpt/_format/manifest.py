@@ -5,8 +5,8 @@ two parts. The *head* is what lists of steps are made of: it is small, has a che
 and says how long the rest is, so that it is read alone. The rest describes the items, whose leaves
 are columns (see `leaf_table`). The last member is a checksum of every byte before it, so that a cut
 or changed manifest is recognized without parsing it, and any JSON tool can still read it.
-`docs/format.md` is the specification; readers ignore unknown fields and refuse unknown entries of
-`requires`.
+`docs/reference/format.md` is the specification; readers ignore unknown fields and refuse unknown
+entries of `requires`.
 
 This module needs neither jax nor tensorstore, so that tools can read manifests in a few
 milliseconds.

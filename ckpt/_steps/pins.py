@@ -8,7 +8,7 @@ that sees a pin leaves the step; an evaluator that sees a mark waits until it ha
 looks whether the step is still there.
 
 Marks, and pins of evaluators, are leases: one that was not renewed for as long as it says, by the
-store's clock, counts no more. docs/watching.md says what that does not protect from.
+store's clock, counts no more. docs/how-to/watching.md says what that does not protect from.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ class JaxMonitoring:
     """Reports saves, restores and other operations to `jax.monitoring`.
 
     When an operation has ended, all listeners there hear how it ended, and if it succeeded, how
-    long it and its phases took. docs/observing.md lists the names. Each follows the prefix and a
-    slash: `/ckpt/save/ok`.
+    long it and its phases took. docs/how-to/observing.md lists the names. Each follows the prefix
+    and a slash: `/ckpt/save/ok`.
 
     Any number of managers may share one.
 

@@ -1,4 +1,4 @@
-"""Names of all metrics. docs/observing.md has the same tables.
+"""Names of all metrics. docs/how-to/observing.md has the same tables.
 
 Durations and bytes are those of operations that ended `ok`. All others are only counted. The
 duration of a phase is the time in which at least one phase of its kind was running, once for each

@@ -23,9 +23,9 @@ class Prometheus:
 
     It counts operations by outcome and the bytes that they moved, keeps histograms of the durations
     of operations and phases, and has gauges for the step that was committed last and its time.
-    docs/observing.md lists the names, which follow the prefix: `ckpt_operations_total`. You serve
-    them yourself, for example with `prometheus_client.start_http_server`. It needs the package
-    prometheus-client: `pip install 'ckpt-jax[prometheus]'`.
+    docs/how-to/observing.md lists the names, which follow the prefix: `ckpt_operations_total`. You
+    serve them yourself, for example with `prometheus_client.start_http_server`. It needs the
+    package prometheus-client: `pip install 'ckpt-jax[prometheus]'`.
 
     A registry holds one for each prefix. Any number of managers may share it.
 

@@ -36,4 +36,4 @@ def test_python_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_pages_that_promise_examples_have_some() -> None:
-    assert {"README.md", "docs/format.md"} <= set(pages())
+    assert {"README.md", "docs/reference/format.md"} <= set(pages())

@@ -434,6 +434,6 @@ def printed(ran: Any) -> dict[str, str]:
 
 
 def test_every_program_is_in_the_table() -> None:
-    page = (ROOT / "docs" / "programs.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "programs.md").read_text()
     named = set(re.findall(r"`docs/examples/([a-z_]+\.(?:py|ipynb))`", page))
     assert named == {file.name for file in EXAMPLES.iterdir() if file.is_file()}

@@ -1,4 +1,4 @@
-"""The table of docs/reliability.md is what was recorded, and the campaigns behind it exist."""
+"""The table of docs/explanation/reliability.md is the recorded one, and its campaigns exist."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_campaign_that_is_run_again_replaces_its_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("docs").mkdir()
+    report.PAGE.parent.mkdir(parents=True)
     report.PAGE.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
     first, second = CAMPAIGNS[:2]
     record(second, Tally(7, 5), 60.0)

@@ -34,7 +34,7 @@ import ckpt.sync
 from ckpt import handlers, policies, step_names, surgery
 from tests.support.paths import ROOT
 
-PAGE = (ROOT / "docs" / "migrating-from-orbax.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "migrating-from-orbax.md").read_text()
 
 
 class Section(NamedTuple):

@@ -1,8 +1,8 @@
 """Runs the campaigns at their full counts and records them: `python -m tests.reliability`.
 
 `--only` takes parts of campaigns' names, `--scale 0.1` makes a tenth of the runs. What is recorded
-replaces the earlier record of the same campaign, and the table of docs/reliability.md is made anew.
-The exit status is 1 if anything was lost.
+replaces the earlier record of the same campaign, and the table of docs/explanation/reliability.md
+is made anew. The exit status is 1 if anything was lost.
 """
 
 from __future__ import annotations

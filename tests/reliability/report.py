@@ -1,4 +1,4 @@
-"""Turns the recorded campaigns into the table of docs/reliability.md, between its markers."""
+"""Turns the recorded campaigns into the table of docs/explanation/reliability.md."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 __all__ = ["PAGE", "RESULTS", "Record", "read", "table", "updated", "write"]
 
 START, END = "<!-- campaigns:start -->", "<!-- campaigns:end -->"
-PAGE = Path("docs/reliability.md")
-RESULTS = Path("docs/reliability/results.json")
+PAGE = Path("docs/explanation/reliability.md")
+RESULTS = Path("docs/explanation/reliability/results.json")
 
 
 @dataclass(frozen=True)

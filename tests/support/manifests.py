@@ -37,7 +37,7 @@ def document_of(step_dir: Path) -> dict[str, Any]:
 
 
 def leaf_rows(item: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The leaves of an item of a document, one by one, read as `docs/format.md` says.
+    """The leaves of an item of a document, one by one, read as `docs/reference/format.md` says.
 
     Each has the members of its form and its name, `digests` (hexadecimal), `offsets`, `files` and
     `lengths` of its chunks, and `same_as` and `value` if there are any.

@@ -42,7 +42,7 @@ CALLED_BACK = "is called by the library"
 WITHOUT_EXAMPLE = {
     "ckpt.Event": "is passed to observers",
     "ckpt.UnknownNode": "stands for a class that is missing, so no example can have one",
-    "ckpt.handlers.Deferred": "is for those who write handlers; docs/items.md has one",
+    "ckpt.handlers.Deferred": "is for those who write handlers; docs/how-to/items.md has one",
     "ckpt.handlers.Deferred.close": CALLED_BACK,
     "ckpt.policies.SaveContext": "is passed to policies",
     "ckpt.policies.SavedStep": "is passed to policies",

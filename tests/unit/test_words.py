@@ -8,7 +8,7 @@ from collections import defaultdict
 from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "ckpt"
-GLOSSARY = ROOT / "docs" / "glossary.md"
+GLOSSARY = ROOT / "docs" / "reference" / "glossary.md"
 # The same class twice, on purpose: the plain face of a manager has the name of the other.
 TWINS = {"CheckpointManager": ["ckpt/_api/manager.py", "ckpt/sync.py"]}
 # Nouns that end like a gerund, and the names of other libraries' modules.

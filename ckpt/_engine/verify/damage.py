@@ -21,7 +21,7 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.boxes import unboxed_names
 from ckpt.errors import CheckpointError, CorruptCheckpointError
 
-# The files of an item that only Orbax reads; see docs/format.md.
+# The files of an item that only Orbax reads; see docs/reference/format.md.
 _VIEW = frozenset({"_METADATA", "_sharding", "_strings.json", "array_metadatas/process_0"})
 _MARK = "commit_success.txt"
 _DATABASE = "manifest.ocdbt"

@@ -1,7 +1,7 @@
 """The verify flow: a committed step is compared with its manifest, file by file, byte by byte.
 
 Damage does not raise: it is the result. Nothing is written, except the digests of a virtual step
-that has none yet. docs/verifying.md says what is found and what is not.
+that has none yet. docs/how-to/verifying.md says what is found and what is not.
 """
 
 from __future__ import annotations

@@ -44,9 +44,9 @@ _NO_BUCKET = _FailureKind(
 )
 _NO_ACCESS = _FailureKind(
     errno.EACCES,
-    "The credentials are wrong or missing, or do not allow this. See docs/object-stores.md for "
-    "where they come from and what they have to allow; a root that may only be read is opened with "
-    "read_only=True",
+    "The credentials are wrong or missing, or do not allow this. See "
+    "docs/how-to/object-stores.md for where they come from and what they have to allow; a root "
+    "that may only be read is opened with read_only=True",
     True,
 )
 _BUSY = _FailureKind(
@@ -96,12 +96,12 @@ _NO_PATHS = _FailureKind(
     errno.ENOTSUP,
     "The store takes the name of the bucket only in the host name (virtual-hosted addressing), and "
     "with endpoint= it is in the path here. Use an endpoint of the store that accepts that, or "
-    "another store; see docs/object-stores.md",
+    "another store; see docs/how-to/object-stores.md",
     True,
 )
 _NO_CREDENTIALS = _NO_ACCESS._replace(
     advice="No credentials were found. Set them, or choose another source with credentials= of "
-    "ckpt.storage.S3; see docs/object-stores.md"
+    "ckpt.storage.S3; see docs/how-to/object-stores.md"
 )
 _NO_CONDITIONS = _FailureKind(
     errno.ENOTSUP,

@@ -7,7 +7,7 @@ import pytest
 from ckpt.observers._names import BYTES, JAX, OPENTELEMETRY, PHASES, PROMETHEUS, MetricName
 from tests.support.paths import ROOT
 
-PAGE = ROOT / "docs" / "observing.md"
+PAGE = ROOT / "docs" / "how-to" / "observing.md"
 
 
 def table_after(heading: str) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""docs/scaling.md: its tables are those of the recorded simulation, and the simulation runs."""
+"""docs/explanation/scaling.md has the tables of the recorded simulation, and that runs."""
 
 from __future__ import annotations
 
