@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
+import itertools
+import re
 import tempfile
 from pathlib import Path
 
@@ -33,6 +36,31 @@ def test_python_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert examples
     for example in examples:
         example.evaluate()
+
+
+@pytest.mark.parametrize("page", [each for each in pages() if "/tutorials/" in each])
+def test_tutorials_print_what_they_show(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A `text` block is the output of the block before it; `...` stands for anything."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(
+        r"^```(\w+)\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S
+    )
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    shown = 0
+    for (language, code), (following, expected) in itertools.pairwise([*blocks, ("", "")]):
+        if language != "python":
+            continue
+        exec(compile(code, page, "exec", dont_inherit=True), namespace)
+        printed = capsys.readouterr().out
+        if following == "text":
+            matches = doctest.OutputChecker().check_output(expected, printed, doctest.ELLIPSIS)
+            assert matches, f"expected:\n{expected}\nprinted:\n{printed}"
+            shown += 1
+        else:
+            assert not printed, f"not shown on the page:\n{printed}"
+    assert shown
 
 
 def test_the_pages_that_promise_examples_have_some() -> None:
