@@ -27,6 +27,8 @@ SUMMARY_START, SUMMARY_END = "<!-- bench:summary:start -->", "<!-- bench:summary
 _FIRST, _LATER = ("overlap", "training"), ("ratios", "heartbeat", "growth")
 PAGE = Path("docs/explanation/performance.md")
 RESULTS = Path("docs/explanation/performance/results.json")
+# It has a few of the figures, and changes with the page.
+README = Path("README.md")
 
 
 def markdown(run: Results, pictures: str = "") -> str:
@@ -64,6 +66,13 @@ def publish(run: Results, page: Path) -> None:
     run.write(folder / RESULTS.name)
     page.write_text(updated(run, page), encoding="utf-8")
     sys.stderr.write(f"wrote {page}\n")
+    if page == PAGE:
+        README.write_text(updated_readme(run, README), encoding="utf-8")
+
+
+def updated_readme(run: Results, readme: Path) -> str:
+    """Returns the text of the README with the short table of a run."""
+    return update_page(readme.read_text(encoding="utf-8"), f"{summary.short(run)}\n")
 
 
 def updated(run: Results, page: Path) -> str:

@@ -16,6 +16,17 @@ if TYPE_CHECKING:
 
 # A decoder with its optimizer, as most people train one.
 _RESTORED = "transformer"
+# Who is in the short table, and what it compares: a scenario, a measure and its name there.
+_SHORT_PEERS = (OURS, BASELINE, "safetensors")
+_SHORT_ROWS = (
+    (overlap.NAME, "lost", "training loses per save, {state}"),
+    (overlap.NAME, "blocked", "`save()` blocks for, in that loop"),
+    (_RESTORED, "save", "a save until it is done, {state}"),
+    (_RESTORED, "restore", "a restore of the same"),
+    ("small", "save", "a save until it is done, {state}"),
+    ("small", "restore", "a restore of the same"),
+    ("first_restore", "first_restore", "the first restore of a process, {state}"),
+)
 
 
 def markdown(run: Results) -> str:
@@ -43,6 +54,20 @@ def markdown(run: Results) -> str:
     ]
     head = ("", OURS, label(BASELINE), f"times as fast as {label(BASELINE)}")
     return f"{table(head, found)}\n\n{'. '.join(parts)}. Measured on {machine(run)}."
+
+
+def short(run: Results) -> str:
+    """Returns the table of the README: a few figures of several libraries, and their date."""
+    rows = []
+    for name, measure, text in _SHORT_ROWS:
+        scenario = run.scenario(name)
+        if scenario is None:
+            continue
+        samples = (scenario.sample(peer, measure) for peer in _SHORT_PEERS)
+        cells = ["-" if each is None else value(each.median) for each in samples]
+        rows.append((text.format(state=state(scenario)), *cells))
+    head = ("less is better", *(label(peer) for peer in _SHORT_PEERS))
+    return f"{table(head, rows)}\n\nMedians of {run.date}, measured on {machine(run)}."
 
 
 def _samples(scenario: Scenario, measure: str) -> tuple[Sample, Sample] | None:

@@ -188,6 +188,11 @@ def test_the_page_is_what_the_record_says() -> None:
     assert report.updated(RUN, page) == page.read_text(encoding="utf-8")
 
 
+def test_the_readme_has_figures_of_the_same_record() -> None:
+    readme = ROOT / report.README
+    assert report.updated_readme(RUN, readme) == readme.read_text(encoding="utf-8")
+
+
 def test_the_page_begins_with_what_readers_want_and_ends_with_targets() -> None:
     page = (ROOT / report.PAGE).read_text(encoding="utf-8")
     order = [
