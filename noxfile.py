@@ -96,6 +96,18 @@ def lowest(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *options, env=hermetic_env(session))
 
 
+@nox.session(python="3.13")
+def newest(session: nox.Session) -> None:
+    """Run the tests but the slow ones with Python 3.13 and the newest versions of all libraries.
+
+    The newest jax needs a newer Python than the oldest one that is supported. Arguments after -- go
+    to pytest.
+    """
+    session.install("--upgrade", "-e", ".", *group("test"))
+    options = (*WORKERS, "-m", "not slow", *session.posargs)
+    session.run("python", "-m", "pytest", *options, env=hermetic_env(session))
+
+
 @nox.session
 def stores(session: nox.Session) -> None:
     """Run the tests of object stores against real servers, on this machine's loopback.

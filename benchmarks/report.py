@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import captions, charts, results, summary, tables, targets
+from benchmarks import captions, charts, history, results, summary, tables, targets
 from benchmarks.figures import table
 from benchmarks.peers import PEERS
 
@@ -64,6 +64,7 @@ def publish(run: Results, page: Path) -> None:
     folder = page.with_suffix("")
     charts.draw(run, folder)
     run.write(folder / RESULTS.name)
+    history.append(run, folder / history.NAME)
     page.write_text(updated(run, page), encoding="utf-8")
     sys.stderr.write(f"wrote {page}\n")
     if page == PAGE:
@@ -82,6 +83,9 @@ def updated(run: Results, page: Path) -> str:
     if SUMMARY_START in text:
         first = f"{_pictures(run, folder, _FIRST)}\n\n{summary.markdown(run)}\n"
         text = update_page(text, first, SUMMARY_START, SUMMARY_END)
+    if history.START in text:
+        trend = history.markdown(history.read(folder / history.NAME))
+        text = update_page(text, trend, history.START, history.END)
     later = _pictures(run, folder, _LATER)
     return update_page(text, markdown(run, f"{later}\n\n{_files(folder)}".strip()))
 

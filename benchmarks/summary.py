@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _RESTORED = "transformer"
 # Who is in the short table, and what it compares: a scenario, a measure and its name there.
 _SHORT_PEERS = (OURS, BASELINE, "safetensors")
-_SHORT_ROWS = (
+SHORT_ROWS = (
     (overlap.NAME, "lost", "training loses per save, {state}"),
     (overlap.NAME, "blocked", "`save()` blocks for, in that loop"),
     (_RESTORED, "save", "a save until it is done, {state}"),
@@ -59,7 +59,7 @@ def markdown(run: Results) -> str:
 def short(run: Results) -> str:
     """Returns the table of the README: a few figures of several libraries, and their date."""
     rows = []
-    for name, measure, text in _SHORT_ROWS:
+    for name, measure, text in SHORT_ROWS:
         scenario = run.scenario(name)
         if scenario is None:
             continue

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
 import ckpt.sync
-from benchmarks import fit, integrity, report, results, scenarios, targets
+from benchmarks import fit, history, integrity, report, results, scenarios, targets
 from benchmarks.results import BYTES, Results, Sample, Scenario
 from benchmarks.rounds import unit_of
 from ckpt._engine.memory import staging
@@ -216,3 +217,27 @@ def test_measures_in_other_units_are_known_by_their_names() -> None:
 
     assert unit_of("drift_bytes") == BYTES
     assert unit_of("save@1000") == "s"
+
+
+def test_each_published_run_is_one_line_of_the_history(tmp_path: Path) -> None:
+    run = results.read(ROOT / report.RESULTS)
+    file = tmp_path / history.NAME
+    history.append(replace(run, date="2026-01-02"), file)
+    history.append(replace(run, date="2026-01-01"), file)
+    history.append(replace(run, date="2026-01-02"), file)
+    records = history.read(file)
+    assert [each["date"] for each in records] == ["2026-01-01", "2026-01-02"]
+    scenario = run.scenario("large")
+    assert scenario is not None
+    ours = records[0]["medians"]["large"]["ckpt"]["save"]
+    assert ours == pytest.approx(scenario.measures["ckpt"]["save"].median)
+    shown = history.markdown(records)
+    assert "| 2026-01-01 | 2026-01-02 |" in shown
+    assert history.markdown([{**records[0], "medians": {}}]).count("\n") == 3
+
+
+def test_the_page_shows_the_history_that_is_recorded() -> None:
+    page = (ROOT / report.PAGE).read_text(encoding="utf-8")
+    records = history.read((ROOT / report.PAGE).with_suffix("") / history.NAME)
+    assert history.markdown(records) in page
+    assert records[-1]["date"] == results.read(ROOT / report.RESULTS).date
