@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 GOLDEN_OUTPUT = Path(__file__).resolve().parents[1] / "cli" / "golden"
 _SECONDS = 60
 
@@ -54,6 +56,15 @@ def ckpt_command(*arguments: object, **extra: str) -> Ran:
         stdin=subprocess.DEVNULL,
     )
     return Ran(ran.returncode, ran.stdout, ran.stderr)
+
+
+def in_this_process(capsys: pytest.CaptureFixture[str], *arguments: object) -> Ran:
+    """Run `ckpt` with these arguments without a process of its own, which takes a second."""
+    from ckpt.cli.app import run
+
+    capsys.readouterr()
+    status = run([str(each) for each in arguments])
+    return Ran(status, *capsys.readouterr())
 
 
 def on_terminal(*arguments: object, columns: int = 80, **extra: str) -> tuple[int, str]:

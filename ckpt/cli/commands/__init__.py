@@ -11,7 +11,14 @@ import importlib
 import click
 
 # In the order of the help.
-NAMES = ("ls", "info", "tree", "ui", "completion")
+NAMES = (
+    "ls",
+    "info",
+    "tree",
+    "show",
+    "ui",
+    "completion",
+)
 
 
 def load(name: str) -> click.Command:

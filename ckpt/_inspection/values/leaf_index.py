@@ -1,0 +1,164 @@
+"""Leaf indexes: the part of an array that `kernel[3:5, 0]` names, cut into pieces of chunks.
+
+Pure, without jax.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
+
+from ckpt.errors import InvalidArgumentError
+
+_INTEGER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*\Z")
+_INDEXED = re.compile(r"(?P<path>.+)\[(?P<index>[^\[\]]*)\]\s*\Z", re.DOTALL)
+
+Shape = tuple[int, ...]
+
+
+class LeafIndex(Struct, frozen=True):
+    """A part of an array.
+
+    Attributes:
+        axes: For every axis the indices that are taken, in their order.
+        kept: The axes that the part has; the others were indexed with an integer.
+    """
+
+    axes: tuple[range, ...]
+    kept: tuple[int, ...]
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the part."""
+        return tuple(len(self.axes[axis]) for axis in self.kept)
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return math.prod(len(axis) for axis in self.axes)
+
+
+class ArrayPiece(Struct, frozen=True):
+    """A box of an array that is read at once, and what is taken of it.
+
+    Attributes:
+        offset: Its first corner.
+        shape: Its shape.
+        within: The elements of it that are taken.
+    """
+
+    offset: Shape
+    shape: Shape
+    within: tuple[slice, ...]
+
+
+def split_index(text: str) -> tuple[str, str | None]:
+    """Return the leaf path of a text such as `params.w[0]`, and what is in its brackets, if any."""
+    found = _INDEXED.match(text)
+    return (found["path"], found["index"]) if found else (text, None)
+
+
+def whole_index(shape: Sequence[int]) -> LeafIndex:
+    """Return the index of all elements of an array."""
+    return LeafIndex(tuple(map(range, shape)), tuple(range(len(shape))))
+
+
+def parse_index(text: str, shape: Sequence[int]) -> LeafIndex:
+    """Return the part of an array that a text such as `3:5, 0` names, as numpy takes it.
+
+    Raises:
+        InvalidArgumentError: It has other things than integers, slices and `...`, too many of them,
+            or leads out of the array.
+    """
+    texts = [each.strip() for each in text.split(",")]
+    if len(texts) > 1 and not texts[-1]:
+        texts.pop()
+    dots = texts.count("...")
+    given = len(texts) - dots
+    if given > len(shape) or dots > 1:
+        has = f"has the shape {list(shape)}" if shape else "is a scalar"
+        raise InvalidArgumentError(f"[{text:.80}] has too many parts: the leaf {has}")
+    place = texts.index("...") if dots else len(texts)
+    texts[place : place + 1] = [":"] * (len(shape) - given)
+    axes, kept = [], []
+    for axis, (part, length) in enumerate(zip(texts, shape, strict=True)):
+        if ":" in part:
+            kept.append(axis)
+            axes.append(_slice(part, length))
+        else:
+            number = _integer(part)
+            if number is None:
+                raise _not_understood(part)
+            if not -length <= number < length:
+                raise InvalidArgumentError(
+                    f"[{text:.80}] leads out of the array: axis {axis} has the length {length}"
+                )
+            axes.append(range(number % length, number % length + 1))
+    return LeafIndex(tuple(axes), tuple(kept))
+
+
+def _slice(part: str, length: int) -> range:
+    texts = part.split(":")
+    numbers = [_integer(each) if each.strip() else None for each in texts]
+    unclear = any(
+        number is None and each.strip() for number, each in zip(numbers, texts, strict=True)
+    )
+    if unclear or len(texts) > 3:
+        raise _not_understood(part)
+    if len(numbers) == 3 and numbers[2] == 0:
+        raise InvalidArgumentError(f"[{part:.80}]: the step of a slice cannot be 0")
+    return range(*slice(*numbers).indices(length))
+
+
+def _integer(text: str) -> int | None:
+    return int(text) if _INTEGER.match(text) else None
+
+
+def _not_understood(part: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"[{part:.80}] is no slice: write integers, slices and '...', such as [3:5, 0] or [..., -1]"
+    )
+
+
+def pieces_of(
+    index: LeafIndex, chunk: Sequence[int], itemsize: int, most_bytes: int
+) -> Iterator[ArrayPiece]:
+    """Yield the pieces in which a part is read: whole chunks, so that each is read once.
+
+    A piece has at most `most_bytes`, unless a single chunk has more. Chunks without an element of
+    the part are left out.
+    """
+    if not index.size:
+        return
+    ascending = [axis if axis.step > 0 else axis[::-1] for axis in index.axes]
+    bounds = [(axis[0], axis[-1] + 1) for axis in ascending]
+    # The last axes first: neighbours in memory are neighbours in the files.
+    nbytes = itemsize * math.prod(
+        min(length, high - low) for length, (low, high) in zip(chunk, bounds, strict=True)
+    )
+    boxes: list[list[tuple[int, int, slice]]] = []
+    for axis, length, (low, high) in reversed(list(zip(ascending, chunk, bounds, strict=True))):
+        cells = (high - 1) // length - low // length + 1
+        together = max(min(cells, most_bytes // max(nbytes, 1)), 1)
+        nbytes *= together
+        boxes.append(list(_boxes(axis, low, high, length * together, low // length * length)))
+    for box in itertools.product(*reversed(boxes)):
+        starts, lengths, within = zip(*box, strict=True) if box else ((), (), ())
+        yield ArrayPiece(starts, lengths, within)
+
+
+def _boxes(
+    axis: range, low: int, high: int, step: int, first: int
+) -> Iterator[tuple[int, int, slice]]:
+    """Yield start and length of every box along an axis, and what is taken of it."""
+    for cell in range(first, high, step):
+        start, end = max(cell, low), min(cell + step, high)
+        # The first index that is not before the box.
+        number = -(-(start - axis.start) // axis.step)
+        if number < len(axis) and axis[number] < end:
+            taken = slice(axis[number] - start, None, axis.step)
+            yield start, end - start, taken

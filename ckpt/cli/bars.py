@@ -1,0 +1,36 @@
+"""Bars of text, for histograms."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+
+_MOST, _USUAL = 40, 80
+
+
+def line_width() -> int:
+    """Return the characters to a line: those of the terminal, or 80 where there is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _USUAL
+
+
+def bars(rows: Sequence[tuple[str, int]]) -> Iterator[str]:
+    """Yield one line for each label with a count, with a bar as long as its share of the most."""
+    texts = [f"{count:,}" for _, count in rows]
+    labels = max((len(label) for label, _ in rows), default=0)
+    numbers = max(map(len, texts), default=0)
+    room = max(min(line_width() - labels - numbers - 4, _MOST), 1)
+    most = max((count for _, count in rows), default=0) or 1
+    mark = _mark()
+    for (label, count), text in zip(rows, texts, strict=True):
+        # Whatever is there is seen.
+        length = max(round(count / most * room), 1) if count else 0
+        yield f"{label:>{labels}}  {text:>{numbers}}  {mark * length}".rstrip()
+
+
+def _mark() -> str:
+    try:
+        "█".encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return "#"
+    return "█"
