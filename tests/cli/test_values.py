@@ -51,6 +51,15 @@ def test_an_index_read_in_pieces_takes_what_numpy_takes(data: st.DataObject) -> 
     np.testing.assert_array_equal(np.sort(found), np.sort(expected.reshape(-1)))
 
 
+@pytest.mark.parametrize("most_bytes", [1, 200, 100_000])
+@pytest.mark.parametrize("text", ["::3, ::-2", "1::7, 5", "-1::-4", ":, 8:2:-3", "..., 3:4"])
+def test_a_part_with_steps_is_cut_at_chunks(text: str, most_bytes: int) -> None:
+    array = np.arange(180).reshape(20, 9)
+    expected = eval(f"array[{text}]", {"array": array})
+    found = collected(array, parse_index(text, array.shape), (4, 2), most_bytes)
+    np.testing.assert_array_equal(np.sort(found), np.sort(expected.reshape(-1)))
+
+
 def collected(array: Array, index: LeafIndex, chunk: tuple[int, ...], most_bytes: int) -> Array:
     """Return all elements of all pieces, and check the pieces."""
     seen: set[tuple[int, ...]] = set()
