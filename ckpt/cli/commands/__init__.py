@@ -16,6 +16,7 @@ NAMES = (
     "info",
     "tree",
     "show",
+    "diff",
     "ui",
     "completion",
 )

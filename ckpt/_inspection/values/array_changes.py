@@ -1,0 +1,161 @@
+"""How much two arrays of one dtype differ, seen piece by piece. Pure."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+Array = np.ndarray[Any, Any]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+Naturals = np.ndarray[Any, np.dtype[np.uint64]]
+
+# Elements that are compared together; they stay in the cache of a core.
+_SLICE = 1 << 16
+
+
+class ArrayChange(Struct, frozen=True):
+    """How much two arrays differ.
+
+    Two NaN are equal, and so are 0.0 and -0.0; `bits` counts elements that differ in this way only.
+
+    Attributes:
+        size: Elements of each.
+        different: How many elements differ.
+        bits: How many are equal, and stored with other bits.
+        nan: How many are NaN in one of the arrays alone.
+        inf: How many others are infinite in one of them, or in both with other signs.
+        max: The greatest absolute difference of elements that are finite in both; None without any,
+            and of PRNG keys.
+        mean: The mean absolute difference of these elements.
+        ulps: The greatest difference of such elements of a floating dtype in units in the last
+            place: how many numbers of the dtype one steps over. None for other dtypes.
+    """
+
+    size: int
+    different: int
+    bits: int
+    nan: int
+    inf: int
+    max: float | int | None
+    mean: float | None
+    ulps: int | None
+
+
+class RunningChanges:
+    """Takes the pieces of two arrays in any order."""
+
+    def __init__(self, dtype: np.dtype[Any], *, is_key: bool = False) -> None:
+        """Begin without elements of `dtype`; differences of PRNG keys have no size."""
+        self._is_whole = dtype.kind in "biu" or "int" in dtype.name
+        self._is_key = is_key
+        self._size = self._different = self._bits = self._nan = self._inf = 0
+        self._count = 0
+        self._max: float | int | None = None
+        self._ulps: int | None = None
+        self._sum = np.longdouble(0)
+
+    def add(self, one: Array, other: Array) -> None:
+        """Take a piece of each."""
+        # In memory one after the other, so that their bits can be seen.
+        first, second = (np.ascontiguousarray(each).reshape(-1) for each in (one, other))
+        for start in range(0, len(first), _SLICE):
+            self._add(first[start : start + _SLICE], second[start : start + _SLICE])
+
+    def _add(self, one: Array, other: Array) -> None:
+        self._size += len(one)
+        unlike = _bytes_of(one) != _bytes_of(other)
+        changed = unlike.any(axis=1)
+        if not changed.any():
+            self._count += len(one)
+            self._max = self._max or 0
+            if not self._is_whole:
+                # Equal NaN and infinities have no difference; of the others it is 0.
+                self._ulps = self._ulps or 0
+                self._count -= int((~np.isfinite(_wide(one))).sum())
+            return
+        if self._is_whole:
+            self._different += int(changed.sum())
+            self._note(_distances(_naturals(one), _naturals(other)))
+            return
+        first, second = _wide(one), _wide(other)
+        nans = np.isnan(first), np.isnan(second)
+        differ = (first != second) & ~(nans[0] & nans[1])
+        self._different += int(differ.sum())
+        self._bits += int((changed & ~differ).sum())
+        self._nan += int((nans[0] ^ nans[1]).sum())
+        finite = np.isfinite(first) & np.isfinite(second)
+        self._inf += int((differ & ~finite & ~nans[0] & ~nans[1]).sum())
+        if finite.any():
+            with np.errstate(over="ignore"):
+                sizes = np.abs(first[finite] - second[finite]).astype(np.float64, copy=False)
+            self._note(np.minimum(sizes, sys.float_info.max))
+            steps = _ulps(one[finite], other[finite])
+            self._ulps = max(self._ulps or 0, int(steps.max()))
+
+    def _note(self, sizes: Array) -> None:
+        self._count += len(sizes)
+        self._max = max(self._max or 0, sizes.max().item())
+        self._sum += sizes.astype(np.float64, copy=False).sum(dtype=np.longdouble)
+
+    def result(self) -> ArrayChange:
+        """Return how much the pieces so far differ."""
+        mean = float(self._sum / self._count) if self._count else None
+        has_sizes = self._count > 0 and not self._is_key
+        return ArrayChange(
+            self._size,
+            self._different,
+            self._bits,
+            self._nan,
+            self._inf,
+            self._max if has_sizes else None,
+            mean if has_sizes else None,
+            self._ulps if has_sizes else None,
+        )
+
+
+def _bytes_of(array: Array) -> Array:
+    return array.view(np.uint8).reshape(len(array), array.dtype.itemsize)
+
+
+def _wide(array: Array) -> Array:
+    """Return numbers in float64 or complex128, which hold all of them."""
+    # numpy warns of NaN that signal.
+    with np.errstate(invalid="ignore"):
+        return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
+def _naturals(array: Array) -> Naturals:
+    """Return whole numbers with 2**63 added to those that have a sign, which keeps their order."""
+    if array.dtype.kind in "bu" or "uint" in array.dtype.name:
+        return array.astype(np.uint64)
+    return array.astype(np.int64).view(np.uint64) ^ np.uint64(1 << 63)
+
+
+def _distances(one: Naturals, other: Naturals) -> Naturals:
+    return np.where(one > other, one - other, other - one)
+
+
+def _ulps(one: Array, other: Array) -> Naturals:
+    """Return how many numbers of their dtype lie between finite floats, one of the ends counted."""
+    if one.dtype.kind == "c":
+        parts = np.dtype(f"f{one.dtype.itemsize // 2}")
+        one, other = one.view(parts), other.view(parts)
+    return _distances(_ranks(one), _ranks(other))
+
+
+def _ranks(array: Array) -> Naturals:
+    """Return the place of every number among all of its dtype; 0.0 and -0.0 have the same."""
+    size = array.dtype.itemsize
+    bits = array.view(f"u{size}").astype(np.uint64)
+    name = array.dtype.name
+    # These two have fewer bits than their bytes, and no sign.
+    width = 4 if name == "float4_e2m1fn" else 8 * size
+    if name == "float8_e8m0fnu":
+        return bits
+    sign = np.uint64(1 << (width - 1))
+    middle = np.uint64(1 << 63)
+    below = middle - (bits & (sign - np.uint64(1)))
+    return np.where(bits & sign, below, middle + bits)

@@ -1,0 +1,114 @@
+"""How much the arrays of two checkpoints differ: both are read, piece by piece."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from ckpt._inspection.differences import (
+    CheckpointDifferences,
+    ComparedArray,
+    PairedLeaf,
+    compare,
+    key_of,
+)
+from ckpt._inspection.places import Checkpoint
+from ckpt._inspection.values.array_changes import ArrayChange, RunningChanges
+from ckpt._inspection.values.leaf_index import pieces_of, whole_index
+from ckpt._inspection.values.stored_arrays import PIECE_BYTES, StoredArrays, WantedPiece, batched
+from ckpt.errors import CorruptCheckpointError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+
+async def compare_values(before: Checkpoint, after: Checkpoint) -> CheckpointDifferences:
+    """Return how two checkpoints differ; arrays that digests do not call the same are read.
+
+    Raises:
+        CorruptCheckpointError: A chunk is damaged; names the checkpoint and the leaf.
+    """
+    found, pairs = compare(before, after)
+    by_item: dict[str, list[PairedLeaf]] = {}
+    for pair in pairs.values():
+        by_item.setdefault(pair.item, []).append(pair)
+    changes: dict[str, ArrayChange] = {}
+    for item, members in by_item.items():
+        changes |= await _changes(before, after, item, members)
+    compared = [
+        replace(each, change=changes[key_of(each.leaf)])
+        for each in (*found.contents, *found.not_compared)
+    ]
+    unlike = [each for each in compared if _is_change(each)]
+    unlike.sort(key=_weight, reverse=True)
+    same = found.same + len(compared) - len(unlike)
+    found = replace(found, contents=unlike, not_compared=[], same=same, values_read=True)
+    lists = (found.removed, found.added, found.types, found.values, found.items, found.contents)
+    return replace(found, is_same=not any((*lists, found.metrics, found.metadata)))
+
+
+def _is_change(compared: ComparedArray) -> bool:
+    assert compared.change is not None
+    return compared.change.different + compared.change.bits > 0
+
+
+def _weight(compared: ComparedArray) -> tuple[bool, float, int]:
+    """Return what the largest changes have most of: first of all numbers that are none any more."""
+    change = compared.change
+    assert change is not None
+    return change.nan + change.inf > 0, float(change.max or 0), change.different
+
+
+async def _changes(
+    before: Checkpoint, after: Checkpoint, item: str, pairs: list[PairedLeaf]
+) -> dict[str, ArrayChange]:
+    """Return how much arrays of an item differ, by their keys."""
+    from ckpt._format.dtypes import parse_dtype
+    from ckpt._runtime.threads import run_in_thread
+
+    first, second = StoredArrays(before, item), StoredArrays(after, item)
+    numbers = {pair.numbers[0]: pair for pair in pairs}
+    running = {}
+    wanted = []
+    for number, pair in numbers.items():
+        entry = pair.entries[0]
+        dtype = parse_dtype(entry.dtype)
+        running[number] = RunningChanges(dtype, is_key=entry.kind == "key")
+        index = whole_index(entry.shape)
+        wanted += [
+            WantedPiece(number, each, math.prod(each.shape) * dtype.itemsize)
+            for each in pieces_of(index, entry.chunks, dtype.itemsize, PIECE_BYTES)
+        ]
+
+    def take(batch: list[WantedPiece], one: list[Array], other: list[Array]) -> None:
+        for each, mine, theirs in zip(batch, one, other, strict=True):
+            running[each.leaf].add(mine, theirs)
+
+    for batch in batched(wanted):
+        others = [replace(each, leaf=numbers[each.leaf].numbers[1]) for each in batch]
+        with _named(before):
+            one = await first.read(batch)
+        with _named(after):
+            other = await second.read(others)
+        await run_in_thread(take, batch, one, other)
+    return {key_of(pair.records[0]): running[n].result() for n, pair in numbers.items()}
+
+
+@contextlib.contextmanager
+def _named(checkpoint: Checkpoint) -> Iterator[None]:
+    """Say in which of both checkpoints there is damage."""
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(
+            f"{checkpoint.location}: {error.message}",
+            step=error.step,
+            item=error.item,
+            leaf=error.leaf,
+        ) from error
