@@ -17,6 +17,7 @@ NAMES = (
     "tree",
     "show",
     "diff",
+    "du",
     "ui",
     "completion",
 )

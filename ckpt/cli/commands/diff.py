@@ -23,12 +23,12 @@ from ckpt.cli.text import count_text
 @click.option("--values", is_flag=True, help="Read the arrays that differ, and say how much.")
 @options.as_json
 def diff(before: str, after: str, values: bool, as_json: bool) -> int:
-    """Compare two checkpoints: leaves, values, arrays, metrics and metadata.
+    """Compare two checkpoints, without reading arrays.
 
-    Arrays are compared by the digests of their chunks, without reading them. Where two arrays are
-    cut into other chunks, or another library has written one of them, digests do not tell: with
-    --values such arrays are read. Two steps of a run: ckpt diff runs/a/10 runs/a/20. How arrays
-    lie on devices is not compared.
+    Leaves, values, items, metrics and metadata are compared, and arrays by the digests of their
+    chunks. Where two arrays are cut into other chunks, or another library has written one of them,
+    digests do not tell: with --values such arrays are read. Two steps of a run: ckpt diff runs/a/10
+    runs/a/20. How arrays lie on devices is not compared.
 
     Exit status: 0 if the two are known to be the same, 1 if not.
     """

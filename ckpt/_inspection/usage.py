@@ -1,0 +1,249 @@
+"""What takes the bytes of a root or a checkpoint: its steps, items, leaves or dtypes."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from msgspec import Struct
+
+from ckpt._format.manifest import Manifest
+from ckpt._inspection.leaf_records import LeafRecord, leaf_records
+from ckpt._inspection.places import Checkpoint, RunRoot
+from ckpt._runtime.threads import run_in_thread
+from ckpt._steps.opened import open_step
+from ckpt.errors import NotACheckpointError, StepNotFoundError, StorageError
+from ckpt.storage._base import Storage
+from ckpt.storage._manifests import lies_in
+from ckpt.storage._resolve import local_path
+
+UsageKey = Literal["step", "item", "pattern", "dtype"]
+
+# What is of no item, or of no array: manifests, indexes of items, files for other libraries.
+OTHER = "(other files)"
+_NUMBER = re.compile(r"[0-9]+")
+
+# Device and number of a file on a disk.
+_Inode = tuple[int, int]
+
+
+class UsageShare(Struct, frozen=True):
+    """What one step, item, pattern or dtype takes.
+
+    Attributes:
+        name: Its name; `(other files)` for what is of none.
+        nbytes: Bytes of its files, or of its arrays in them; a file that several steps have is
+            counted for the first of them.
+        count: How many leaves it has in all steps; of steps and items, how many files are counted.
+        shared: Bytes of its files that an earlier step has as well, which are not in `nbytes`.
+    """
+
+    name: str
+    nbytes: int
+    count: int
+    shared: int
+
+
+class StorageUsage(Struct, frozen=True):
+    """What takes the bytes of a root or a checkpoint.
+
+    Attributes:
+        path: Where it is.
+        by: What the shares are of.
+        steps: How many checkpoints were looked at.
+        nbytes: Bytes of all files, each counted once.
+        shared: Bytes that were not counted, since an earlier step has the same file.
+        linked: Bytes of counted files that have names outside of these steps, too.
+        shares: The largest first.
+    """
+
+    path: str
+    by: UsageKey
+    steps: int
+    nbytes: int
+    shared: int
+    linked: int
+    shares: list[UsageShare]
+
+
+class _SizedFile(Struct, frozen=True):
+    """A file of a step; without `inode` one that is not on a disk."""
+
+    nbytes: int
+    inode: _Inode | None = None
+    links: int = 1
+
+
+class _Tally:
+    """Adds up the files and arrays of steps."""
+
+    def __init__(self, by: UsageKey) -> None:
+        self.by = by
+        self.steps = 0
+        self.nbytes = self.shared = 0
+        self._sizes: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._shared: Counter[str] = Counter()
+        # By file: how often it was seen, its links and its size.
+        self._seen: Counter[_Inode] = Counter()
+        self._links: dict[_Inode, tuple[int, int]] = {}
+
+    def add(self, name: str, manifest: Manifest | None, files: dict[str, _SizedFile]) -> None:
+        """Take the files of a step, by their path in its folder."""
+        self.steps += 1
+        fresh: set[str] = set()
+        for path, each in files.items():
+            key = self._key(name, path, manifest)
+            if each.inode is not None:
+                self._seen[each.inode] += 1
+                self._links[each.inode] = each.links, each.nbytes
+                if self._seen[each.inode] > 1:
+                    self._shared[key] += each.nbytes
+                    self._sizes[key] += 0
+                    self.shared += each.nbytes
+                    continue
+            fresh.add(path)
+            self.nbytes += each.nbytes
+            self._sizes[key] += each.nbytes
+            self._counts[key] += 1
+        if manifest is not None and self.by in ("pattern", "dtype"):
+            self._add_leaves(manifest, fresh)
+
+    def _key(self, name: str, path: str, manifest: Manifest | None) -> str:
+        if self.by == "step":
+            return name
+        item, slash, _ = path.partition("/")
+        is_item = self.by == "item" and manifest is not None and slash and item in manifest.items
+        return item if is_item else OTHER
+
+    def _add_leaves(self, manifest: Manifest, fresh: set[str]) -> None:
+        """Take arrays out of the bytes of other files."""
+        records = leaf_records(manifest)
+        for item, entry in manifest.items.items():
+            table = entry.leaves
+            is_fresh = np.array([f"{item}/{path}" in fresh for path in entry.data_files], bool)
+            for number in range(len(table)):
+                record = next(records)
+                if not record.is_array:
+                    continue
+                first, last = int(table.firsts[number]), int(table.firsts[number + 1])
+                files = table.files[first:last] if len(table.files) else np.zeros(last - first, int)
+                # Of its chunks, those in files that are counted.
+                counted = int(is_fresh[files].sum()) if last > first else 0
+                nbytes = record.stored_bytes * counted // max(last - first, 1)
+                key = self._leaf_key(record)
+                self._sizes[key] += nbytes
+                self._sizes[OTHER] -= nbytes
+                self._shared[key] += record.stored_bytes - nbytes
+                self._shared[OTHER] -= record.stored_bytes - nbytes
+                self._counts[key] += 1
+
+    def _leaf_key(self, record: LeafRecord) -> str:
+        if self.by == "dtype":
+            return record.dtype or ""
+        pattern = _NUMBER.sub("*", record.path)
+        return f"{record.item}: {pattern}" if record.item else pattern
+
+    def result(self, path: str) -> StorageUsage:
+        """Return what was added up."""
+        shares = [
+            # Estimates of padding may be greater than a file by a few bytes.
+            UsageShare(name, max(size, 0), self._counts[name], max(self._shared[name], 0))
+            for name, size in self._sizes.items()
+            if name != OTHER or size > 0
+        ]
+        shares.sort(key=lambda each: (-each.nbytes, each.name))
+        linked = sum(
+            nbytes for inode, (links, nbytes) in self._links.items() if links > self._seen[inode]
+        )
+        return StorageUsage(path, self.by, self.steps, self.nbytes, self.shared, linked, shares)
+
+
+async def usage_of(place: RunRoot | Checkpoint, by: UsageKey | None) -> StorageUsage:
+    """Return what takes the bytes of a root or a checkpoint.
+
+    Only committed steps are counted, and files of one inode are one file.
+
+    Args:
+        place: The root or the checkpoint.
+        by: What the bytes are told of; None for steps of a root and leaf patterns of a checkpoint.
+
+    Raises:
+        StorageError: It cannot be read.
+    """
+    if isinstance(place, Checkpoint):
+        tally = _Tally(by or "pattern")
+        opened = place.opened
+        files = await _files(place.storage, opened.step_dir, opened.manifest)
+        if not files:
+            # A single file of another library.
+            files = {
+                f"{name}/{path}": _SizedFile(size)
+                for name, item in opened.manifest.items.items()
+                for path, size in zip(item.data_files[:1], [item.nbytes], strict=False)
+            }
+        step = opened.manifest.step
+        tally.add(opened.step_dir if step is None else str(step), opened.manifest, files)
+        return tally.result(place.location)
+    tally = _Tally(by or "step")
+    for each in (await place.index.refresh()).values():
+        try:
+            found = await open_step(place.storage, each.step_dir, each.step)
+        except (StepNotFoundError, NotACheckpointError):
+            # It was deleted meanwhile.
+            continue
+        if found is not None:
+            files = await _files(place.storage, found.step_dir, found.manifest)
+            tally.add(str(each.step), found.manifest, files)
+    return tally.result(place.location)
+
+
+async def _files(storage: Storage, step_dir: str, manifest: Manifest) -> dict[str, _SizedFile]:
+    """Return the files of a step, by path relative to the folder that its items are in."""
+    local = local_path(storage.location)
+    if local is not None:
+        found = await run_in_thread(partial(_on_disk, local / step_dir))
+    else:
+        sizes = await storage.files(step_dir)
+        known = manifest.sizes
+        found = {
+            path: _SizedFile(known.get(path, 0) if size is None or size < 0 else size)
+            for path, size in sizes.items()
+        }
+    prefix = lies_in(step_dir, manifest).removeprefix(step_dir).lstrip("/")
+    start = f"{prefix}/" if prefix else ""
+    return {path.removeprefix(start): each for path, each in found.items()}
+
+
+def _on_disk(folder: Path) -> dict[str, _SizedFile]:
+    try:
+        return {
+            path: _SizedFile(status.st_size, (status.st_dev, status.st_ino), status.st_nlink)
+            for path, status in _walk(folder)
+            if stat.S_ISREG(status.st_mode)
+        }
+    except OSError as error:
+        raise StorageError(f"{error.filename}: {error.strerror}", errno=error.errno) from error
+
+
+def _walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    for directory, _, names in os.walk(folder, onerror=_unless_gone):
+        for name in names:
+            path = Path(directory, name)
+            try:
+                yield path.relative_to(folder).as_posix(), path.lstat()
+            except FileNotFoundError:
+                continue
+
+
+def _unless_gone(error: OSError) -> None:
+    # A step may be deleted meanwhile; and a file of another library is no directory.
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
