@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
+from ckpt._inspection.values import read_differences, stored_arrays
 from ckpt._inspection.values.array_changes import ArrayChange, RunningChanges
 from tests.support.command import (
     check_golden,
@@ -158,6 +159,33 @@ def test_arrays_with_other_chunks_are_compared_when_they_are_read(
     [found] = ran.json["contents"]
     assert found["change"]["different"] == 1
     assert 4 <= found["change"]["max"] <= 5
+
+
+def test_values_are_read_in_bounded_pieces(
+    tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = {"**": ckpt.ArrayFormat(chunk_bytes=1 << 20)}
+    state = {"w": np.zeros((4096, 256)), **{f"s{n}": np.zeros(1000) for n in range(500)}}
+    one = saved(tmp_path / "one", state, formats=cut)
+    other = saved(tmp_path / "other", {name: each + 1 for name, each in state.items()}, formats=cut)
+    limit = 2 << 20
+    for module in (stored_arrays, read_differences):
+        monkeypatch.setattr(module, "PIECE_BYTES", limit)
+    sizes = []
+    read = stored_arrays.StoredArrays.read
+
+    async def seen(self: Any, wanted: Any) -> Any:
+        found = await read(self, wanted)
+        sizes.append(sum(each.nbytes for each in found))
+        return found
+
+    monkeypatch.setattr(stored_arrays.StoredArrays, "read", seen)
+    ran = in_this_process(capsys, "diff", one, other, "--values", "--json")
+    assert len(ran.json["contents"]) == 501
+    assert sum(sizes) == 2 * sum(each.nbytes for each in state.values())
+    assert max(sizes) <= limit
+    # Small arrays are read together.
+    assert len(sizes) <= 16
 
 
 def test_compression_makes_no_difference(tmp_path: Path, capsys: Capsys) -> None:
