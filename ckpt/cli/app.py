@@ -89,9 +89,8 @@ def run(arguments: Sequence[str]) -> int:
     except CheckpointError as error:
         note(f"ckpt: {error}")
         return exit_status.status_of(error)
-    except (BrokenPipeError, SystemExit):
-        # Of the first, click makes the second. The interpreter would fail to flush what nobody
-        # reads.
+    except BrokenPipeError:
+        # The interpreter would fail to flush what nobody reads.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return exit_status.CLOSED_PIPE

@@ -19,6 +19,9 @@ CALLS: dict[str, tuple[str, ...]] = {
     "ls": ("PATH",),
     "info": ("PATH",),
     "tree": ("PATH",),
+    "show": ("PATH", "params.embed"),
+    "diff": ("PATH", "PATH"),
+    "du": ("PATH",),
     "ui": ("PATH", "--export", "OUT"),
 }
 WITHOUT_PATH = {"completion": "prints what a shell needs"}
