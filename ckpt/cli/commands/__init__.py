@@ -19,6 +19,7 @@ NAMES = (
     "diff",
     "du",
     "ui",
+    "doctor",
     "completion",
 )
 

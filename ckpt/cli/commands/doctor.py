@@ -1,0 +1,99 @@
+"""`ckpt doctor`: whether this machine, and a place, are fit for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import click
+
+from ckpt._inspection.machine.disk import disk
+from ckpt._inspection.machine.findings import Diagnosis, Finding, diagnosis
+from ckpt._inspection.machine.limits import limits
+from ckpt._inspection.machine.software import software
+from ckpt.cli import exit_status, options
+from ckpt.cli.output import printable, show
+from ckpt.cli.tables import table
+from ckpt.cli.text import count_text
+from ckpt.errors import CheckpointError, InvalidArgumentError
+from ckpt.storage._resolve import local_path, open_root
+
+_COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
+
+
+@click.command()
+@click.argument("path", type=options.PATH, required=False)
+@options.as_json
+def doctor(path: str | None, as_json: bool) -> int:
+    """Check this machine and, with a PATH, that place: what is slow or unsafe, what to change.
+
+    On a disk it makes a few small files, in a store a few small objects, and removes them. Of a
+    path that does not exist, the directory above it is checked. Exit status 1: there is a problem.
+    """
+    findings = [*software(), *limits()]
+    if path is not None:
+        findings += _place(path)
+    found = diagnosis(path, findings)
+    show(found, _view, as_json=as_json)
+    return exit_status.FOUND if found.problems else exit_status.OK
+
+
+def _place(path: str) -> list[Finding]:
+    local = local_path(path)
+    if local is None:
+        return anyio.run(_store, path)
+    directory = local
+    while not directory.exists():
+        directory = directory.parent
+    if not directory.is_dir():
+        raise InvalidArgumentError(f"{path}: {directory} is a file, so no steps can be there")
+    found = []
+    if directory != local:
+        shown = f"does not exist; {directory} was checked"
+        found.append(Finding("disk", "directory", "ok", shown))
+    return [*found, *disk(directory, anyio.run(_last_step_bytes, directory))]
+
+
+async def _last_step_bytes(directory: Path) -> int | None:
+    from ckpt._inspection.places import open_as_root
+
+    try:
+        latest = await (await open_as_root(str(directory))).index.latest()
+    except CheckpointError:
+        return None
+    return None if latest is None else latest.stored_bytes
+
+
+async def _store(path: str) -> list[Finding]:
+    # With TensorStore.
+    from ckpt._inspection.machine.store import store
+
+    return [each async for each in store(open_root(path))]
+
+
+def _view(found: Diagnosis) -> Iterator[str]:
+    group = ""
+    rows = []
+    for each in found.findings:
+        rows.append(
+            (each.group if each.group != group else "", each.name, each.verdict, each.found)
+        )
+        group = each.group
+    head, *lines = table(("", "check", "verdict", "found"), rows)
+    yield head
+    for line, each in zip(lines, found.findings, strict=True):
+        # The word itself is coloured, not other words of the line.
+        before, word, after = line.partition(f"  {each.verdict}")
+        yield before + click.style(word, fg=_COLOURS[each.verdict]) + after
+    yield ""
+    for each in found.findings:
+        if each.advice:
+            mark = click.style(each.verdict, fg=_COLOURS[each.verdict])
+            yield f"{mark}: {printable(each.name)}: {printable(each.advice)}"
+    place = "this machine" if found.path is None else f"this machine and {printable(found.path)}"
+    problems, warnings = (
+        count_text(number, noun)
+        for number, noun in ((found.problems, "problem"), (found.warnings, "warning"))
+    )
+    yield click.style(f"{place}: {problems}, {warnings}", dim=True)
