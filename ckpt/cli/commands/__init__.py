@@ -18,6 +18,7 @@ NAMES = (
     "show",
     "diff",
     "du",
+    "stats",
     "ui",
     "doctor",
     "completion",

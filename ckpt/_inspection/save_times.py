@@ -1,0 +1,154 @@
+"""Where the time of the saves of a run went, from what their manifests tell."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+
+from msgspec import Struct
+
+from ckpt._format.manifest import Manifest
+from ckpt._inspection.json_values import time_of
+from ckpt._inspection.places import RunRoot
+from ckpt._steps.opened import open_step
+from ckpt.errors import CheckpointError
+
+# Fewer steps tell no trend.
+_LEAST_FOR_TREND = 6
+
+
+class StepTimes(Struct, frozen=True):
+    """The times of one save, in seconds; None where they are not known.
+
+    Attributes:
+        step: Its number; None for a one-shot checkpoint.
+        created: When its attempt began (UTC), after it had waited for earlier saves.
+        committed: When it was committed (UTC).
+        stored_bytes: Bytes of its files.
+        blocked: From the call of `save` until it could return.
+        waited: Waiting for earlier saves.
+        staged: From the call until everything was in host memory.
+        written: From the call until all data was durable.
+        rate: Stored bytes per second from the call until all data was durable, without the waiting.
+    """
+
+    step: int | None
+    created: datetime | None
+    committed: datetime | None
+    stored_bytes: int
+    blocked: float | None
+    waited: float | None
+    staged: float | None
+    written: float | None
+    rate: float | None
+
+
+class TimesSummary(Struct, frozen=True):
+    """One figure over the steps of a run.
+
+    Attributes:
+        name: Which figure of `StepTimes`.
+        median: Its median.
+        worst: The greatest one; of rates the least.
+        worst_step: The step that has it.
+        change: By how much the median of the later half of the steps is above that of the earlier
+            half: 0.1 for 10%. None for few steps.
+    """
+
+    name: str
+    median: float
+    worst: float
+    worst_step: int | None
+    change: float | None
+
+
+class SaveStatisticsReport(Struct, frozen=True):
+    """The times of the steps of a root, or of one checkpoint.
+
+    Attributes:
+        path: Where it is.
+        steps: Its steps, ascending.
+        summary: Figures over them.
+        unreadable: Steps that cannot be read.
+    """
+
+    path: str
+    steps: list[StepTimes]
+    summary: list[TimesSummary]
+    unreadable: list[int]
+
+
+NAMES = ("blocked", "waited", "staged", "written", "rate")
+
+
+async def times_of_root(root: RunRoot, last: int | None = None) -> SaveStatisticsReport:
+    """Return the times of the steps of a root.
+
+    Args:
+        root: The root.
+        last: Only so many of the latest steps; None for all.
+
+    Raises:
+        StorageError: It cannot be read.
+    """
+    found = list((await root.index.refresh()).values())
+    times, unreadable = [], []
+    for each in found if last is None else found[-last:]:
+        try:
+            opened = await open_step(root.storage, each.step_dir, each.step)
+        except CheckpointError:
+            unreadable.append(each.step)
+            continue
+        # Otherwise it was deleted meanwhile.
+        if opened is not None:
+            times.append(times_of(opened.manifest))
+    return SaveStatisticsReport(root.location, times, summaries(times), unreadable)
+
+
+def times_of(manifest: Manifest) -> StepTimes:
+    """Return the times of one save."""
+    taken = manifest.statistics
+    blocked, waited, staged, written = (
+        taken.get(name) for name in ("blocked", "waited", "staged", "written")
+    )
+    size = sum(each.size for each in manifest.files.values())
+    busy = None if written is None else written - (waited or 0.0)
+    return StepTimes(
+        step=manifest.step,
+        created=time_of(manifest.created_ns),
+        committed=time_of(manifest.committed_ns),
+        stored_bytes=size,
+        blocked=blocked,
+        waited=waited,
+        staged=staged,
+        written=written,
+        rate=size / busy if busy and busy > 0 else None,
+    )
+
+
+def summaries(steps: Sequence[StepTimes]) -> list[TimesSummary]:
+    """Return the figures that at least one step has, over all steps."""
+    found = []
+    for name in NAMES:
+        known = [(value, each.step) for each in steps if (value := getattr(each, name)) is not None]
+        if not known:
+            continue
+        values = [value for value, _ in known]
+        pick: Callable[..., tuple[float, int | None]] = min if name == "rate" else max
+        worst, step = pick(known, key=lambda pair: pair[0])
+        found.append(TimesSummary(name, statistics.median(values), worst, step, _change(values)))
+    return found
+
+
+def _change(values: Sequence[float]) -> float | None:
+    if len(values) < _LEAST_FOR_TREND:
+        return None
+    half = len(values) // 2
+    earlier, later = (statistics.median(part) for part in (values[:half], values[-half:]))
+    return later / earlier - 1 if earlier else None
+
+
+def known_saves(steps: Iterable[StepTimes]) -> list[StepTimes]:
+    """Return the steps of which number and beginning are known."""
+    return [each for each in steps if each.step is not None and each.created is not None]

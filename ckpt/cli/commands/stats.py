@@ -1,0 +1,98 @@
+"""`ckpt stats`: where the time of saves went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import anyio
+import click
+
+from ckpt._inspection.places import Checkpoint, look_at
+from ckpt._inspection.save_times import (
+    NAMES,
+    SaveStatisticsReport,
+    StepTimes,
+    summaries,
+    times_of,
+    times_of_root,
+)
+from ckpt.cli import options
+from ckpt.cli.durations import rate_text, seconds_text
+from ckpt.cli.output import printable, show
+from ckpt.cli.tables import fields, table
+from ckpt.cli.text import count_text, size_text
+
+_MEANINGS = {
+    "blocked": "the caller of save() waited",
+    "waited": "for earlier saves",
+    "staged": "until everything was in host memory",
+    "written": "until all data was durable",
+}
+
+
+@click.command()
+@options.path
+@click.option("--last", type=click.IntRange(min=1), help="Only so many of the latest steps.")
+@options.as_json
+def stats(path: str, last: int | None, as_json: bool) -> None:
+    """Show where the time of the saves went: of a root step by step, or of one step."""
+    found, is_root = anyio.run(_report, path, last)
+    show(found, _many if is_root else _one, as_json=as_json)
+
+
+async def _report(path: str, last: int | None) -> tuple[SaveStatisticsReport, bool]:
+    found = await look_at(path)
+    if not isinstance(found, Checkpoint):
+        return await times_of_root(found, last), True
+    steps = [times_of(found.opened.manifest)]
+    return SaveStatisticsReport(found.location, steps, summaries(steps), []), False
+
+
+def _many(found: SaveStatisticsReport) -> Iterator[str]:
+    rows = [(str(each.step), size_text(each.stored_bytes), *_cells(each)) for each in found.steps]
+    known = {each.name: each for each in found.summary}
+    if len(rows) > 1:
+        medians, worst, changes = (
+            {name: getattr(each, figure) for name, each in known.items()}
+            for figure in ("median", "worst", "change")
+        )
+        rows.append(("median", "", *(_text(name, medians.get(name)) for name in NAMES)))
+        rows.append(("worst", "", *(_text(name, worst.get(name)) for name in NAMES)))
+        if any(each is not None for each in changes.values()):
+            trend = (changes.get(name) for name in NAMES)
+            rows.append(("trend", "", *("" if c is None else f"{c:+.0%}" for c in trend)))
+    headers = ("step", "size", *NAMES)
+    if rows:
+        yield from table(headers, rows, right=headers)
+    where = f"{printable(found.path)}: {count_text(len(found.steps), 'step')}"
+    if found.unreadable:
+        where += f", {len(found.unreadable)} more cannot be read"
+    yield click.style(where, dim=True)
+
+
+def _one(found: SaveStatisticsReport) -> Iterator[str]:
+    (step,) = found.steps
+    when = "" if step.created is None else f"{step.created:%Y-%m-%d %H:%M:%S} UTC"
+    times = (
+        (name, f"{seconds_text(seconds)}, {meaning}" if seconds is not None else "")
+        for name, meaning in _MEANINGS.items()
+        for seconds in (getattr(step, name),)
+    )
+    return fields(
+        [
+            ("path", found.path),
+            ("step", "" if step.step is None else str(step.step)),
+            ("begun", when),
+            ("files", size_text(step.stored_bytes)),
+            *times,
+            ("rate", "" if step.rate is None else f"{rate_text(step.rate)}, without the waiting"),
+        ]
+    )
+
+
+def _cells(step: StepTimes) -> list[str]:
+    return [_text(name, getattr(step, name)) for name in NAMES]
+
+
+def _text(name: str, value: float | None) -> str:
+    return rate_text(value) if name == "rate" else seconds_text(value)

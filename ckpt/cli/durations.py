@@ -1,0 +1,55 @@
+"""Durations and rates: as people write them, and as they read them."""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+from ckpt._tree.table import size_text
+
+_SECONDS = {"ms": 0.001, "s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400}
+_WRITTEN = re.compile(r"^([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(ms|s|min|m|h|d)?\Z")
+
+
+class Duration(click.ParamType[float]):
+    """A duration such as `90`, `90s`, `1.5h`; it becomes a number of seconds."""
+
+    name = "duration"
+
+    def __init__(self, *, zero: bool = False) -> None:
+        """Take durations above 0, or also 0."""
+        self._zero = zero
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the seconds."""
+        if isinstance(value, float):
+            return value
+        found = _WRITTEN.match(str(value).strip())
+        seconds = float(found[1]) * _SECONDS[found[2] or "s"] if found else -1.0
+        if seconds < 0 or (seconds == 0 and not self._zero):
+            self.fail(f"{value!r} is no duration such as 90s, 20min, 6h or 2d.", param, ctx)
+        return seconds
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Return a duration in the unit that suits it; `-` for none."""
+    if seconds is None:
+        return "-"
+    for unit, least in (("d", 2 * 86_400), ("h", 2 * 3600), ("min", 120), ("s", 1)):
+        if abs(seconds) >= least:
+            return f"{_digits(seconds / _SECONDS[unit])} {unit}"
+    return f"{_digits(seconds * 1e3)} ms"
+
+
+def _digits(value: float) -> str:
+    """Return a number with three digits, but never with an exponent."""
+    text = f"{value:.3g}"
+    return f"{value:.0f}" if "e" in text else text
+
+
+def rate_text(rate: float | None) -> str:
+    """Return bytes per second; `-` for none."""
+    return "-" if rate is None else f"{size_text(round(rate))}/s"
