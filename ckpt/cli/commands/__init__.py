@@ -19,6 +19,7 @@ NAMES = (
     "diff",
     "du",
     "stats",
+    "goodput",
     "ui",
     "doctor",
     "completion",

@@ -1,0 +1,239 @@
+"""What saving costs a run, where it was interrupted, and how often it should save. Pure.
+
+Nothing but the manifests is known: the number of each step, when its save began and was committed,
+and how long it blocked. From these everything else is estimated:
+
+- *Usual time of a step*: the median over neighbouring saves of the time from one to the next,
+  divided by the steps between them. Deleted steps in between do not matter, since the numbers
+  stay.
+- *Interruption*: the time from one save to the next is more than `FACTOR` times what those steps
+  usually take, and differs from it by more than `SPREADS` times what is usual. An interruption that
+  cost less cannot be told from slow steps; a pause, such as a long evaluation, looks like one.
+- *Lost seconds*: that time beyond the usual. It is the work that was done again, and the time until
+  the run was back. How much of it was which is not known, so *lost steps* is a bound: as many as
+  fit, but no more than lie between both saves, since the run goes on from the first of them.
+- *Mean time between failures* (M): the time of the run without the lost seconds, over the number of
+  interruptions, unless it is given.
+- *Cost of a save* (C): the median time that a save blocked.
+- *Interval*: that of Young, sqrt(2 C M) (J. W. Young, "A first order approximation to the optimum
+  checkpoint interval", Communications of the ACM 17(9), 1974), and that of Daly, which is closer
+  where C is not much smaller than M (J. T. Daly, "A higher order estimate of the optimum checkpoint
+  interval for restart dumps", Future Generation Computer Systems 22(3), 2006, equation 37).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+FACTOR = 1.5
+SPREADS = 6.0
+# The standard deviation of normally distributed values, over their median deviation.
+_DEVIATION = 1.4826
+_LEAST_SAVES = 3
+
+
+class SavePoint(Struct, frozen=True):
+    """One save of a run.
+
+    Attributes:
+        step: Its number.
+        began: When it began, in seconds.
+        committed: When it was committed.
+        blocked: How long it blocked, if that is known.
+        written: How long it took from the call until all data was durable, if that is known.
+    """
+
+    step: int
+    began: float
+    committed: float
+    blocked: float | None = None
+    written: float | None = None
+
+
+class Interruption(Struct, frozen=True):
+    """A gap between two saves that shows that the run was interrupted; an estimate.
+
+    Attributes:
+        after_step: The save before it.
+        before_step: The save after it.
+        seconds: The time between both.
+        lost_seconds: How much of it is beyond what the steps between both usually take.
+        most_lost_steps: The most steps that were computed again.
+    """
+
+    after_step: int
+    before_step: int
+    seconds: float
+    lost_seconds: float
+    most_lost_steps: int
+
+
+class Suggestion(Struct, frozen=True):
+    """How often to save.
+
+    Attributes:
+        young_seconds: The interval of Young.
+        daly_seconds: The interval of Daly.
+        seconds: The one to use: that of Daly, but no shorter than a save takes until it is durable.
+        steps: As many steps take so long; None if the usual time of a step is not known.
+        loss_now: The share of the time that saving and failures are expected to take at the
+            interval of now, to first order: C / interval + interval / (2 M).
+        loss_then: The same at the suggested interval.
+    """
+
+    young_seconds: float
+    daly_seconds: float
+    seconds: float
+    steps: int | None
+    loss_now: float | None
+    loss_then: float
+
+
+class SaveCosts(Struct, frozen=True):
+    """What saving costs a run.
+
+    Attributes:
+        saves: How many saves are known.
+        first_step: The first of them.
+        last_step: The last of them.
+        seconds: From the beginning of the first to the commit of the last.
+        blocked_seconds: How long they blocked in all.
+        blocked_share: The share of the time.
+        save_seconds: The median time that one blocked (C); None if none of them tells.
+        step_seconds: The usual time of a step.
+        interval_seconds: The median time from save to save, interruptions left out.
+        interruptions: Where the run was interrupted.
+        lost_seconds: What they cost in all.
+        mtbf_seconds: The mean time between failures; None if none was seen or given.
+        mtbf_given: Whether it was given.
+        suggestion: How often to save; None if C or M is not known.
+    """
+
+    saves: int
+    first_step: int | None
+    last_step: int | None
+    seconds: float
+    blocked_seconds: float
+    blocked_share: float
+    save_seconds: float | None
+    step_seconds: float | None
+    interval_seconds: float | None
+    interruptions: list[Interruption]
+    lost_seconds: float
+    mtbf_seconds: float | None
+    mtbf_given: bool
+    suggestion: Suggestion | None
+
+
+def save_costs(saves: Sequence[SavePoint], mtbf: float | None = None) -> SaveCosts:
+    """Return what saving costs a run.
+
+    Args:
+        saves: Its saves, in any order.
+        mtbf: The mean time between failures in seconds; None to estimate it.
+    """
+    saves = sorted(saves, key=lambda each: each.step)
+    gaps = [
+        (before, after, after.began - before.began)
+        for before, after in itertools.pairwise(saves)
+        # Otherwise the older step was saved anew, later: the run went back.
+        if after.began > before.began and after.step > before.step
+    ]
+    usual, spread = _usual([gap / (after.step - before.step) for before, after, gap in gaps])
+    interruptions = (
+        [] if usual is None or len(saves) < _LEAST_SAVES else _interruptions(gaps, usual, spread)
+    )
+    broken = {each.after_step for each in interruptions}
+    whole = [gap for before, _, gap in gaps if before.step not in broken]
+    blocked = [each.blocked for each in saves if each.blocked is not None]
+    written = [each.written for each in saves if each.written is not None]
+    ended = max((each.committed for each in saves), default=0.0)
+    seconds = max(ended - min((each.began for each in saves), default=0.0), 0.0)
+    lost = sum(each.lost_seconds for each in interruptions)
+    interval = statistics.median(whole) if whole else None
+    seen = (seconds - lost) / len(interruptions) if interruptions else None
+    between = seen if mtbf is None else mtbf
+    cost = statistics.median(blocked) if blocked else None
+    durable = statistics.median(written) if written else 0.0
+    return SaveCosts(
+        saves=len(saves),
+        first_step=saves[0].step if saves else None,
+        last_step=saves[-1].step if saves else None,
+        seconds=seconds,
+        blocked_seconds=sum(blocked),
+        blocked_share=min(sum(blocked) / seconds, 1.0) if seconds else 0.0,
+        save_seconds=cost,
+        step_seconds=usual,
+        interval_seconds=interval,
+        interruptions=interruptions,
+        lost_seconds=lost,
+        mtbf_seconds=between,
+        mtbf_given=mtbf is not None,
+        suggestion=_suggestion(cost, between, durable, usual, interval),
+    )
+
+
+def young(cost: float, mtbf: float) -> float:
+    """Return the interval between saves that loses least, to first order."""
+    return math.sqrt(2 * cost * mtbf)
+
+
+def daly(cost: float, mtbf: float) -> float:
+    """Return the time of work between saves that loses least, to higher order."""
+    if cost >= 2 * mtbf:
+        return mtbf
+    ratio = math.sqrt(cost / (2 * mtbf))
+    return young(cost, mtbf) * (1 + ratio / 3 + ratio * ratio / 9) - cost
+
+
+def expected_loss(interval: float, cost: float, mtbf: float) -> float:
+    """Return the share of the time that saves and failures take, to first order."""
+    return cost / interval + interval / (2 * mtbf)
+
+
+def _usual(seconds: Sequence[float]) -> tuple[float | None, float]:
+    """Return the usual time of a step, and by how much it usually differs."""
+    if not seconds:
+        return None, 0.0
+    usual = statistics.median(seconds)
+    return usual, _DEVIATION * statistics.median(abs(each - usual) for each in seconds)
+
+
+def _interruptions(
+    gaps: Sequence[tuple[SavePoint, SavePoint, float]], usual: float, spread: float
+) -> list[Interruption]:
+    found = []
+    for before, after, gap in gaps:
+        steps = after.step - before.step
+        lost = gap - steps * usual
+        if gap > FACTOR * steps * usual and lost > SPREADS * spread * steps:
+            most = min(math.floor(lost / usual + 1e-9), steps)
+            found.append(Interruption(before.step, after.step, gap, lost, most))
+    return found
+
+
+def _suggestion(
+    cost: float | None,
+    mtbf: float | None,
+    durable: float,
+    step_seconds: float | None,
+    interval: float | None,
+) -> Suggestion | None:
+    if not cost or not mtbf:
+        return None
+    found = daly(cost, mtbf)
+    # One save writes at a time, so a shorter interval only makes saves wait.
+    seconds = max(found, durable)
+    return Suggestion(
+        young_seconds=young(cost, mtbf),
+        daly_seconds=found,
+        seconds=seconds,
+        steps=max(round(seconds / step_seconds), 1) if step_seconds else None,
+        loss_now=expected_loss(interval, cost, mtbf) if interval else None,
+        loss_then=expected_loss(seconds, cost, mtbf),
+    )
