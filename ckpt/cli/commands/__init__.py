@@ -18,6 +18,7 @@ NAMES = (
     "show",
     "diff",
     "du",
+    "watch",
     "stats",
     "goodput",
     "ui",

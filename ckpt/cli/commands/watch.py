@@ -1,0 +1,151 @@
+"""`ckpt watch`: the saves of a run, while it goes on."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import anyio
+import click
+
+from ckpt._inspection.followed_run import FollowedRun, GoneAttempt, Look, SeenAttempt, SeenStep
+from ckpt.cli import exit_status, options
+from ckpt.cli.durations import Duration, rate_text, seconds_text
+from ckpt.cli.live_line import LiveLine
+from ckpt.cli.output import note, printable, show_json
+from ckpt.cli.text import count_text, metric_text, size_text
+from ckpt.errors import InvalidArgumentError, StorageError
+from ckpt.storage._resolve import local_path
+
+_DISK_SECONDS, _STORE_SECONDS = 0.5, 5.0
+_MOST_FAILURES = 5
+_STALLED_SECONDS = 60.0
+
+
+@click.command()
+@click.argument("root", type=options.PATH)
+@click.option("--until", type=click.IntRange(min=0), help="End once there is this step or a later.")
+@click.option("--after", type=click.IntRange(min=0), help="Begin with existing steps after this.")
+@click.option("--timeout", type=Duration(zero=True), help="End if no step comes for so long (10m).")
+@click.option("--every", type=Duration(), help="How often to look; 0.5s on a disk, 5s in a store.")
+@options.as_json
+def watch(
+    root: str,
+    until: int | None,
+    after: int | None,
+    timeout: float | None,
+    every: float | None,
+    as_json: bool,
+) -> int:
+    """Follow a running job: a line for each step it commits, and the save that is under way.
+
+    Nothing is pinned or written. A root that does not exist yet is waited for. Exit status 1: the
+    time was up.
+    """
+    local = local_path(root)
+    if local is not None and not local.parent.is_dir():
+        raise InvalidArgumentError(f"{root}: there is no directory {local.parent}")
+    if local is not None and local.exists() and not local.is_dir():
+        raise InvalidArgumentError(f"{root} is not a directory, so it is no root of steps")
+    pause = every or (_STORE_SECONDS if local is None else _DISK_SECONDS)
+    with LiveLine() as line:
+        view = _JsonView() if as_json else _TextView(line)
+        return anyio.run(_follow, FollowedRun(root), view, until, after, timeout, pause)
+
+
+class _TextView:
+    """Shows a run to people."""
+
+    def __init__(self, line: LiveLine) -> None:
+        self._line = line
+        self._latest = ""
+
+    def begin(self, run: FollowedRun) -> None:
+        """Say what there is already."""
+        if run.latest is not None:
+            self._latest = f"; the latest step is {run.latest}"
+            note(f"{count_text(run.count, 'step')} so far, the latest is {run.latest}")
+
+    def show(self, look: Look) -> None:
+        """Show what is new."""
+        for gone in look.gone:
+            text = f"step {gone.step}: its attempt is gone, and there is no such step"
+            self._line.above(click.style(text, fg="yellow"))
+        for each in look.steps:
+            self._latest = f"; the latest step is {each.step}"
+            self._line.above(_step_line(each))
+        attempts = ", ".join(map(_attempt_text, look.attempts))
+        self._line.show(attempts or f"waiting for a step{self._latest}")
+
+
+class _JsonView:
+    """Shows a run to programs: a line for everything that is new."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, int] = {}
+
+    def begin(self, run: FollowedRun) -> None:
+        """Say nothing: what exists is not new."""
+
+    def show(self, look: Look) -> None:
+        """Print what is new."""
+        found: list[GoneAttempt | SeenStep | SeenAttempt] = [*look.gone, *look.steps]
+        found += [each for each in look.attempts if self._bytes.get(each.id) != each.nbytes]
+        self._bytes = {each.id: each.nbytes for each in look.attempts}
+        for each in found:
+            show_json(each)
+
+
+async def _follow(
+    run: FollowedRun,
+    view: _TextView | _JsonView,
+    until: int | None,
+    after: int | None,
+    patience: float | None,
+    pause: float,
+) -> int:
+    await run.begin(after)
+    view.begin(run)
+    deadline = math.inf if patience is None else time.monotonic() + patience
+    failures = 0
+    while True:
+        try:
+            look = await run.look()
+            failures = 0
+        except StorageError:
+            failures += 1
+            if failures > _MOST_FAILURES:
+                raise
+            look = Look()
+        view.show(look)
+        if look.steps and patience is not None:
+            deadline = time.monotonic() + patience
+        if until is not None and run.latest is not None and run.latest >= until:
+            return exit_status.OK
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return exit_status.FOUND
+        await anyio.sleep(min(pause, left))
+
+
+def _step_line(step: SeenStep) -> str:
+    when = "" if step.committed is None else f"{step.committed.astimezone():%H:%M:%S}  "
+    metrics = [f"{name}={metric_text(value)}" for name, value in step.metrics.items()]
+    parts = [
+        size_text(step.stored_bytes),
+        *([rate_text(step.rate)] if step.rate is not None else []),
+        *([f"blocked {seconds_text(step.blocked)}"] if step.blocked is not None else []),
+        *metrics,
+        *(["overwritten"] if step.overwritten else []),
+    ]
+    number = click.style(f"step {step.step}", bold=True)
+    return f"{when}{number}  {printable('  '.join(parts))}"
+
+
+def _attempt_text(attempt: SeenAttempt) -> str:
+    text = f"step {attempt.step}: {size_text(attempt.nbytes)}"
+    if attempt.expected_bytes:
+        text += f" of about {size_text(attempt.expected_bytes)}"
+    if attempt.still_seconds >= _STALLED_SECONDS:
+        return f"{text}, nothing new for {seconds_text(attempt.still_seconds)}"
+    return f"{text}, for {attempt.seconds:.0f} s"
