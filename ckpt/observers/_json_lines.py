@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol
 
@@ -15,6 +19,8 @@ from ckpt.errors import StorageError
 from ckpt.observers._tracing.files import PathLike
 from ckpt.observers._tracing.timeline import END
 from ckpt.observers._tracing.tracks import Value, plain
+
+logger = logging.getLogger("ckpt")
 
 
 class TextFile(Protocol):
@@ -32,7 +38,8 @@ class JsonLines:
 
     Each is a line with the keys `time` (of the end, in seconds since 1970), `operation`, `phase`,
     `step`, `seconds` and `nbytes`, and if known `outcome`, `reason`, `lane` and `batch`. Every line
-    is flushed.
+    is flushed. With `phases=True` each has `clock_ns`, too: its end on the monotonic clock of the
+    machine, which is never set. `ckpt trace` draws such a file.
 
     Any number of managers may share one, from any thread. If a line cannot be written, that is
     logged and the line is lost. Events after `close` are ignored. No operation fails because of it.
@@ -90,10 +97,59 @@ class JsonLines:
             "seconds": (event.ended_ns - event.began_ns) / 1e9,
             "nbytes": event.nbytes,
         }
+        if self._phases:
+            fields["clock_ns"] = event.ended_ns
         for name in ("outcome", "reason", "lane", "batch"):
             value = getattr(event, name)
             if value is not None:
                 fields[name] = plain(value)
+        self._write(fields)
+
+    @contextmanager
+    def span(self, name: str, /, **args: object) -> Iterator[None]:
+        """Time the body as a piece of your own work, also if it raises; written with `phases` only.
+
+        Its line has the keys `time`, `span`, `seconds`, `thread`, `args` and `clock_ns`. With spans
+        around train steps, `ckpt trace` can tell how much of a save overlapped with training. That
+        a line cannot be written is logged.
+
+        Args:
+            name: What it is, such as `"train step"`.
+            args: Values to show with it: numbers and texts; all others as their `str()`.
+
+        Example:
+            ```python
+            with ckpt.observers.JsonLines("saves.jsonl", phases=True) as lines:
+                with lines.span("train step", step=step):
+                    state = train_step(state)
+            ```
+        """
+        shown = {key: plain(value) for key, value in args.items()}
+        began = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            ended = time.perf_counter_ns()
+            if self._phases:
+                self._write_span(name, began, ended, shown)
+
+    def _write_span(self, name: str, began: int, ended: int, args: dict[str, Value]) -> None:
+        try:
+            self._write(
+                {
+                    "time": round((ended + unix_offset_ns()) / 1e9, 6),
+                    "span": str(name),
+                    "seconds": (ended - began) / 1e9,
+                    "thread": threading.current_thread().name,
+                    "args": args,
+                    "clock_ns": ended,
+                }
+            )
+        except (OSError, ValueError):
+            # The train step that it is about must go on.
+            logger.exception("the span %r was not written", name)
+
+    def _write(self, fields: Mapping[str, Value | dict[str, Value]]) -> None:
         line = json.dumps(fields, allow_nan=False) + "\n"
         with self._lock:
             if self._file is not None:

@@ -21,6 +21,7 @@ NAMES = (
     "watch",
     "stats",
     "goodput",
+    "trace",
     "ui",
     "doctor",
     "completion",

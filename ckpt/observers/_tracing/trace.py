@@ -149,13 +149,7 @@ class Trace:
             trace.save_chrome("trace.json")
             ```
         """
-        timeline = self._everything()
-        trace = {
-            "traceEvents": chrome_events(timeline),
-            "displayTimeUnit": "ms",
-            "otherData": {"dropped": self._dropped},
-        }
-        write_file(path, json.dumps(trace, allow_nan=False).encode())
+        write_chrome(self._everything(), path, self._dropped)
 
     def _keep(self, kept: deque[Any], new: Event | Span) -> None:
         with self._lock:
@@ -182,6 +176,20 @@ class Trace:
         named = ", ".join(map(str, steps[-_NAMED_STEPS:]))
         dropped = f"; {self._dropped} older ones were dropped" if self._dropped else ""
         return f"there are {len(everything.events)} events, of steps {more}{named}{dropped}"
+
+
+def write_chrome(timeline: Timeline, path: PathLike, dropped: int = 0) -> None:
+    """Write a timeline as a trace file in the JSON format of Chrome; see `Trace.save_chrome`.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    trace = {
+        "traceEvents": chrome_events(timeline),
+        "displayTimeUnit": "ms",
+        "otherData": {"dropped": dropped},
+    }
+    write_file(path, json.dumps(trace, allow_nan=False).encode())
 
 
 def chrome_events(timeline: Timeline) -> list[dict[str, Any]]:

@@ -192,3 +192,27 @@ def test_a_folder_that_is_not_there_is_a_storage_error(tmp_path: Path) -> None:
 def test_a_file_is_a_path_or_takes_text(file: object) -> None:
     with pytest.raises(InvalidArgumentError, match="expected a path, or a file"):
         JsonLines(file)  # type: ignore[arg-type]
+
+
+def test_spans_are_lines_beside_the_phases(tmp_path: Path) -> None:
+    path = tmp_path / "saves.jsonl"
+    with JsonLines(path, phases=True) as observer:
+        with pytest.raises(KeyError), observer.span("train step", step=3, odd=object):
+            raise KeyError
+        observer(end(0, 1))
+    told, ended = lines_of(path)
+    assert (told["span"], told["args"]["step"], told["thread"]) == ("train step", 3, "MainThread")
+    assert told["seconds"] >= 0
+    assert {"clock_ns", "time"} <= set(told) & set(ended)
+
+
+def test_spans_are_left_out_without_phases_and_never_stop_the_program(tmp_path: Path) -> None:
+    path = tmp_path / "saves.jsonl"
+    with JsonLines(path) as observer, observer.span("train step"):
+        pass
+    assert lines_of(path) == []
+    file = io.StringIO()
+    broken = JsonLines(file, phases=True)
+    file.close()
+    with broken.span("train step"):
+        pass

@@ -1,0 +1,134 @@
+"""`ckpt trace`: pictures of recorded saves and restores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+from msgspec import Struct
+
+from ckpt._inspection.recorded_trace import RecordedTrace, read_trace
+from ckpt.cli import options
+from ckpt.cli.durations import seconds_text
+from ckpt.cli.output import show
+from ckpt.cli.tables import fields
+from ckpt.cli.text import count_text
+from ckpt.errors import InvalidArgumentError
+from ckpt.observers._tracing.intervals import measure
+from ckpt.observers._tracing.picture import draw_html, draw_png
+from ckpt.observers._tracing.timeline import Timeline
+from ckpt.observers._tracing.trace import write_chrome
+
+_DRAWN: dict[str, Callable[[Timeline, str], object]] = {
+    ".html": draw_html,
+    ".png": draw_png,
+    ".json": write_chrome,
+}
+
+
+class _Overlap(Struct, frozen=True):
+    """What the command prints.
+
+    Attributes:
+        events: How many events the picture shows.
+        spans: How many spans of the program beside them.
+        unreadable: Lines of the file that could not be read.
+        steps: The steps that they are about.
+        saves: How many saves.
+        blocked_seconds: How long they blocked in all.
+        background_seconds: How long they went on in the background.
+        overlap_ratio: The share of that during which a span was running; None without spans.
+        staging_overlap_ratio: The share of the staging during which was written.
+        files: What was written.
+    """
+
+    events: int
+    spans: int
+    unreadable: int
+    steps: list[int]
+    saves: int
+    blocked_seconds: float
+    background_seconds: float
+    overlap_ratio: float | None
+    staging_overlap_ratio: float | None
+    files: list[str]
+
+
+@click.command()
+@click.argument("file", type=options.PATH)
+@click.option("--to", multiple=True, type=options.PATH, help="A .html, .png or .json to write.")
+@click.option("--step", type=click.IntRange(min=0), help="Only what is about this step.")
+@click.option(
+    "--operation",
+    type=click.Choice(["save", "restore", "verify", "delete"]),
+    help="Only operations of this kind.",
+)
+@options.as_json
+def trace(
+    file: str, to: tuple[str, ...], step: int | None, operation: str | None, as_json: bool
+) -> None:
+    """Draw what ckpt.observers.JsonLines(FILE, phases=True) recorded, and tell the overlap.
+
+    HTML needs nothing else, PNG needs matplotlib, and JSON is for ui.perfetto.dev.
+    """
+    writers = [_writer(each) for each in to]
+    found = read_trace(file)
+    timeline = found.timeline.only(step, operation)
+    if not timeline.events:
+        steps = ", ".join(map(str, found.timeline.steps[-10:]))
+        raise InvalidArgumentError(f"{file} holds nothing of that; its last steps are {steps}")
+    for target, write in zip(to, writers, strict=True):
+        write(timeline, target)
+    show(_overlap(found, timeline, to), _view, as_json=as_json)
+
+
+def _writer(path: str) -> Callable[[Timeline, str], object]:
+    found = _DRAWN.get(Path(path).suffix.lower())
+    if found is None:
+        raise InvalidArgumentError(f"--to {path}: expected a name that ends in {', '.join(_DRAWN)}")
+    return found
+
+
+def _overlap(found: RecordedTrace, timeline: Timeline, to: tuple[str, ...]) -> _Overlap:
+    saves = timeline.saves()
+    return _Overlap(
+        events=len(timeline.events),
+        spans=len(timeline.spans),
+        unreadable=found.unreadable,
+        steps=list(timeline.steps),
+        saves=len(saves),
+        blocked_seconds=sum(measure([each.blocked]) for each in saves) / 1e9,
+        background_seconds=measure(each.background for each in saves) / 1e9,
+        # Without spans nobody knows what the program did meanwhile.
+        overlap_ratio=timeline.overlap_ratio if found.timeline.spans else None,
+        staging_overlap_ratio=timeline.staging_overlap_ratio,
+        files=list(to),
+    )
+
+
+def _view(found: _Overlap) -> Iterator[str]:
+    steps = ""
+    if found.steps:
+        steps = f", steps {found.steps[0]} to {found.steps[-1]}"
+        if len(found.steps) == 1:
+            steps = f", step {found.steps[0]}"
+    unknown = "not known: no spans of the program (JsonLines.span) are in the file"
+    shown = None if found.overlap_ratio is None else f"{found.overlap_ratio:.3f} of that"
+    yield from fields(
+        [
+            ("events", f"{found.events:,}{steps}"),
+            ("spans", f"{found.spans:,}" if found.spans else ""),
+            ("unreadable", count_text(found.unreadable, "line") if found.unreadable else ""),
+            ("saves", f"{found.saves:,}" if found.saves else ""),
+            ("blocked", seconds_text(found.blocked_seconds) if found.saves else ""),
+            ("in the background", seconds_text(found.background_seconds) if found.saves else ""),
+            ("overlap with spans", (shown or unknown) if found.saves else ""),
+            ("staged beside writes", _share(found.staging_overlap_ratio)),
+            *(("written", each) for each in found.files),
+        ]
+    )
+
+
+def _share(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.3f} of the staging"
