@@ -191,6 +191,10 @@ def test_threads_are_asked_for_in_one_place() -> None:
         "ckpt._inspection.listed_steps",
         "ckpt._inspection.leaf_records",
         "ckpt._inspection.summary",
+        "ckpt._inspection.save_times",
+        "ckpt._inspection.followed_run",
+        "ckpt._inspection.recorded_trace",
+        "ckpt._inspection.machine.disk",
     ],
 )
 def test_tools_can_read_manifests_without_jax(module: str) -> None:

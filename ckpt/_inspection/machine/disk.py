@@ -131,7 +131,8 @@ def _fsync(folder: Path) -> Finding:
     return Finding("disk", "fsync", "ok", found, value=median)
 
 
-def _direct(folder: Path) -> Finding:
+def direct_io(folder: Path) -> Finding:
+    """Try whether files can be written past the page cache."""
     advice = "data files go through the page cache, which takes memory and processor time"
     without = Finding("disk", "direct I/O", "warning", "not possible", advice)
     flag = getattr(os, "O_DIRECT", 0)
@@ -258,7 +259,7 @@ def _clock(folder: Path) -> Finding:
 
 _TRIALS: tuple[tuple[str, Callable[[Path], Finding]], ...] = (
     ("fsync", _fsync),
-    ("direct I/O", _direct),
+    ("direct I/O", direct_io),
     ("atomic rename", _rename),
     ("hard links", _hard_links),
     ("reflinks", _clones),

@@ -23,6 +23,7 @@ NAMES = (
     "goodput",
     "trace",
     "ui",
+    "bench",
     "doctor",
     "completion",
 )
