@@ -81,6 +81,21 @@ def test_a_directory_that_may_not_be_written_is_a_problem(tmp_path: Path) -> Non
     assert problem["advice"]
 
 
+@pytest.mark.parametrize("command", ["doctor", "watch", "bench"])
+def test_a_directory_that_may_not_be_entered_is_told_in_a_line(
+    command: str, tmp_path: Path
+) -> None:
+    (tmp_path / "closed" / "inner" / "runs").mkdir(parents=True)
+    let_everybody_enter(tmp_path)
+    (tmp_path / "closed").chmod(0)
+    try:
+        ran = as_ordinary_user(command, tmp_path / "closed" / "inner" / "runs")
+    finally:
+        (tmp_path / "closed").chmod(0o700)
+    assert ran.status == (1 if command == "doctor" else 2)
+    assert "Traceback" not in ran.err
+
+
 @pytest.mark.skipif(not os.access(SHARED_MEMORY, os.W_OK), reason="there is no /dev/shm")
 def test_a_file_system_in_memory_is_a_warning() -> None:
     ran = ckpt_command("doctor", SHARED_MEMORY, "--json")

@@ -80,14 +80,15 @@ class BenchReport(Struct, frozen=True):
 @click.option("--rounds", type=click.IntRange(1, 100), default=3, help="How many rounds [3].")
 @options.as_json
 def bench(path: str, size: int, rounds: int, as_json: bool) -> None:
-    """Measure saves and restores in a directory next to plain writes and reads of a file.
+    """Measure saves and restores next to the raw disk.
 
-    Everything takes turns, and the medians are shown. The files that it makes are removed.
+    The raw disk is one file, written and read in the same directory. Everything takes turns,
+    and the medians are shown. The files that it makes are removed.
     """
     directory = local_path(path)
     if directory is None:
         raise InvalidArgumentError(f"{path}: only a directory can be measured, not a store")
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise InvalidArgumentError(f"{path}: there is no such directory")
     nbytes = max(size // _PAGES, 1) * _PAGES
     _check_room(directory, nbytes)

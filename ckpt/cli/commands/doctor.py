@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,10 +27,11 @@ _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 @click.argument("path", type=options.PATH, required=False)
 @options.as_json
 def doctor(path: str | None, as_json: bool) -> int:
-    """Check this machine and, with a PATH, that place: what is slow or unsafe, what to change.
+    """Check this machine, and a place for checkpoints.
 
-    On a disk it makes a few small files, in a store a few small objects, and removes them. Of a
-    path that does not exist, the directory above it is checked. Exit status 1: there is a problem.
+    It says what is slow or unsafe, and what to change. On a disk it makes a few small files, in
+    a store a few small objects, and removes them. Of a path that does not exist, the directory
+    above it is checked. Exit status 1: there is a problem.
     """
     findings = [*software(), *limits()]
     if path is not None:
@@ -44,9 +46,10 @@ def _place(path: str) -> list[Finding]:
     if local is None:
         return anyio.run(_store, path)
     directory = local
-    while not directory.exists():
+    # These of `os.path` say no where a directory above may not be entered.
+    while not os.path.exists(directory):
         directory = directory.parent
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise InvalidArgumentError(f"{path}: {directory} is a file, so no steps can be there")
     found = []
     if directory != local:

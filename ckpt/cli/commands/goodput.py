@@ -40,7 +40,10 @@ class _Report(Struct, frozen=True):
 @click.option("--mtbf", type=Duration(), help="Mean time between failures, such as 6h.")
 @options.as_json
 def goodput(root: str, mtbf: float | None, as_json: bool) -> None:
-    """Estimate what saving and interruptions cost a run, and how often it should save."""
+    """Estimate what saving costs, and how often to save.
+
+    Interruptions show as gaps between the steps. It says what it assumes.
+    """
     show(anyio.run(_report, root, mtbf), _view, as_json=as_json)
 
 

@@ -35,7 +35,10 @@ _MEANINGS = {
 @click.option("--last", type=click.IntRange(min=1), help="Only so many of the latest steps.")
 @options.as_json
 def stats(path: str, last: int | None, as_json: bool) -> None:
-    """Show where the time of the saves went: of a root step by step, or of one step."""
+    """Show where the time of saves went.
+
+    Of a root step by step, with medians, the worst and the trend; or of one step.
+    """
     found, is_root = anyio.run(_report, path, last)
     show(found, _many if is_root else _one, as_json=as_json)
 

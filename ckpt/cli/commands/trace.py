@@ -68,9 +68,10 @@ class _Overlap(Struct, frozen=True):
 def trace(
     file: str, to: tuple[str, ...], step: int | None, operation: str | None, as_json: bool
 ) -> None:
-    """Draw what ckpt.observers.JsonLines(FILE, phases=True) recorded, and tell the overlap.
+    """Draw recorded saves, and tell how they overlapped.
 
-    HTML needs nothing else, PNG needs matplotlib, and JSON is for ui.perfetto.dev.
+    FILE is what ckpt.observers.JsonLines(FILE, phases=True) has written. HTML needs nothing
+    else, PNG needs matplotlib, and JSON is for ui.perfetto.dev.
     """
     writers = [_writer(each) for each in to]
     found = read_trace(file)

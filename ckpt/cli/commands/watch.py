@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 
 import anyio
@@ -37,15 +38,16 @@ def watch(
     every: float | None,
     as_json: bool,
 ) -> int:
-    """Follow a running job: a line for each step it commits, and the save that is under way.
+    """Follow the saves of a running job.
 
-    Nothing is pinned or written. A root that does not exist yet is waited for. Exit status 1: the
-    time was up.
+    There is a line for each step that it commits, and one for the save under way. Nothing is
+    pinned or written. A root that does not exist yet is waited for. Exit status 1: the time was
+    up.
     """
     local = local_path(root)
-    if local is not None and not local.parent.is_dir():
+    if local is not None and not os.path.isdir(local.parent):
         raise InvalidArgumentError(f"{root}: there is no directory {local.parent}")
-    if local is not None and local.exists() and not local.is_dir():
+    if local is not None and os.path.exists(local) and not os.path.isdir(local):
         raise InvalidArgumentError(f"{root} is not a directory, so it is no root of steps")
     pause = every or (_STORE_SECONDS if local is None else _DISK_SECONDS)
     with LiveLine() as line:
