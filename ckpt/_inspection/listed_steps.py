@@ -12,6 +12,8 @@ from ckpt._inspection.places import RunRoot
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.pins import Pin, pins
 
+_STATES = {True: "saving", False: "dead", None: "silent"}
+
 
 class ListedStep(Struct, frozen=True):
     """A committed step.
@@ -52,6 +54,24 @@ class UnreadableEntry(Struct, frozen=True):
     reason: str
 
 
+class ListedAttempt(Struct, frozen=True):
+    """A step that is being saved, or that a dead writer has not finished.
+
+    Attributes:
+        step: The step that it would become.
+        state: `saving`, `dead`, or `silent`: its writer may be dead, which takes watching it.
+        age_seconds: How long ago it was begun; None if its writer does not say.
+        nbytes: Bytes written so far; None where counting them is not cheap.
+        owner: Host and process of its writer.
+    """
+
+    step: int
+    state: str
+    age_seconds: float | None
+    nbytes: int | None
+    owner: str
+
+
 class RootListing(Struct, frozen=True):
     """The steps of a root, and what else is in it.
 
@@ -59,11 +79,13 @@ class RootListing(Struct, frozen=True):
         root: Where it is.
         steps: Its committed steps, ascending.
         unreadable: What is named like a step and is none.
+        attempts: Steps that are being saved, and what is left of dead writers.
     """
 
     root: str
     steps: list[ListedStep]
     unreadable: list[UnreadableEntry]
+    attempts: list[ListedAttempt]
 
 
 async def list_root(root: RunRoot) -> RootListing:
@@ -79,7 +101,19 @@ async def list_root(root: RunRoot) -> RootListing:
         root.location,
         [_listed(each, pinned.get(each.step, ()), now) for each in found.values()],
         [UnreadableEntry(each.step, each.kind, each.reason) for each in root.index.unreadable],
+        await _attempts(root),
     )
+
+
+async def _attempts(root: RunRoot) -> list[ListedAttempt]:
+    found = []
+    for each in await root.storage.attempts():
+        # Notes are written as attempts, too.
+        step = root.names.step(each.step_dir) if each.step_dir else None
+        if step is not None and not each.is_removal:
+            state = _STATES[each.is_live]
+            found.append(ListedAttempt(step, state, each.age_seconds, each.nbytes, each.owner))
+    return sorted(found, key=lambda each: each.step)
 
 
 def _listed(step: IndexedStep, pinned: tuple[Pin, ...], now: float) -> ListedStep:

@@ -78,6 +78,10 @@ async def look_at(path: str) -> RunRoot | Checkpoint:
         root = await open_as_root(path)
         if await root.index.latest() is not None or root.index.unreadable:
             return root
+        # The first save of a run, which may look like what Orbax has not finished.
+        attempts = await root.storage.attempts()
+        if any(root.names.step(each.step_dir) is not None for each in attempts):
+            return root
     if single is not None:
         opened = await open_step(*single)
         if opened is not None:

@@ -19,6 +19,8 @@ T = TypeVar("T")
 _NOTE_PART = re.compile(r"^[A-Za-z0-9_.][A-Za-z0-9_.=+,@-]{0,199}\Z")
 # The size of a file in stores that give sizes only with the content.
 UNKNOWN_SIZE = -1
+# Unix seconds beyond which nothing is a time.
+_LATEST_TIME = 1e11
 
 
 class Attempt(Protocol):
@@ -60,6 +62,31 @@ class TrashEntry(Struct, frozen=True):
     path: str
     deleted_ns: int
     save: str = ""
+
+
+class AttemptEntry(Struct, frozen=True):
+    """An attempt that was listed: one under way, or what a dead writer left.
+
+    Attributes:
+        step_dir: Name of the step directory it would become; empty where only its lease is left.
+        id: Its id.
+        is_live: Whether its writer lives: False if a sweep would remove it, None if that cannot be
+            told yet.
+        age_seconds: How long ago it was begun, by the clock of its writer; None if it does not say.
+        silent_seconds: How long ago its lease was last renewed; None if that is not known.
+        nbytes: Bytes that were written of it; None where counting them is not cheap.
+        owner: Host and process of its writer, for people.
+        is_removal: Whether nothing is written but removed: a deleted step, or another's attempt.
+    """
+
+    step_dir: str
+    id: str
+    is_live: bool | None
+    age_seconds: float | None = None
+    silent_seconds: float | None = None
+    nbytes: int | None = None
+    owner: str = ""
+    is_removal: bool = False
 
 
 @runtime_checkable
@@ -346,8 +373,17 @@ class Storage(Protocol):
         replaced.
         """
 
+    async def attempts(self) -> list[AttemptEntry]:
+        """Return what `begin` has made in this root and is still there; changes nothing.
+
+        What it says of a dead writer is what `sweep` would find at the moment.
+        """
+
     async def sweep(self) -> list[str]:
-        """Remove what certainly dead writers left; return the names of what was removed."""
+        """Remove what certainly dead writers left; return the names of what was removed.
+
+        The id of an attempt is part of its name.
+        """
 
     async def put_note(
         self, name: str, data: bytes, *, replace: bool, durable: bool = True
@@ -379,6 +415,19 @@ class Storage(Protocol):
 
     async def drop_note(self, name: str, *, durable: bool = True) -> bool:
         """Remove a file of the root, durably or more quickly; False if it does not exist."""
+
+
+def time_in(lease: Mapping[str, object], name: str) -> float | None:
+    """Return a time that a lease tells, in Unix seconds; None if it does not."""
+    found = lease.get(name)
+    return float(found) if isinstance(found, int | float) and abs(found) < _LATEST_TIME else None
+
+
+def owner_of(lease: Mapping[str, object]) -> str:
+    """Return the host and process of the writer of a lease, for people; empty if unknown."""
+    host, process = lease.get("host"), lease.get("pid")
+    named = isinstance(host, str) and isinstance(process, int)
+    return f"{host:.100}, process {process}" if named else ""
 
 
 def undelete_exists(where: str) -> StepExistsError:

@@ -12,7 +12,7 @@ import pytest
 
 from ckpt._settings import Timeouts
 from ckpt.errors import CheckpointError, CorruptCheckpointError
-from ckpt.storage._base import Attempt
+from ckpt.storage._base import Attempt, AttemptEntry
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.testing.conformance import StoreCase, check_store, stores
 from ckpt.testing.conformance import store_step_dirs as step_dirs
@@ -158,6 +158,11 @@ class Murderous(LocalStorage):
         return swept
 
 
+class Blind(LocalStorage):
+    async def attempts(self) -> list[AttemptEntry]:
+        return []
+
+
 class Mistrustful(LocalStorage):
     """Takes a whole file for a cut one."""
 
@@ -228,6 +233,8 @@ def case(kind: type[LocalStorage], root: Path, place: Place) -> StoreCase:
         (Sloppy, writers.notes_are_small_files_of_the_root),
         (Ageing, writers.a_note_is_never_older_than_it_is),
         (Untouched, writers.a_note_is_never_older_than_it_is),
+        (Blind, writers.attempts_are_listed),
+        (Blind, writers.a_dead_writer_is_cleaned_up_after),
         (Murderous, writers.a_live_writer_is_left_alone),
         (Lingering, writers.a_cancelled_write_leaves_its_memory_alone),
         (Seen, step_dirs.an_attempt_is_invisible),

@@ -108,6 +108,8 @@ _CHANGING = (
     # Versions.
     (r"(python|ckpt-jax|jax|numpy|tensorstore) \d[\w.]*", r"\1 <version>"),
     (r'"(python|ckpt-jax|jax|numpy|tensorstore)":"[^"]*"', r'"\1":"<version>"'),
+    # A machine and a process.
+    (r"[\w.-]+, process \d+", "<process>"),
     # Random names.
     (r"\b[0-9a-f]{32}\b", "<id>"),
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import anyio
 import click
 
-from ckpt._inspection.listed_steps import ListedStep, RootListing, list_root
+from ckpt._inspection.listed_steps import ListedAttempt, ListedStep, RootListing, list_root
 from ckpt._inspection.places import root_at
 from ckpt.cli import options
 from ckpt.cli.output import printable, show
@@ -19,7 +19,7 @@ from ckpt.cli.text import age_text, count_text, metric_text, size_text
 @options.path
 @options.as_json
 def ls(path: str, as_json: bool) -> None:
-    """List the steps of a root: age, size, metrics and pins."""
+    """List the steps of a root: age, size, metrics and pins; and those that are being saved."""
     show(anyio.run(_listing, path), _view, as_json=as_json)
 
 
@@ -40,12 +40,31 @@ def _view(listing: RootListing) -> Iterator[str]:
         )
         for each in steps
     ]
+    rows += [
+        (
+            str(each.step),
+            age_text(each.age_seconds),
+            "-" if each.nbytes is None else size_text(each.nbytes),
+            *("" for _ in metrics),
+            _attempt(each),
+        )
+        for each in listing.attempts
+    ]
     if rows:
         headers = ("step", "age", "size", *metrics, "notes")
         yield from table(headers, rows, right=("step", "age", "size", *metrics))
     total = size_text(sum(each.stored_bytes or 0 for each in steps))
     what = f"{count_text(len(steps), 'step')}, {total}" if steps else "no steps"
     yield click.style(f"{printable(listing.root)}: {what}", dim=True)
+
+
+def _attempt(attempt: ListedAttempt) -> str:
+    owner = attempt.owner or "an unknown process"
+    if attempt.state == "saving":
+        return f"being saved by {owner}"
+    if attempt.state == "silent":
+        return f"{owner} began to save it and may be dead"
+    return f"left by {owner}, which is dead"
 
 
 def _notes(step: ListedStep) -> str:

@@ -9,6 +9,7 @@ functions block and raise `OSError`; docs/design/001-commit-protocol.md has the 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -21,11 +22,13 @@ from pathlib import Path
 from msgspec import Struct
 
 from ckpt._settings import LONGEST_LEASE_SECONDS
+from ckpt.storage._base import owner_of, time_in
 
 _MAX_BYTES = 4096
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # One second in all. A cleaner needs less than a millisecond.
 _LOCK_TRIES, _LOCK_PAUSE_SECONDS = 200, 0.005
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 # For a lease that was only just made and is still empty, or an attempt whose lease was removed.
 WITHOUT_LEASE_SECONDS = 3600.0
 
@@ -40,12 +43,16 @@ class Lease(Struct, frozen=True):
         renewed: When it was renewed last, in seconds of the file system's clock.
         free: Whether the cleaner holds its lock: True, False if another does, None if the
             file system has no locks.
+        begun: When the writer made it, by its own clock; None if it does not say.
+        owner: Host and process of the writer, for people.
     """
 
     is_local: bool
     seconds: float
     renewed: float
     free: bool | None
+    begun: float | None = None
+    owner: str = ""
 
 
 def boot_id() -> str | None:
@@ -81,7 +88,7 @@ def take_lease(path: Path, seconds: float, mode: int | None = None) -> int:
         # Written after it is locked: a lease that is valid and unlocked has a writer that ended.
         # Not synced: after a power cut there is no writer any more.
         content = {"boot": boot, "device": os.fstat(fd).st_dev, "seconds": seconds}
-        people = {"host": platform.node(), "pid": os.getpid()}
+        people = {"host": platform.node(), "pid": os.getpid(), "begun": time.time()}
         data = json.dumps(content | people).encode()
         while data:
             data = data[os.write(fd, data) :]
@@ -124,7 +131,9 @@ def opened_lease(path: Path) -> Iterator[Lease | None]:
     except FileNotFoundError:
         yield None
         return
-    except PermissionError:
+    except OSError as error:
+        if error.errno not in _NOT_WRITABLE:
+            raise
         fd = os.open(path, os.O_RDONLY | flags)
     try:
         free: bool | None = True
@@ -136,22 +145,23 @@ def opened_lease(path: Path) -> Iterator[Lease | None]:
             free = None
         status = os.fstat(fd)
         content = os.read(fd, _MAX_BYTES) if stat.S_ISREG(status.st_mode) else b""
-        is_local, seconds = _parsed(content, status.st_dev)
-        yield Lease(is_local, seconds, status.st_mtime, free)
+        yield _parsed(content, status, free)
     finally:
         os.close(fd)
 
 
-def _parsed(content: bytes, device: int) -> tuple[bool, float]:
+def _parsed(content: bytes, status: os.stat_result, free: bool | None) -> Lease:
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(content)
         if isinstance(found, dict):
             seconds, boot = found.get("seconds"), boot_id()
             if isinstance(seconds, int | float):
                 same = boot is not None and found.get("boot") == boot
-                is_local = same and found.get("device") == device
-                return is_local, max(0.0, min(seconds, LONGEST_LEASE_SECONDS))
-    return False, WITHOUT_LEASE_SECONDS
+                is_local = same and found.get("device") == status.st_dev
+                lasts = max(0.0, min(seconds, LONGEST_LEASE_SECONDS))
+                begun, owner = time_in(found, "begun"), owner_of(found)
+                return Lease(is_local, lasts, status.st_mtime, free, begun, owner)
+    return Lease(False, WITHOUT_LEASE_SECONDS, status.st_mtime, free)
 
 
 def is_abandoned(lease: Lease, now: Callable[[], float]) -> bool:

@@ -23,13 +23,20 @@ from aiofiles.base import wrap
 from ckpt._runtime.threads import run_in_thread, threads_of_loop
 from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError
-from ckpt.storage._base import Attempt, TrashEntry, note_parts, undelete_exists, undelete_missing
+from ckpt.storage._base import (
+    Attempt,
+    AttemptEntry,
+    TrashEntry,
+    note_parts,
+    undelete_exists,
+    undelete_missing,
+)
 from ckpt.storage._local import attempts, data_files, notes, posix, tensorstore_files
 from ckpt.storage._local import trash as trash_folder
 from ckpt.storage._local.attempts import LocalAttempt
 from ckpt.storage._local.config import FileIo
 from ckpt.storage._local.errors import of_each, translated
-from ckpt.storage._local.sweep import is_unfinished, sweep_root
+from ckpt.storage._local.sweep import attempts_in, is_unfinished, sweep_root
 
 logger = logging.getLogger("ckpt")
 
@@ -416,6 +423,10 @@ class LocalStorage:
                     trash_folder.set_aside, self._root, step_dir, list(paths), self._mode
                 )
             )
+
+    async def attempts(self) -> list[AttemptEntry]:
+        with translated("list the directory", self._root):
+            return await self._in_thread(attempts_in, self._root)
 
     async def sweep(self) -> list[str]:
         with translated("clean up", self._root):

@@ -13,12 +13,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 import uuid
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from ckpt.storage._local.leases import WITHOUT_LEASE_SECONDS, is_abandoned, opened_lease
+from msgspec import Struct
+
+from ckpt.storage._base import AttemptEntry
+from ckpt.storage._local.leases import WITHOUT_LEASE_SECONDS, Lease, is_abandoned, opened_lease
 from ckpt.storage._local.posix import fsync_directory, remove_tree
 
 # Orbax skips every name that contains this, and lists it as unfinished.
@@ -53,6 +57,97 @@ def is_unfinished(name: str) -> bool:
     return any((_ATTEMPT.search(name), _PROBE.match(name), _NOTES.match(name)))
 
 
+class _Unfinished(Struct):
+    """What is in a root besides steps.
+
+    Attributes:
+        attempts: Names of attempts by id; None where only a lease is left.
+        trash: Attempts and steps that are being removed.
+        others: Folders that are of use only while they are not empty.
+    """
+
+    attempts: dict[str, str | None]
+    trash: list[str]
+    others: list[str]
+
+
+def _unfinished_in(root: Path) -> _Unfinished:
+    found = _Unfinished({}, [], [])
+    with contextlib.suppress(FileNotFoundError), os.scandir(root) as entries:
+        for each in entries:
+            name = each.name
+            if lease := _LEASE.match(name):
+                found.attempts.setdefault(lease[1], None)
+            elif "." not in name or not each.is_dir(follow_symlinks=False):
+                continue
+            elif match := _ATTEMPT.search(name):
+                if match[2]:
+                    found.trash.append(name)
+                else:
+                    found.attempts[match[1]] = name
+            elif _PROBE.match(name) or _NOTES.match(name):
+                found.others.append(name)
+    return found
+
+
+def attempts_in(root: Path) -> list[AttemptEntry]:
+    """Return the attempts in `root`, and what is being removed, without changing anything."""
+
+    @cache
+    def now() -> float:
+        # Who may not write cannot ask the clock of the store.
+        try:
+            return store_time(root)
+        except OSError:
+            return time.time()
+
+    unfinished = _unfinished_in(root)
+    found = [_looked_at(root, token, name, now) for token, name in unfinished.attempts.items()]
+    found += [_removal(root, name) for name in unfinished.trash]
+    return sorted(
+        (each for each in found if each is not None), key=lambda each: (each.step_dir, each.id)
+    )
+
+
+def _looked_at(
+    root: Path, token: str, name: str | None, now: Callable[[], float]
+) -> AttemptEntry | None:
+    """Return an attempt as it is listed; None if it is gone, or only a live writer's lease."""
+    lease = None
+    try:
+        with opened_lease(root / lease_name(token)) as lease:
+            is_live: bool | None = not _is_dead(root, name, lease, now)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        is_live = None
+    if name is None:
+        return None if lease is None or is_live is not False else AttemptEntry("", token, False)
+    step_dir = name.partition(_MARK)[0]
+    nbytes = _nbytes(root / name)
+    if lease is None:
+        return AttemptEntry(step_dir, token, is_live, nbytes=nbytes)
+    age = None if lease.begun is None else max(time.time() - lease.begun, 0.0)
+    silent = max(now() - lease.renewed, 0.0) if lease.free is not False else None
+    return AttemptEntry(step_dir, token, is_live, age, silent, nbytes, lease.owner)
+
+
+def _removal(root: Path, name: str) -> AttemptEntry:
+    step_dir, _, token = name.removesuffix(_TRASH).partition(_MARK)
+    nbytes = _nbytes(root / name)
+    return AttemptEntry(step_dir, token, False, nbytes=nbytes, is_removal=True)
+
+
+def _nbytes(directory: Path) -> int:
+    """Return the bytes of the files below a directory, of those that are still there."""
+    total = 0
+    for path, _, files in os.walk(directory):
+        for file in files:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(path, file)).st_size
+    return total
+
+
 def sweep_root(root: Path) -> list[str]:
     """Remove what dead writers left in `root`, and trash; return the names of what was removed."""
 
@@ -60,29 +155,15 @@ def sweep_root(root: Path) -> list[str]:
     def now() -> float:
         return store_time(root)
 
-    attempts: dict[str, str | None] = {}
-    trash, empty = [], []
-    with contextlib.suppress(FileNotFoundError), os.scandir(root) as found:
-        for each in found:
-            name = each.name
-            if lease := _LEASE.match(name):
-                attempts.setdefault(lease[1], None)
-            elif not each.is_dir(follow_symlinks=False):
-                continue
-            elif match := _ATTEMPT.search(name):
-                if match[2]:
-                    trash.append(name)
-                else:
-                    attempts[match[1]] = name
-            elif _PROBE.match(name) or _NOTES.match(name):
-                empty.append(name)
+    found = _unfinished_in(root)
+    trash = found.trash
     if trash and not _is_durable(root):
         trash = []
     swept = [name for name in trash if _removed(root / name)]
-    for token, attempt in attempts.items():
+    for token, attempt in found.attempts.items():
         if _sweep(root, token, attempt, now):
             swept.append(attempt or lease_name(token))
-    for name in empty:
+    for name in found.others:
         # Left by a process that died. One that is alive makes it again. Notes are not removed.
         with contextlib.suppress(OSError):
             os.rmdir(root / name)
@@ -95,12 +176,7 @@ def _sweep(root: Path, token: str, name: str | None, now: Callable[[], float]) -
     path = root / lease_name(token)
     try:
         with opened_lease(path) as lease:
-            if lease is None:
-                if name is None:
-                    return False
-                if now() - os.lstat(root / name).st_mtime <= WITHOUT_LEASE_SECONDS:
-                    return False
-            elif not is_abandoned(lease, now):
+            if not _is_dead(root, name, lease, now):
                 return False
             if name is not None:
                 trash = root / trash_name(name)
@@ -113,6 +189,15 @@ def _sweep(root: Path, token: str, name: str | None, now: Callable[[], float]) -
     except OSError:
         return False
     return True
+
+
+def _is_dead(root: Path, name: str | None, lease: Lease | None, now: Callable[[], float]) -> bool:
+    """Tell whether the writer of an attempt is dead, or must be taken for dead."""
+    if lease is not None:
+        return is_abandoned(lease, now)
+    if name is None:
+        return False
+    return now() - os.lstat(root / name).st_mtime > WITHOUT_LEASE_SECONDS
 
 
 def _is_durable(root: Path) -> bool:

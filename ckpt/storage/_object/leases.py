@@ -30,6 +30,7 @@ from msgspec import Struct, field
 
 from ckpt._settings import LONGEST_LEASE_SECONDS
 from ckpt.errors import StorageError
+from ckpt.storage._base import owner_of, time_in
 from ckpt.storage._object.client import MISSING, ObjectClient, StoredObject
 
 State = Literal["writing", "committing", "dead", "deleting"]
@@ -64,6 +65,9 @@ class LeaseRecord(Struct):
         seconds: How long it lasts after it was renewed.
         state: Its state.
         generation: The generation of the object.
+        begun: When its writer made it, by that writer's clock; None if it does not say.
+        renewed: When it was written last, by the clock of the one that did; None likewise.
+        owner: Host and process that wrote it last, for people.
         guard: Held while it is changed.
     """
 
@@ -71,6 +75,9 @@ class LeaseRecord(Struct):
     seconds: float
     state: State
     generation: bytes
+    begun: float | None = None
+    renewed: float | None = None
+    owner: str = ""
     guard: anyio.Lock = field(default_factory=anyio.Lock)
 
     @property
@@ -116,7 +123,8 @@ class LeaseRecord(Struct):
         return True
 
     async def _swap(self, keys: ObjectClient, state: State) -> bool:
-        swap = await keys.swap(self.key, _content(state, self.seconds), self.generation)
+        content = _content(state, self.seconds, self.begun)
+        swap = await keys.swap(self.key, content, self.generation)
         if swap.generation is None:
             return False
         self.generation, self.state = swap.generation, state
@@ -159,14 +167,16 @@ async def make(
     Raises:
         StorageError: The store failed, or it is unknown whether it was written.
     """
-    key = record_key(step_dir, attempt)
-    swap = await keys.swap(key, _content(state, seconds), MISSING)
-    return None if swap.generation is None else LeaseRecord(key, seconds, state, swap.generation)
+    key, begun = record_key(step_dir, attempt), time.time()
+    swap = await keys.swap(key, _content(state, seconds, begun), MISSING)
+    if swap.generation is None:
+        return None
+    return LeaseRecord(key, seconds, state, swap.generation, begun)
 
 
-def _content(state: State, seconds: float) -> bytes:
+def _content(state: State, seconds: float, begun: float | None) -> bytes:
     # Different each time: some stores tell versions of an object apart by its bytes alone.
-    people = {"host": platform.node(), "pid": os.getpid()}
+    people = {"host": platform.node(), "pid": os.getpid(), "begun": begun, "renewed": time.time()}
     content = {"state": state, "seconds": seconds, "nonce": uuid.uuid4().hex}
     return json.dumps(content | people).encode()
 
@@ -179,7 +189,9 @@ def state_of(key: str, found: StoredObject) -> LeaseRecord | None:
             seconds = content.get("seconds")
             if isinstance(seconds, int | float) and not isinstance(seconds, bool):
                 lasts = max(0.0, min(seconds, LONGEST_LEASE_SECONDS))
-                return LeaseRecord(key, lasts, content["state"], found.generation)
+                begun, renewed = time_in(content, "begun"), time_in(content, "renewed")
+                owner, state = owner_of(content), content["state"]
+                return LeaseRecord(key, lasts, state, found.generation, begun, renewed, owner)
     return None
 
 

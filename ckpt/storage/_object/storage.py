@@ -18,7 +18,7 @@ from ckpt._format.manifest_head import FILE_NAME
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError, StorageError
-from ckpt.storage._base import UNKNOWN_SIZE, Attempt, TrashEntry, note_parts
+from ckpt.storage._base import UNKNOWN_SIZE, Attempt, AttemptEntry, TrashEntry, note_parts
 from ckpt.storage._object import attempts, leases, notes
 from ckpt.storage._object import trash as trash_folder
 from ckpt.storage._object.attempts import ObjectAttempt
@@ -32,7 +32,7 @@ from ckpt.storage._object.listing import StepListing
 from ckpt.storage._object.names import GONE, is_gone
 from ckpt.storage._object.probe import probe
 from ckpt.storage._object.removal import remove, remove_replaced
-from ckpt.storage._object.sweep import sweep
+from ckpt.storage._object.sweep import attempts_in, sweep
 
 logger = logging.getLogger("ckpt")
 
@@ -353,6 +353,9 @@ class ObjectStorage:
 
     async def set_aside(self, step_dir: str, paths: Sequence[str]) -> str:
         return f"{self.location}/{step_dir}"
+
+    async def attempts(self) -> list[AttemptEntry]:
+        return await attempts_in(self._keys, self._sightings)
 
     async def sweep(self) -> list[str]:
         return await sweep(self._keys, self._sightings, self._timeouts.lease)

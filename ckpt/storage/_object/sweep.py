@@ -7,7 +7,11 @@ loses the race for its own record before it can put a manifest.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Awaitable, Callable, Iterable
+
 from ckpt._format.manifest_head import FILE_NAME
+from ckpt.storage._base import AttemptEntry
 from ckpt.storage._object.client import ObjectClient, each
 from ckpt.storage._object.leases import (
     FOLDER,
@@ -28,27 +32,71 @@ async def sweep(keys: ObjectClient, sightings: Sightings, seconds: float) -> lis
     Records that are made for that last for `seconds`.
     """
     found = await keys.list(f"{FOLDER}/")
-    names = [name for name in found if record_names(name) is not None]
     put_off = {
         name for name in found if name.endswith(LATER) and record_names(name.removesuffix(LATER))
     }
-    sightings.keep(FOLDER, {f"{FOLDER}/{name}" for name in names})
     swept: list[str] = []
+
+    async def look(name: str, record: LeaseRecord, is_dead: bool) -> None:
+        if is_dead and await _end(keys, record, was_published=name + LATER in put_off):
+            swept.append(name)
+
+    await _look_at(keys, sightings, found, look)
+    await each(lambda name: finish_later(keys, name, seconds), put_off)
+    if sightings.may_see_probes:
+        sightings.may_see_probes = await _remove_probes(keys, sightings, seconds)
+    return sorted(swept)
+
+
+async def attempts_in(keys: ObjectClient, sightings: Sightings) -> list[AttemptEntry]:
+    """Return the attempts that have a record, without changing anything."""
+    found: list[AttemptEntry] = []
+
+    async def look(name: str, record: LeaseRecord, is_dead: bool) -> None:
+        age, silent = _seconds_since(record.begun), _seconds_since(record.renewed)
+        is_live = False if is_dead else None
+        # Clocks may differ, so a silent writer is not called dead before that was seen.
+        if not is_dead and silent is not None and silent <= record.seconds:
+            is_live = True
+        found.append(
+            AttemptEntry(
+                record.step_dir,
+                record.attempt,
+                is_live,
+                age,
+                silent,
+                owner=record.owner,
+                is_removal=record.state in ("dead", "deleting"),
+            )
+        )
+
+    await _look_at(keys, sightings, await keys.list(f"{FOLDER}/"), look)
+    return sorted(found, key=lambda each: (each.step_dir, each.id))
+
+
+async def _look_at(
+    keys: ObjectClient,
+    sightings: Sightings,
+    listed: Iterable[str],
+    then: Callable[[str, LeaseRecord, bool], Awaitable[None]],
+) -> None:
+    """Call `then` with every record of a list, its name, and whether its writer is dead."""
+    names = [name for name in listed if record_names(name) is not None]
+    sightings.keep(FOLDER, {f"{FOLDER}/{name}" for name in names})
 
     async def look(name: str) -> None:
         key = f"{FOLDER}/{name}"
         found = await keys.get(key)
         record = None if found is None else state_of(key, found)
-        if record is None or sightings.age(key, record.generation) <= record.seconds:
-            return
-        if await _end(keys, record, was_published=name + LATER in put_off):
-            swept.append(name)
+        if record is not None:
+            is_dead = sightings.age(key, record.generation) > record.seconds
+            await then(name, record, is_dead)
 
     await each(look, names)
-    await each(lambda name: finish_later(keys, name, seconds), put_off)
-    if sightings.may_see_probes:
-        sightings.may_see_probes = await _remove_probes(keys, sightings, seconds)
-    return sorted(swept)
+
+
+def _seconds_since(time_s: float | None) -> float | None:
+    return None if time_s is None else max(time.time() - time_s, 0.0)
 
 
 async def _end(keys: ObjectClient, record: LeaseRecord, *, was_published: bool) -> bool:

@@ -55,6 +55,7 @@ async def it_says_what_it_is(case: StoreCase) -> None:
         assert storage.largest_file_bytes >= 64 * _MIB
         await storage.prepare()
         assert await storage.step_dirs() == []
+        assert await storage.attempts() == []
         assert await storage.sweep() == []
         assert await files_of(storage, "1") == []
         assert await storage.read("1", FILE_NAME, MAX_BYTES) is None

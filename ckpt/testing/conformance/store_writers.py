@@ -161,6 +161,30 @@ async def what_replaced_it_is_not_removed(case: StoreCase) -> None:
             await assert_whole(storage, "1", turn, attempt)
 
 
+async def attempts_are_listed(case: StoreCase) -> None:
+    """An attempt is listed from `begin` until it is published or discarded; looking is harmless."""
+
+    async def listed(storage: Storage) -> dict[str, str]:
+        found = [each for each in await storage.attempts() if not each.is_removal]
+        assert all(each.is_live is not False for each in found), f"taken for dead: {found}"
+        return {each.id: each.step_dir for each in found}
+
+    async with opened(case, 2) as [storage, other]:
+        first = await write(storage, "1", "first")
+        second = await storage.begin("1")
+        both = {first.id: "1", second.id: "1"}
+        assert await listed(storage) == both
+        assert await listed(other) == both
+        assert await other.step_dirs() == []
+        for each in await other.attempts():
+            assert each.age_seconds is None or 0 <= each.age_seconds < _PATIENCE_S
+        await storage.discard(second)
+        assert await listed(other) == {first.id: "1"}
+        await storage.publish(first, overwrite=False)
+        assert await listed(other) == {}
+        await assert_whole(other, "1", "first", first)
+
+
 async def a_live_writer_is_left_alone(case: StoreCase) -> None:
     """Sweeps of others never harm an attempt whose lease is renewed; its step is whole."""
     async with opened(case, 2, case.lease_seconds) as [writer, cleaner]:
@@ -191,8 +215,11 @@ async def a_dead_writer_is_cleaned_up_after(case: StoreCase) -> None:
         dead = [await write(writer, step_dir, "dead") for step_dir in ("1", "2")]
         for attempt in dead:
             case.abandon(attempt)
+        await _all_dead(cleaner, dead)
         swept = await _sweep_until(cleaner, writer, dead)
-        assert swept, "nothing was said to be removed"
+        for attempt in dead:
+            assert any(attempt.id in name for name in swept), f"said to be removed: {swept}"
+        assert await cleaner.attempts() == []
         for attempt in dead:
             with refused(StorageError, "publish an attempt that was removed"):
                 await writer.publish(attempt, overwrite=True)
@@ -203,6 +230,19 @@ async def a_dead_writer_is_cleaned_up_after(case: StoreCase) -> None:
         await assert_whole(cleaner, "1", "kept", kept)
         assert await cleaner.step_dirs() == ["1"]
         assert await cleaner.sweep() == []
+
+
+async def _all_dead(cleaner: Storage, dead: list[Attempt]) -> None:
+    """Look until all of them are listed as attempts that a sweep would remove."""
+    ids = {attempt.id for attempt in dead}
+    with anyio.fail_after(_PATIENCE_S):
+        # Time itself is waited for.
+        while True:
+            found = {each.id: each.is_live for each in await cleaner.attempts()}
+            assert found.keys() == ids, f"looking has changed what is there: {found}"
+            if not any(is_live is not False for is_live in found.values()):
+                return
+            await anyio.sleep(cleaner.lease_seconds / 4)
 
 
 async def _sweep_until(cleaner: Storage, writer: Storage, dead: list[Attempt]) -> list[str]:
@@ -376,6 +416,7 @@ CHECKS: tuple[Callable[[StoreCase], Awaitable[None]], ...] = (
     a_note_is_never_older_than_it_is,
     readers_see_whole_steps_only,
     what_replaced_it_is_not_removed,
+    attempts_are_listed,
     a_live_writer_is_left_alone,
     a_dead_writer_is_cleaned_up_after,
     a_cancelled_write_leaves_its_memory_alone,

@@ -22,6 +22,7 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt._settings import Timeouts
+from ckpt.storage._base import AttemptEntry
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._local.sweep import sweep_root
 from tests.support.odd_items import Odd, OddHandler
@@ -120,6 +121,65 @@ def test_the_attempt_of_a_dead_process_of_this_machine_is_removed_at_once(
     writer.wait(PATIENCE_S)
     assert len(sweep(tmp_path)) == 1
     assert names(tmp_path) == set()
+
+
+def attempts(root: Path) -> list[AttemptEntry]:
+    return run(lambda storage: storage.attempts(), root)
+
+
+def test_an_attempt_is_listed_with_its_writer_and_whether_that_lives(
+    tmp_path: Path, writer: subprocess.Popen[str]
+) -> None:
+    [entry] = attempts(tmp_path)
+    assert (entry.step_dir, entry.is_live, entry.nbytes) == ("7", True, 10)
+    assert entry.owner.endswith(f", process {writer.pid}")
+    assert entry.age_seconds is not None
+    assert 0 <= entry.age_seconds < PATIENCE_S
+    writer.kill()
+    writer.wait(PATIENCE_S)
+    before = names(tmp_path)
+    [entry] = attempts(tmp_path)
+    assert (entry.step_dir, entry.is_live, entry.is_removal) == ("7", False, False)
+    assert names(tmp_path) == before
+    assert any(entry.id in name for name in sweep(tmp_path))
+    assert attempts(tmp_path) == []
+
+
+def test_a_silent_attempt_of_another_machine_is_listed_as_a_sweep_sees_it(
+    tmp_path: Path, writer: subprocess.Popen[str]
+) -> None:
+    writer.kill()
+    writer.wait(PATIENCE_S)
+    elsewhere(lease_of(tmp_path))
+    aged(lease_of(tmp_path), 500)
+    [entry] = attempts(tmp_path)
+    assert entry.is_live
+    assert entry.silent_seconds is not None
+    assert entry.silent_seconds > 490
+    aged(lease_of(tmp_path), 700)
+    assert [each.is_live for each in attempts(tmp_path)] == [False]
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"seconds": 1, "begun": "x", "pid": []}'])
+def test_a_lease_that_says_nothing_is_listed_all_the_same(content: bytes, tmp_path: Path) -> None:
+    token = "0" * 32
+    (tmp_path / f"7.orbax-checkpoint-tmp-{token}").mkdir()
+    (tmp_path / f".ckpt-lease-{token}").write_bytes(content)
+    [entry] = attempts(tmp_path)
+    assert (entry.step_dir, entry.id, entry.owner, entry.age_seconds) == ("7", token, "", None)
+
+
+def test_what_is_being_removed_and_leases_alone_are_listed(tmp_path: Path) -> None:
+    removed, alone = "1" * 32, "2" * 32
+    (tmp_path / f"7.orbax-checkpoint-tmp-{removed}.trash").mkdir()
+    (tmp_path / f".ckpt-lease-{alone}").write_bytes(b"")
+    assert [(each.id, each.is_removal) for each in attempts(tmp_path)] == [(removed, True)]
+    aged(tmp_path / f".ckpt-lease-{alone}", 1e6)
+    assert [(each.step_dir, each.id) for each in attempts(tmp_path)] == [
+        ("", alone),
+        ("7", removed),
+    ]
+    assert len(sweep(tmp_path)) == 2
 
 
 def test_an_attempt_of_another_machine_is_left_until_its_lease_has_run_out(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
@@ -105,6 +107,30 @@ def test_a_list_of_a_large_root_does_not_grow_with_its_objects() -> None:
         assert await storage.step_dirs() == ["1", "3", "7"]
         assert await storage.step_dirs() == ["1", "3", "7"]
         assert store.listed[-1] == b".ckpt-steps/"
+
+    anyio.run(main)
+
+
+def test_attempts_take_a_list_and_a_request_for_each() -> None:
+    async def main() -> None:
+        config = memory()
+        storage, store = counted(config)
+        attempt = await storage.begin("1")
+        store.taken()
+        [entry] = await storage.attempts()
+        assert store.taken() == 2
+        assert (entry.step_dir, entry.id, entry.is_live) == ("1", attempt.id, True)
+        # Another process has not watched it yet, and its writer was silent for long.
+        key = f".ckpt-attempts/1.{attempt.id}"
+        raw = connect(config).open()[0]
+        content = json.loads(raw.read(key).result().value)
+        raw.write(key, json.dumps(content | {"renewed": time.time() - 1000}).encode()).result()
+        other, _ = counted(config)
+        [entry] = await other.attempts()
+        assert entry.is_live is None
+        assert entry.silent_seconds is not None
+        assert entry.silent_seconds > 990
+        assert await other.sweep() == []
 
     anyio.run(main)
 

@@ -312,7 +312,7 @@ def test_installed_stores_are_found_by_scheme(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     closed, odd, broken, absent, none = done.stdout.splitlines()
     assert closed == "StorageError the shelf is closed"
-    assert "gave object, which is not a storage: it lacks begin" in odd
+    assert "gave object, which is not a storage: it lacks attempts, begin" in odd
     assert "RuntimeError: no licence" in broken
     assert "ModuleNotFoundError" in absent
     assert "no storage is known for 'none', only absent, broken, file, gs, memory, odd, s3" in none
