@@ -173,6 +173,48 @@ def _convention(name: str) -> Standard:
     return Standard(prefix, len(number) if number[0] == "0" and len(number) > 1 else 0)
 
 
+class StepPlace(Struct, frozen=True):
+    """A place that is named like a step of the root above, whether there is one or not.
+
+    Attributes:
+        root: The root above. Its index knows steps by no other kind of name than that of this one.
+        step: The step.
+        name: The name of its directory.
+    """
+
+    root: RunRoot
+    step: int
+    name: str
+
+    @property
+    def location(self) -> str:
+        """Where it is, for messages."""
+        return f"{self.root.location}/{self.name}"
+
+
+def step_place(path: str) -> StepPlace | None:
+    """Return the step that a path names; None if its last name is not that of a step.
+
+    A link is not followed: what is changed is what was named.
+    """
+    storage, name = open_step_dir(path)
+    if not name.isdecimal() and not _NAMED.match(name):
+        return None
+    # Only this kind of name: a step of another kind, and of the same number, is another one.
+    names = _convention(name)
+    step = names.step(name)
+    if step is None:
+        return None
+    return StepPlace(RunRoot(storage, names, StepIndex(storage, names)), step, name)
+
+
+def names_of(step_dirs: Iterable[str]) -> StepNames:
+    """Return names that fit these step directories."""
+    fitting = [name for name in step_dirs if name.isdecimal() or _NAMED.match(name)]
+    conventions = sorted({_convention(name) for name in fitting}, key=str)
+    return Composite(Standard(), *conventions)
+
+
 async def _nothing(path: str) -> NotACheckpointError:
     # It looks into the place with much that lists of steps do without.
     from ckpt._steps.wrong_paths import explained

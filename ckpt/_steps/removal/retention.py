@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 import anyio
 
 from ckpt._arguments import check_step, shown
-from ckpt._engine.save.item_removal import delete_item
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, peek_files
 from ckpt._redaction import redact
@@ -234,6 +233,14 @@ class Retention:
             step_dirs = await self._deletable(step)
         await self._delete(step, dict.fromkeys(reversed(step_dirs)))
 
+    async def refuse_missing(self, step: int) -> None:
+        """Raise where `delete` would find nothing to delete; pins are another matter.
+
+        Raises:
+            StepNotFoundError: There is no such step.
+        """
+        await self._deletable(step)
+
     async def _deletable(self, step: int) -> list[str]:
         """Return the step directories of a step that is to be deleted."""
         step_dirs = await self._index.step_dirs_of(step)
@@ -269,6 +276,9 @@ class Retention:
             StepPinnedError: The step is pinned.
             StepDeletedError: It was deleted or replaced meanwhile.
         """
+        # What writes manifests takes numpy and jax, which deleting steps does without.
+        from ckpt._engine.save.item_removal import delete_item
+
         step_dir, manifest = opened.step_dir, opened.manifest
         step = check_step(manifest.step)
         if opened.foreign is not None:

@@ -82,8 +82,8 @@ class StepTrash:
             f"it is not in the trash of {self._storage.location}, which holds {steps}", step=step
         )
 
-    async def undelete(self, step: int, save: str) -> None:
-        """Make a step of what is in the trash.
+    async def undelete(self, step: int, save: str) -> str:
+        """Make a step of what is in the trash; return its path.
 
         Args:
             step: The step.
@@ -101,6 +101,7 @@ class StepTrash:
         with located(step=step):
             await self._storage.undelete(self._folder(), entry.name, entry.step_dir)
         logger.info("step %d of %s was undeleted", step, redact(self._storage.location))
+        return f"{self._storage.location}/{entry.step_dir}"
 
     async def empty(self, older_than: float) -> list[int]:
         """Remove what was deleted at least that many seconds ago; return the steps."""

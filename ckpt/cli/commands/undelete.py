@@ -1,0 +1,41 @@
+"""`ckpt undelete`: what is in the trash, and how it comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import anyio
+import click
+
+from ckpt._inspection.removals import TrashedEntry, trashed_steps, undelete_step
+from ckpt.cli import options
+from ckpt.cli.output import printable, show
+from ckpt.cli.tables import table
+from ckpt.cli.text import age_text
+
+
+@click.command()
+@options.root
+@click.argument("step", type=click.IntRange(min=0), required=False)
+@options.trash
+@options.as_json
+def undelete(root: str, step: int | None, trash: str | None, as_json: bool) -> None:
+    """Take STEP back from the trash of a root; without STEP, list what is in the trash."""
+    folder = "trash" if trash is None else trash
+    if step is None:
+        show(anyio.run(trashed_steps, root, folder), _view, as_json=as_json)
+    else:
+        path = anyio.run(undelete_step, root, step, folder)
+        show({"step": step, "path": path}, _undeleted, as_json=as_json)
+
+
+def _view(trashed: list[TrashedEntry]) -> Iterator[str]:
+    if not trashed:
+        yield "the trash is empty"
+        return
+    rows = [(str(each.step), age_text(each.age_seconds), each.path) for each in trashed]
+    yield from table(("step", "deleted", "path"), rows, right=("step", "deleted"))
+
+
+def _undeleted(found: dict[str, object]) -> Iterator[str]:
+    yield printable(f"undeleted: {found['path']}")
