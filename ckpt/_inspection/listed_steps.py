@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from datetime import datetime
 
 from msgspec import Struct
@@ -11,6 +12,7 @@ from ckpt._inspection.json_values import finite, time_of
 from ckpt._inspection.places import RunRoot
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.pins import Pin, pins
+from ckpt._steps.removal.noted_policy import noted_policy
 
 _STATES = {True: "saving", False: "dead", None: "silent"}
 
@@ -27,6 +29,8 @@ class ListedStep(Struct, frozen=True):
         metrics: Metrics by name; those that are not finite are None.
         pins: The names of its pins.
         writer: `ckpt` or `orbax`.
+        goes_next: Whether the run deletes it after its next commit, unless that is a better one;
+            None if it is not known what the run keeps.
     """
 
     step: int
@@ -37,6 +41,7 @@ class ListedStep(Struct, frozen=True):
     metrics: dict[str, float | None]
     pins: list[str]
     writer: str
+    goes_next: bool | None
 
 
 class UnreadableEntry(Struct, frozen=True):
@@ -80,12 +85,15 @@ class RootListing(Struct, frozen=True):
         steps: Its committed steps, ascending.
         unreadable: What is named like a step and is none.
         attempts: Steps that are being saved, and what is left of dead writers.
+        keeps: What the run keeps, in a few words, as its last manager wrote it down; None if
+            nothing is written down.
     """
 
     root: str
     steps: list[ListedStep]
     unreadable: list[UnreadableEntry]
     attempts: list[ListedAttempt]
+    keeps: str | None
 
 
 async def list_root(root: RunRoot) -> RootListing:
@@ -96,13 +104,28 @@ async def list_root(root: RunRoot) -> RootListing:
     """
     found = await root.index.refresh()
     pinned = await pins(root.storage)
+    going, keeps = await _going(root, found)
     now = time.time()
     return RootListing(
         root.location,
-        [_listed(each, pinned.get(each.step, ()), now) for each in found.values()],
+        [_listed(each, pinned.get(each.step, ()), going, now) for each in found.values()],
         [UnreadableEntry(each.step, each.kind, each.reason) for each in root.index.unreadable],
         await _attempts(root),
+        keeps,
     )
+
+
+async def _going(
+    root: RunRoot, found: Mapping[int, IndexedStep]
+) -> tuple[frozenset[int] | None, str | None]:
+    """Return what a run deletes next and what it keeps; None for what is not known."""
+    noted = await noted_policy(root.storage)
+    if noted is None or noted.policy is None:
+        return None, None if noted is None else noted.text
+    # Only here: the lists of most roots need no policies.
+    from ckpt._inspection.preservation import next_to_go, text_of
+
+    return await next_to_go(root, noted.policy, noted.deletion, found), text_of(noted.policy)
 
 
 async def _attempts(root: RunRoot) -> list[ListedAttempt]:
@@ -116,7 +139,9 @@ async def _attempts(root: RunRoot) -> list[ListedAttempt]:
     return sorted(found, key=lambda each: each.step)
 
 
-def _listed(step: IndexedStep, pinned: tuple[Pin, ...], now: float) -> ListedStep:
+def _listed(
+    step: IndexedStep, pinned: tuple[Pin, ...], going: frozenset[int] | None, now: float
+) -> ListedStep:
     committed = step.committed_ns / 1e9
     return ListedStep(
         step.step,
@@ -127,4 +152,5 @@ def _listed(step: IndexedStep, pinned: tuple[Pin, ...], now: float) -> ListedSte
         finite(step.metrics or {}),
         sorted(each.name for each in pinned),
         "orbax" if step.is_foreign else "ckpt",
+        None if going is None else step.step in going,
     )

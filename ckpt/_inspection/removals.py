@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from datetime import datetime
-from functools import partial
 
 from msgspec import Struct
 
@@ -21,6 +21,7 @@ from ckpt._inspection.places import (
 from ckpt._steps.index import StepIndex
 from ckpt._steps.opened import open_step
 from ckpt._steps.pins import pins, refuse_pinned
+from ckpt._steps.removal.noted_policy import noted_policy
 from ckpt._steps.removal.retention import Retention
 from ckpt._steps.removal.trash import StepTrash
 from ckpt.errors import (
@@ -31,6 +32,7 @@ from ckpt.errors import (
 )
 from ckpt.policies._deletion import Deletion, trash_of
 from ckpt.policies._preservation import PreserveAll
+from ckpt.storage._base import Storage
 from ckpt.storage._resolve import check_trash
 
 
@@ -68,14 +70,39 @@ class TrashedEntry(Struct, frozen=True):
     path: str
 
 
+async def trash_of_run(root: RunRoot, given: str | None, *, for_good: bool = False) -> str | None:
+    """Return the trash that steps of a root go to: the one that is given, or that of the run.
+
+    Raises:
+        InvalidArgumentError: That of the run is elsewhere, and a root must not say where to; or
+            what is given cannot be the trash of that root.
+        StorageError: The root cannot be read.
+    """
+    if for_good:
+        return None
+    if given is None:
+        noted = await noted_policy(root.storage)
+        given = None if noted is None else trash_of(noted.deletion)
+        if given is not None and os.path.isabs(given):
+            raise InvalidArgumentError(
+                f"{root.location}: the trash of this run is {given!r:.200}. Give it with --trash, "
+                "or --for-good to do without"
+            )
+    if given is not None:
+        Deletion(trash=given)
+        check_trash(root.location, given, lambda name: root.names.step(name) is not None)
+    return given
+
+
 async def delete_steps(
-    paths: Sequence[str], trash: str | None, *, dry_run: bool
+    paths: Sequence[str], trash: str | None, *, for_good: bool, dry_run: bool
 ) -> list[DeletedStep]:
     """Delete steps; if one of them may not be deleted, none is.
 
     Args:
         paths: Their paths.
-        trash: The trash that they go to; None removes them.
+        trash: The trash that they go to; None for that of the run, if it has one.
+        for_good: Use no trash.
         dry_run: Only look whether they can be deleted.
 
     Raises:
@@ -84,33 +111,26 @@ async def delete_steps(
         StepNotFoundError: There is no such step.
         StorageError: The storage cannot be read or written.
     """
-    deletion = Deletion(trash=trash)
-    steps: dict[str, tuple[StepPlace, int | None]] = {}
+    steps: dict[str, tuple[StepPlace, int | None, str | None]] = {}
     for path in paths:
         place = step_place(path)
         if place is None:
             raise await _not_a_step(path)
-        steps[place.location] = place, await _deletable(place)
-        if trash is not None:
-            check_trash(place.root.location, trash, partial(_is_step, place.root))
+        nbytes = await _deletable(place)
+        folder = await trash_of_run(place.root, trash, for_good=for_good)
+        steps[place.location] = place, nbytes, folder
     deleted = []
-    for location, (place, nbytes) in steps.items():
+    for location, (place, nbytes, folder) in steps.items():
         if not dry_run:
-            retention = retention_of(place.root, deletion)
+            retention = _retention_of(place.root, Deletion(trash=folder))
             await place.root.storage.prepare()
             await retention.prepare()
             await retention.delete(place.step)
-        deleted.append(
-            DeletedStep(location, place.step, nbytes, trash_of(deletion), done=not dry_run)
-        )
+        deleted.append(DeletedStep(location, place.step, nbytes, folder, done=not dry_run))
     return deleted
 
 
-def _is_step(root: RunRoot, name: str) -> bool:
-    return root.names.step(name) is not None
-
-
-def retention_of(root: RunRoot, deletion: Deletion) -> Retention:
+def _retention_of(root: RunRoot, deletion: Deletion) -> Retention:
     """Return what deletes steps of a root, and of its own accord none."""
     return Retention(root.storage, root.index, PreserveAll(), deletion, (), time.time_ns)
 
@@ -129,7 +149,7 @@ async def _deletable(place: StepPlace) -> int | None:
     if opened is not None and opened.manifest.step is None:
         raise _single(place.location)
     # What is not there, or not a step, gets the error that the deletion would give.
-    await retention_of(place.root, Deletion()).refuse_missing(place.step)
+    await _retention_of(place.root, Deletion()).refuse_missing(place.step)
     refuse_pinned(storage, place.step, (await pins(storage)).get(place.step, ()))
     if opened is None or opened.foreign is not None:
         return None
@@ -153,20 +173,20 @@ def _single(location: str) -> InvalidArgumentError:
     )
 
 
-async def trashed_steps(path: str, trash: str) -> list[TrashedEntry]:
+async def trashed_steps(path: str, trash: str | None) -> list[TrashedEntry]:
     """Return what is in the trash of a root, by step and then by time.
 
     Raises:
         CheckpointError: The root cannot be read.
     """
-    found, now = await (await _trash_at(path, trash)).steps(), time.time()
+    found, now = await (await trash_at(path, trash))[0].steps(), time.time()
     return [
         TrashedEntry(each.step, each.deleted, max(now - each.deleted.timestamp(), 0.0), each.path)
         for each in found
     ]
 
 
-async def undelete_step(path: str, step: int, trash: str) -> str:
+async def undelete_step(path: str, step: int, trash: str | None) -> str:
     """Take a step back from the trash, the save of it that was deleted last; return its path.
 
     Raises:
@@ -174,18 +194,23 @@ async def undelete_step(path: str, step: int, trash: str) -> str:
         StepExistsError: The step exists.
         StorageError: The storage cannot be read or written.
     """
-    found = await _trash_at(path, trash)
+    found, _ = await trash_at(path, trash)
     saves = await found.saves_of(step)
     if not saves:
         raise await found.missing(step)
     return await found.undelete(step, saves[-1])
 
 
-async def _trash_at(path: str, trash: str) -> StepTrash:
+async def trash_at(path: str, given: str | None) -> tuple[StepTrash, Storage]:
+    """Return the trash of a root, and the root.
+
+    Raises:
+        CheckpointError: As `trash_of_run`.
+    """
     root = await open_as_root(path)
-    storage, deletion = root.storage, Deletion(trash=trash)
-    check_trash(root.location, trash, partial(_is_step, root))
+    storage, trash = root.storage, await trash_of_run(root, given) or "trash"
     entries = await storage.trashed(trash)
     listed = await storage.step_dirs()
     names = names_of([*listed, *(each.step_dir for each in entries)])
-    return StepTrash(storage, StepIndex(storage, names), names, trash_of(deletion), time.time_ns)
+    found = StepTrash(storage, StepIndex(storage, names), names, trash, time.time_ns)
+    return found, storage

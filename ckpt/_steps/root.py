@@ -91,6 +91,7 @@ class Root:
             await self._sweep()
             await write_root_metadata(self.storage, self._metadata)
             await self.retention.prepare()
+            await self.retention.write_down()
         # Raises where there is no root, and none is to be made.
         count, latest = await self.index.overview()
         steps = f"1 step: {latest}" if count == 1 else f"{count} steps, the latest {latest}"

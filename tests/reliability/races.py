@@ -252,5 +252,5 @@ def _after_a_kill(root: Path) -> Tally:
 
 
 def _rubbish(root: Path, wanted: set[str]) -> list[str]:
-    found = set(os.listdir(root))
+    found = set(os.listdir(root)) - {".ckpt-run"}
     return [] if found == wanted else [f"in the root: {sorted(found ^ wanted)}"]

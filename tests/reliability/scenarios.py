@@ -220,14 +220,14 @@ def age(root: Path, *, all_of_it: bool = False) -> None:
 
 def leftovers(root: Path) -> list[str]:
     """Return the names of what is unfinished in a root."""
-    names = os.listdir(root) if root.exists() else []
+    names = set(os.listdir(root)) - {".ckpt-run"} if root.exists() else set()
     return [name for name in names if ".orbax-checkpoint-tmp-" in name or name.startswith(".")]
 
 
 def contents(root: Path, mgr: ckpt.sync.CheckpointManager, *, large: bool = True) -> dict[str, int]:
     """Return which numbers the entries of a root hold; each must be whole, bit by bit."""
     names = set(os.listdir(root)) if root.exists() else set()
-    names -= {*leftovers(root), "metadata"}
+    names -= {*leftovers(root), "metadata", ".ckpt-run"}
     found: dict[str, int] = {}
     steps = sorted(int(name) for name in names if name.isdigit())
     assert mgr.all_steps() == steps, f"{mgr.all_steps()} are listed, there are {steps}"

@@ -18,6 +18,7 @@ from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt._steps.opened import OpenedStep
 from ckpt._steps.pins import deletion_of, pins, refuse_pinned
 from ckpt._steps.previous_steps import saved_step
+from ckpt._steps.removal.noted_policy import note_policy
 from ckpt._steps.unreadable import shortened
 from ckpt.errors import (
     CorruptCheckpointError,
@@ -105,6 +106,7 @@ class Retention:
         self._storage = storage
         self._index = index
         self._policy = policy
+        self._how = deletion
         self._concurrency = deletion.concurrency
         self._keeps_latest = deletion.keep_latest
         self._spares_foreign = not deletion.orbax_steps
@@ -126,6 +128,10 @@ class Retention:
         """
         if self._trash is not None:
             await self._storage.prepare_trash(self._trash)
+
+    async def write_down(self) -> None:
+        """Write down in the root what is kept, for people and tools that look at it."""
+        await note_policy(self._storage, self._policy, self._how)
 
     @property
     def keeps_all(self) -> bool:
@@ -150,11 +156,14 @@ class Retention:
                 going = await self.superfluous(await self._index.refresh())
             await self._delete_all(going)
 
-    async def superfluous(self, found: Mapping[int, IndexedStep]) -> dict[int, IndexedStep]:
+    async def superfluous(
+        self, found: Mapping[int, IndexedStep], *, says_spared: bool = True
+    ) -> dict[int, IndexedStep]:
         """Return the steps that the policy does not keep and that are not pinned.
 
         What was acknowledged last stays, though older steps may be greater: after a run went back,
-        its new steps are the ones it would resume from.
+        its new steps are the ones it would resume from. `says_spared`: warn of steps of Orbax that
+        stay.
         """
         steps = [saved_step(each) for each in found.values()]
         kept = await run_in_thread(steps_kept, self._policy, steps, self._now_ns() / 1e9)
@@ -166,7 +175,8 @@ class Retention:
         }
         if self._spares_foreign:
             spared = [step for step, each in going.items() if each.is_foreign]
-            self._say_spared(spared)
+            if says_spared:
+                self._say_spared(spared)
             going = {step: each for step, each in going.items() if step not in spared}
         pinned = await pins(self._storage) if going else {}
         return {step: each for step, each in going.items() if step not in pinned}

@@ -19,6 +19,7 @@ NAMES = (
     "diff",
     "du",
     "rm",
+    "forget",
     "undelete",
     "pin",
     "unpin",

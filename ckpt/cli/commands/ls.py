@@ -36,7 +36,7 @@ def _view(listing: RootListing) -> Iterator[str]:
             age_text(each.age_seconds),
             "-" if each.stored_bytes is None else size_text(each.stored_bytes),
             *(metric_text(each.metrics[name]) if name in each.metrics else "" for name in metrics),
-            _notes(each),
+            _notes(each, listing.keeps),
         )
         for each in steps
     ]
@@ -55,6 +55,7 @@ def _view(listing: RootListing) -> Iterator[str]:
         yield from table(headers, rows, right=("step", "age", "size", *metrics))
     total = size_text(sum(each.stored_bytes or 0 for each in steps))
     what = f"{count_text(len(steps), 'step')}, {total}" if steps else "no steps"
+    what += "" if listing.keeps is None else f"; keeps: {printable(listing.keeps)}"
     yield click.style(f"{printable(listing.root)}: {what}", dim=True)
 
 
@@ -67,8 +68,10 @@ def _attempt(attempt: ListedAttempt) -> str:
     return f"left by {owner}, which is dead"
 
 
-def _notes(step: ListedStep) -> str:
+def _notes(step: ListedStep, keeps: str | None) -> str:
     notes = [f"pinned: {', '.join(step.pins)}"] if step.pins else []
+    if step.goes_next:
+        notes.append(f"deleted next: none of {keeps}")
     if step.writer != "ckpt":
         notes.append("written by Orbax")
     if not step.name.isdecimal():

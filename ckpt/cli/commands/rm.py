@@ -17,11 +17,14 @@ from ckpt.cli.text import size_text
 @click.command()
 @click.argument("paths", metavar="STEP_PATH...", type=options.PATH, nargs=-1, required=True)
 @options.trash
+@options.for_good
 @options.dry_run
 @options.as_json
-def rm(paths: tuple[str, ...], trash: str | None, dry_run: bool, as_json: bool) -> None:
+def rm(
+    paths: tuple[str, ...], trash: str | None, for_good: bool, dry_run: bool, as_json: bool
+) -> None:
     """Delete steps, each given by its path. If one of them is pinned, none is deleted."""
-    delete = partial(delete_steps, paths, trash, dry_run=dry_run)
+    delete = partial(delete_steps, paths, trash, for_good=for_good, dry_run=dry_run)
     show(anyio.run(delete), _view, as_json=as_json)
 
 

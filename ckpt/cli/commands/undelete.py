@@ -21,11 +21,10 @@ from ckpt.cli.text import age_text
 @options.as_json
 def undelete(root: str, step: int | None, trash: str | None, as_json: bool) -> None:
     """Take STEP back from the trash of a root; without STEP, list what is in the trash."""
-    folder = "trash" if trash is None else trash
     if step is None:
-        show(anyio.run(trashed_steps, root, folder), _view, as_json=as_json)
+        show(anyio.run(trashed_steps, root, trash), _view, as_json=as_json)
     else:
-        path = anyio.run(undelete_step, root, step, folder)
+        path = anyio.run(undelete_step, root, step, trash)
         show({"step": step, "path": path}, _undeleted, as_json=as_json)
 
 

@@ -35,7 +35,7 @@ def save_all(mgr: ckpt.sync.CheckpointManager, steps: Sequence[int], **metrics: 
 
 
 def names(root: Path) -> set[str]:
-    return set(os.listdir(root)) - {"metadata"}
+    return set(os.listdir(root)) - {"metadata", ".ckpt-run"}
 
 
 def test_the_latest_stays_whatever_the_metric_says(tmp_path: Path) -> None:

@@ -138,7 +138,8 @@ def test_nothing_of_an_emptied_trash_is_left_on_a_disk(tmp_path: Path) -> None:
     assert [each.name for each in (tmp_path / "trash").iterdir()] == ["notes.txt"]
     assert list((tmp_path / ".ckpt-trash").iterdir()) == []
     (tmp_path / ".ckpt-trash").rmdir()
-    assert not [each for each in tmp_path.iterdir() if each.name not in ("trash", "metadata")]
+    left = {each.name for each in tmp_path.iterdir()}
+    assert left == {"trash", "metadata", ".ckpt-run"}
 
 
 def test_a_step_that_is_not_there_is_named(opening: dict[str, Any]) -> None:

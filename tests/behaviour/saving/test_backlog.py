@@ -43,7 +43,7 @@ def restored(mgr: ckpt.sync.CheckpointManager, step: int) -> Any:
 
 
 def names(root: Path) -> set[str]:
-    return set(os.listdir(root)) - {"metadata"}
+    return set(os.listdir(root)) - {"metadata", ".ckpt-run"}
 
 
 @pytest.mark.parametrize("mode", ["copy", "view", "device"])

@@ -40,7 +40,7 @@ def tell() -> None:
         "threads": threading.active_count(),
         "tasks": len(os.listdir("/proc/self/task")),
         "rss": pages * PAGE,
-        "root": sorted(os.listdir(root)),
+        "root": sorted(set(os.listdir(root)) - {".ckpt-run"}),
         "objects": kinds,
         "steps": mgr.all_steps(),
     }

@@ -27,7 +27,7 @@ def plain(root: Path, **settings: Any) -> ckpt.sync.CheckpointManager:
 
 
 def entries(root: Path) -> list[str]:
-    return sorted(set(os.listdir(root)) - {"metadata"})
+    return sorted(set(os.listdir(root)) - {"metadata", ".ckpt-run"})
 
 
 @given(PREFIXES, DIGITS, STEPS)

@@ -83,6 +83,39 @@ def test_many_small_leaves_take_few_requests(monkeypatch: pytest.MonkeyPatch) ->
         assert store.taken() <= 5
 
 
+def test_what_a_run_keeps_costs_a_read_at_opening_and_a_write_if_it_is_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = memory()
+    store = CountingStore(connect(config).open()[0])
+    monkeypatch.setattr(Connection, "open", lambda _: (store, store))
+
+    def opening(preservation: Any, steps: int = 0) -> Counter[str]:
+        with ckpt.sync.CheckpointManager(config, preservation=preservation) as mgr:
+            for step in range(steps):
+                mgr.save(step, {"w": np.ones(2)})
+            mgr.wait_until_finished()
+            assert mgr.all_steps()
+        counts = store.counts.copy()
+        store.taken()
+        return counts
+
+    opening(ckpt.policies.PreserveAll(), steps=2)
+    usual = opening(ckpt.policies.PreserveAll())
+    first = opening(ckpt.policies.LatestN(3))
+    again = opening(ckpt.policies.LatestN(3))
+    assert first - usual == Counter({"write": 1})
+    assert again == usual
+    with monkeypatch.context() as patch:
+        patch.setattr("ckpt._steps.removal.retention.note_policy", _nothing)
+        without = opening(ckpt.policies.LatestN(3))
+    assert again - without == Counter({"read": 1})
+
+
+async def _nothing(*_: object) -> None:
+    pass
+
+
 def test_a_list_of_a_large_root_does_not_grow_with_its_objects() -> None:
     async def main() -> None:
         config = memory()

@@ -1,0 +1,158 @@
+"""What a run keeps, written down in its root for people and tools that look at it.
+
+No manager reads it: each is told its policy by its program. Built-in policies are written as data;
+of any other only a text is, since data from a root must not become code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+from typing import Any
+
+from msgspec import Struct
+
+from ckpt._arguments import shown
+from ckpt.errors import CheckpointError, CorruptCheckpointError
+from ckpt.policies._answers import name_of
+from ckpt.policies._deletion import Deletion, trash_of
+from ckpt.policies._intervals import EveryNSeconds, EveryNSteps, EveryNStepsClosest, LatestDuration
+from ckpt.policies._preservation import (
+    AnyPreservation,
+    CustomSteps,
+    LatestN,
+    PreservationPolicyLike,
+    PreserveAll,
+)
+from ckpt.policies._ranking import BestN
+from ckpt.storage._base import Storage
+
+logger = logging.getLogger("ckpt")
+
+_NOTE = ".ckpt-run/preservation.json"
+_MAX_BYTES = 1 << 16
+_DEEPEST = 16
+_KINDS: dict[str, type[Any]] = {
+    "all": PreserveAll,
+    "latest_n": LatestN,
+    "every_n_steps": EveryNSteps,
+    "every_n_steps_closest": EveryNStepsClosest,
+    "every_n_seconds": EveryNSeconds,
+    "latest_duration": LatestDuration,
+    "best_n": BestN,
+    "custom_steps": CustomSteps,
+    "any": AnyPreservation,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+class NotedPolicy(Struct, frozen=True):
+    """What is written down of the policy of a run.
+
+    Attributes:
+        policy: The policy; None if it is not one of this library.
+        text: What was said of such a policy.
+        deletion: How steps are deleted.
+    """
+
+    policy: PreservationPolicyLike | None
+    text: str
+    deletion: Deletion
+
+
+async def note_policy(storage: Storage, policy: PreservationPolicyLike, deletion: Deletion) -> None:
+    """Write down what a run keeps, unless that is known already; failures are of no matter.
+
+    A root in which everything is kept, as always, gets no note.
+    """
+    try:
+        data = _encoded(policy, deletion)
+        try:
+            known = await storage.read_note(_NOTE, _MAX_BYTES)
+        except CorruptCheckpointError:
+            known = b""
+        if known == data or (known is None and data == _encoded(PreserveAll(), Deletion())):
+            return
+        await storage.put_note(_NOTE, data, replace=known is not None, durable=False)
+    except Exception as error:
+        logger.debug("%s: what is kept was not written down: %s", storage.location, error)
+
+
+async def noted_policy(storage: Storage) -> NotedPolicy | None:
+    """Return what is written down of the policy of a run; None if nothing that can be read is.
+
+    Raises:
+        StorageError: The root cannot be read.
+    """
+    found: object = None
+    with contextlib.suppress(ValueError, RecursionError, CheckpointError):
+        found = json.loads(await storage.read_note(_NOTE, _MAX_BYTES) or b"")
+    if not isinstance(found, dict) or not isinstance(found.get("preservation"), dict):
+        return None
+    data = found["preservation"]
+    given = found.get("deletion")
+    deletion = Deletion()
+    with contextlib.suppress(CheckpointError, TypeError):
+        deletion = Deletion(**given) if isinstance(given, dict) else deletion
+    return NotedPolicy(_policy(data), _text(data), deletion)
+
+
+def _encoded(policy: PreservationPolicyLike, deletion: Deletion) -> bytes:
+    how = {
+        "keep_latest": deletion.keep_latest,
+        "orbax_steps": deletion.orbax_steps,
+        "trash": trash_of(deletion),
+    }
+    data = json.dumps({"preservation": _data(policy), "deletion": how}).encode()
+    if len(data) <= _MAX_BYTES:
+        return data
+    return json.dumps({"preservation": _custom(policy), "deletion": how}).encode()
+
+
+def _data(policy: object) -> dict[str, Any]:
+    """Return a policy as data."""
+    kind = _NAMES.get(type(policy))
+    if kind is None or (isinstance(policy, BestN) and not isinstance(policy.metric, str)):
+        return _custom(policy)
+    if isinstance(policy, AnyPreservation):
+        return {"kind": kind, "policies": [_data(each) for each in policy.policies]}
+    if isinstance(policy, CustomSteps):
+        return {"kind": kind, "steps": sorted(policy.steps)}
+    if isinstance(policy, EveryNSeconds | LatestDuration):
+        return {"kind": kind, "seconds": float(policy.seconds)}
+    assert dataclasses.is_dataclass(policy)
+    return {"kind": kind} | {
+        each.name: getattr(policy, each.name) for each in dataclasses.fields(policy)
+    }
+
+
+def _custom(policy: object) -> dict[str, Any]:
+    text = name_of(policy) if callable(policy) else shown(policy)
+    # An address would be another one in every run.
+    return {"kind": "custom", "text": type(policy).__qualname__ if " at 0x" in text else text}
+
+
+def _policy(data: object, depth: int = 0) -> PreservationPolicyLike | None:
+    """Return the policy that data describe; None if they describe none of this library."""
+    kind = data.get("kind") if isinstance(data, dict) else None
+    made = _KINDS.get(kind) if isinstance(kind, str) else None
+    if made is None or not isinstance(data, dict) or depth > _DEEPEST:
+        return None
+    try:
+        if made is AnyPreservation:
+            members = [_policy(each, depth + 1) for each in data["policies"]]
+            known = [each for each in members if each is not None]
+            return AnyPreservation(*known) if len(known) == len(members) else None
+        policy: PreservationPolicyLike = made(
+            **{name: value for name, value in data.items() if name != "kind"}
+        )
+    except (CheckpointError, TypeError, KeyError):
+        return None
+    return policy
+
+
+def _text(data: object) -> str:
+    text = data.get("text") if isinstance(data, dict) else None
+    return f"{text:.200}" if isinstance(text, str) else "a policy of its own"

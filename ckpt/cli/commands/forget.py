@@ -1,0 +1,133 @@
+"""`ckpt forget`: what stays of a run, by the preservation policies of the library."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import anyio
+import click
+
+from ckpt._inspection.places import root_at
+from ckpt._inspection.preservation import ForgottenSteps, PlannedStep, forget_steps
+from ckpt.cli import options
+from ckpt.cli.output import printable, show
+from ckpt.cli.tables import table
+from ckpt.cli.text import age_text, count_text, size_text
+from ckpt.policies._intervals import EveryNSeconds, EveryNSteps, LatestDuration
+from ckpt.policies._preservation import (
+    AnyPreservation,
+    CustomSteps,
+    LatestN,
+    PreservationPolicyLike,
+)
+from ckpt.policies._ranking import BestN, Mode
+
+_BEST = re.compile(r"^(.+):(min|max)(?::([1-9][0-9]{0,8}))?\Z", re.DOTALL)
+_PERIODS = {"hourly": 3600, "daily": 86_400, "weekly": 604_800}
+
+
+def _best(text: str) -> BestN:
+    found = _BEST.match(text)
+    if found is None:
+        what = "METRIC:min:N or METRIC:max:N, such as loss:min:3"
+        raise click.BadParameter(f"{text!r}: expected {what}")
+    mode: Mode = "min" if found[2] == "min" else "max"
+    return BestN(int(found[3] or 1), found[1], mode)
+
+
+_COUNT = click.IntRange(min=1)
+
+
+@click.command()
+@options.root
+@click.option("--keep-last", type=_COUNT, metavar="N", help="Keep the newest N steps.")
+@click.option(
+    "--keep-every", type=_COUNT, metavar="N", multiple=True, help="Keep the multiples of N."
+)
+@click.option(
+    "--keep-best",
+    type=_best,
+    metavar="METRIC:min[:N]",
+    multiple=True,
+    help="Keep the N best steps by a metric (min or max is best), and those without it.",
+)
+@click.option("--keep-hourly", is_flag=True, help="Keep the first step of every hour.")
+@click.option("--keep-daily", is_flag=True, help="Keep the first step of every day.")
+@click.option("--keep-weekly", is_flag=True, help="Keep the first step of every week.")
+@click.option(
+    "--keep-within",
+    type=options.duration,
+    metavar="DURATION",
+    help="Keep steps that are not older, such as 7d.",
+)
+@click.option(
+    "--keep-step", type=click.IntRange(min=0), metavar="N", multiple=True, help="Keep step N."
+)
+@options.trash
+@options.for_good
+@options.dry_run
+@options.as_json
+def forget(
+    root: str,
+    keep_last: int | None,
+    keep_every: tuple[int, ...],
+    keep_best: tuple[BestN, ...],
+    keep_hourly: bool,
+    keep_daily: bool,
+    keep_weekly: bool,
+    keep_within: float | None,
+    keep_step: tuple[int, ...],
+    trash: str | None,
+    for_good: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Delete the steps of a root that no option keeps.
+
+    The latest step, pinned steps and those of Orbax stay in any case.
+    """
+    members: list[PreservationPolicyLike] = [LatestN(keep_last)] if keep_last else []
+    members += [EveryNSteps(each) for each in keep_every]
+    members += keep_best
+    chosen = {"hourly": keep_hourly, "daily": keep_daily, "weekly": keep_weekly}
+    members += [EveryNSeconds(_PERIODS[name]) for name, wanted in chosen.items() if wanted]
+    members += [LatestDuration(keep_within)] if keep_within else []
+    members += [CustomSteps(keep_step)] if keep_step else []
+    if not members:
+        raise click.UsageError("say what stays, such as --keep-last 3.")
+
+    async def act() -> ForgottenSteps:
+        policy = AnyPreservation(*members)
+        place = await root_at(root)
+        return await forget_steps(place, policy, trash, for_good=for_good, dry_run=dry_run)
+
+    show(anyio.run(act), _view, as_json=as_json)
+
+
+def _view(found: ForgottenSteps) -> Iterator[str]:
+    rows = [
+        (
+            str(each.step),
+            age_text(each.age_seconds),
+            "-" if each.stored_bytes is None else size_text(each.stored_bytes),
+            "goes" if each.goes else "stays",
+            f"none of: {each.reasons[0]}" if each.goes else "; ".join(each.reasons),
+        )
+        for each in found.steps
+    ]
+    if rows:
+        yield from table(("step", "age", "size", "", "why"), rows, right=("step", "age", "size"))
+    going = [each for each in found.steps if each.goes]
+    if not going:
+        yield f"{printable(found.root)}: nothing to delete"
+        return
+    done = "deleted" if found.trash is None else f"moved to {found.trash}"
+    if not found.done:
+        done = "would be " + done
+    yield printable(f"{found.root}: {_total(going)} {done}")
+
+
+def _total(steps: list[PlannedStep]) -> str:
+    nbytes = sum(each.stored_bytes or 0 for each in steps)
+    return f"{count_text(len(steps), 'step')} ({size_text(nbytes)})"
