@@ -32,7 +32,6 @@ from ckpt.errors import (
 )
 from ckpt.policies._deletion import Deletion, trash_of
 from ckpt.policies._preservation import PreserveAll
-from ckpt.storage._base import Storage
 from ckpt.storage._resolve import check_trash
 
 
@@ -179,7 +178,8 @@ async def trashed_steps(path: str, trash: str | None) -> list[TrashedEntry]:
     Raises:
         CheckpointError: The root cannot be read.
     """
-    found, now = await (await trash_at(path, trash))[0].steps(), time.time()
+    found = await (await trash_at(await open_as_root(path), trash)).steps()
+    now = time.time()
     return [
         TrashedEntry(each.step, each.deleted, max(now - each.deleted.timestamp(), 0.0), each.path)
         for each in found
@@ -194,23 +194,21 @@ async def undelete_step(path: str, step: int, trash: str | None) -> str:
         StepExistsError: The step exists.
         StorageError: The storage cannot be read or written.
     """
-    found, _ = await trash_at(path, trash)
+    found = await trash_at(await open_as_root(path), trash)
     saves = await found.saves_of(step)
     if not saves:
         raise await found.missing(step)
     return await found.undelete(step, saves[-1])
 
 
-async def trash_at(path: str, given: str | None) -> tuple[StepTrash, Storage]:
-    """Return the trash of a root, and the root.
+async def trash_at(root: RunRoot, given: str | None) -> StepTrash:
+    """Return the trash of a root.
 
     Raises:
         CheckpointError: As `trash_of_run`.
     """
-    root = await open_as_root(path)
     storage, trash = root.storage, await trash_of_run(root, given) or "trash"
     entries = await storage.trashed(trash)
     listed = await storage.step_dirs()
     names = names_of([*listed, *(each.step_dir for each in entries)])
-    found = StepTrash(storage, StepIndex(storage, names), names, trash, time.time_ns)
-    return found, storage
+    return StepTrash(storage, StepIndex(storage, names), names, trash, time.time_ns)

@@ -21,6 +21,7 @@ NAMES = (
     "rm",
     "forget",
     "undelete",
+    "gc",
     "pin",
     "unpin",
     "watch",

@@ -1,0 +1,81 @@
+"""`ckpt gc`: what dead writers left, and old steps of the trash."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import anyio
+import click
+
+from ckpt._inspection.leftovers import Collection, Leftover, collect
+from ckpt.cli import options
+from ckpt.cli.output import printable, show
+from ckpt.cli.tables import table
+from ckpt.cli.text import age_text, count_text, size_text
+
+
+@click.command()
+@options.root
+@click.option(
+    "--trash-older-than",
+    type=options.duration,
+    metavar="DURATION",
+    help="Also remove steps from the trash that were deleted so long ago, such as 7d.",
+)
+@options.trash
+@click.option(
+    "--wait",
+    type=options.duration,
+    metavar="DURATION",
+    default="0s",
+    help="Watch the writers of an object store so long, to learn which are dead.",
+)
+@options.dry_run
+@options.as_json
+def gc(
+    root: str,
+    trash_older_than: float | None,
+    trash: str | None,
+    wait: float,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Remove what dead writers left in a root. Saves that are being made are left alone."""
+    act = partial(collect, root, trash, older_than=trash_older_than, wait=wait, dry_run=dry_run)
+    show(anyio.run(act), _view, as_json=as_json)
+
+
+_KINDS = {
+    "attempt": "unfinished save",
+    "removal": "unfinished deletion",
+    "trash": "in the trash",
+    "other": "of a dead writer",
+}
+
+
+def _view(found: Collection) -> Iterator[str]:
+    rows = [
+        (
+            each.name,
+            age_text(each.age_seconds),
+            "-" if each.nbytes is None else size_text(each.nbytes),
+            _what(each, found),
+        )
+        for each in found.found
+    ]
+    if rows:
+        yield from table(("name", "age", "size", "what"), rows, right=("name", "age", "size"))
+    nbytes = size_text(sum(each.nbytes or 0 for each in found.found))
+    done = "removed" if found.done else "would be removed"
+    what = f"{nbytes} {done}" if rows else "nothing to remove"
+    if found.trashed:
+        what += f"; {count_text(found.trashed, 'step')} in the trash"
+    if found.unsure:
+        what += f"; {count_text(found.unsure, 'save')} may be dead: watch with --wait 11min"
+    yield printable(f"{found.root}: {what}")
+
+
+def _what(each: Leftover, found: Collection) -> str:
+    what = _KINDS[each.kind] + (f" of {each.owner}" if each.owner else "")
+    return what if each.removed or not found.done else f"{what}: it could not be removed"
