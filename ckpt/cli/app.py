@@ -20,10 +20,6 @@ COMPLETION = "_CKPT_COMPLETE"
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-class _ClosedOutput(Exception):
-    """Nobody reads the output any more. Click would end a BrokenPipeError with status 1."""
-
-
 class _Commands(click.Group):
     """The commands, each of which is imported when it is asked for."""
 
@@ -34,13 +30,6 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return one command; None if there is none of that name."""
         return commands.load(cmd_name) if cmd_name in commands.NAMES else None
-
-    def invoke(self, ctx: click.Context) -> object:
-        """Run a command."""
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError as error:
-            raise _ClosedOutput from error
 
 
 def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -98,9 +87,11 @@ def run(arguments: Sequence[str]) -> int:
         note(f"ckpt: {error.format_message()} See '{command} --help'.")
         return exit_status.USAGE
     except CheckpointError as error:
-        note(f"ckpt: {error}")
+        # Lists of what is wrong have several lines. Arguments are options here.
+        for line in f"ckpt: {error}".replace("overwrite=True", "--overwrite").split("\n"):
+            note(line)
         return exit_status.status_of(error)
-    except (BrokenPipeError, _ClosedOutput):
+    except BrokenPipeError:
         # The interpreter would fail to flush what nobody reads.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ from ckpt.policies import (
     steps_kept,
 )
 from tests.cli.test_tidying import steps, tree
-from tests.support.command import check_golden, ckpt_command, settled
+from tests.support.command import check_golden, ckpt_command, environment, settled
 
 NOTE = ".ckpt-run/preservation.json"
 
@@ -230,3 +233,37 @@ def test_texts_of_policies() -> None:
     }
     for policy, text in texts.items():
         assert preservation.text_of(policy) == text
+
+
+# It stands still before it deletes the first step, as on a disk that hangs.
+_STOPPED = """
+import sys
+import anyio
+from ckpt._steps.removal import retention
+from ckpt.cli.app import run
+
+async def stop(*_):
+    print("reached", flush=True)
+    await anyio.sleep_forever()
+
+retention.spare_others = stop
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+def test_an_interrupted_deletion_leaves_whole_steps(root: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _STOPPED, "forget", str(root), "--keep-last", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "reached\n"
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=60)
+    assert (child.returncode, err) == (130, "\nckpt: interrupted\n")
+    assert steps(root) == [10, 20, 30, 40, 50]
+    assert ckpt_command("forget", root, "--keep-last", "1").status == 0
+    assert steps(root) == [20, 50]

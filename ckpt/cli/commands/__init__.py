@@ -18,6 +18,7 @@ NAMES = (
     "show",
     "diff",
     "du",
+    "log",
     "rm",
     "forget",
     "undelete",

@@ -1,0 +1,138 @@
+"""Where a checkpoint comes from: its run, what that has begun from, and so on."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from msgspec import Struct
+
+from ckpt._format.metrics import flat_metrics
+from ckpt._inspection.json_values import finite, time_of
+from ckpt._inspection.places import Checkpoint, RunRoot, checkpoint_at, look_at, step_place
+from ckpt._steps.opened import open_step
+from ckpt.errors import CheckpointError, StorageError
+
+# Runs that begin from each other in a circle would have no end.
+_MOST_PARENTS = 1000
+
+
+class LoggedStep(Struct, frozen=True):
+    """A checkpoint in the order in which they were made.
+
+    Attributes:
+        path: Where it is.
+        step: Its number; None for a checkpoint by itself.
+        committed: When it was committed (UTC), if that is known.
+        metrics: Metrics by name; those that are not finite are None.
+        writer: Versions of the libraries that wrote it.
+        process_count: How many processes wrote it.
+    """
+
+    path: str
+    step: int | None
+    committed: datetime | None
+    metrics: dict[str, float | None]
+    writer: dict[str, str]
+    process_count: int
+
+
+class Ancestor(Struct, frozen=True):
+    """A checkpoint that a run has begun from.
+
+    Attributes:
+        path: Where it was.
+        step: Its number; None for a checkpoint by itself.
+        found: What is there; None if it cannot be read, or another one is there.
+        reason: Why it was not found; empty if it was.
+    """
+
+    path: str
+    step: int | None
+    found: LoggedStep | None
+    reason: str
+
+
+class Lineage(Struct, frozen=True):
+    """Where a checkpoint comes from.
+
+    Attributes:
+        path: The checkpoint, or the root.
+        ancestors: What the run has begun from, and what that one has; the nearest first.
+        steps: The steps of the run up to the checkpoint, ascending.
+    """
+
+    path: str
+    ancestors: list[Ancestor]
+    steps: list[LoggedStep]
+
+
+async def lineage_of(path: str) -> Lineage:
+    """Return where a checkpoint comes from; of a root, its latest step.
+
+    Steps that were deleted are not among those of the run, and a parent that cannot be read ends
+    the chain.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it cannot be read.
+    """
+    found = await look_at(path)
+    checkpoint = found
+    if isinstance(checkpoint, RunRoot):
+        checkpoint = Checkpoint(checkpoint.storage, await checkpoint.index.found(None))
+    step, place = checkpoint.opened.manifest.step, step_place(path)
+    if isinstance(found, RunRoot):
+        steps = await _steps_of(found)
+    elif step is not None and place is not None and place.step == step:
+        steps = [each for each in await _steps_of(place.root) if (each.step or 0) <= step]
+    else:
+        steps = [_logged(checkpoint)]
+    return Lineage(found.location, await _ancestors(checkpoint), steps)
+
+
+async def _steps_of(root: RunRoot) -> list[LoggedStep]:
+    steps = []
+    for each in (await root.index.refresh()).values():
+        opened = await open_step(root.storage, each.step_dir, each.step)
+        if opened is not None:
+            steps.append(_logged(Checkpoint(root.storage, opened)))
+    return steps
+
+
+async def _ancestors(checkpoint: Checkpoint) -> list[Ancestor]:
+    found: list[Ancestor] = []
+    seen = {checkpoint.opened.manifest.attempt}
+    here: Checkpoint | None = checkpoint
+    while here is not None and len(found) < _MOST_PARENTS:
+        parent = here.opened.manifest.parent
+        if parent is None:
+            break
+        here, reason = None, ""
+        try:
+            there = await checkpoint_at(parent.path)
+            attempt = there.opened.manifest.attempt
+            if attempt != parent.attempt:
+                reason = "another checkpoint is there now"
+            elif attempt in seen:
+                reason = "it is one of its own descendants"
+            else:
+                here = there
+                seen.add(attempt)
+        except StorageError as error:
+            reason = f"it cannot be reached: {error.message}"
+        except CheckpointError as error:
+            reason = f"it cannot be read: {error.message}"
+        logged = None if here is None else _logged(here)
+        found.append(Ancestor(parent.path, parent.step, logged, reason))
+    return found
+
+
+def _logged(checkpoint: Checkpoint) -> LoggedStep:
+    manifest = checkpoint.opened.manifest
+    return LoggedStep(
+        checkpoint.location,
+        manifest.step,
+        time_of(manifest.committed_ns),
+        finite(flat_metrics(manifest.metrics)),
+        dict(manifest.writer),
+        manifest.process_count,
+    )

@@ -1,0 +1,83 @@
+"""`ckpt log`: the steps of a run, and what it and its parents have begun from."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import ckpt
+from tests.support.command import check_golden, ckpt_command, environment, settled
+
+
+def run_from(root: Path, source: Path | None, *steps: int) -> None:
+    """Make a run that begins from another one, with these steps."""
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        _, state = mgr.resume({"w": jnp.zeros(4)}, source=source)
+        for step in steps:
+            mgr.save(step, state, metrics={"loss": 1 / (1 + step)})
+
+
+@pytest.fixture
+def last(tmp_path: Path) -> Path:
+    """Return the root of a run that began from one that began from a third."""
+    run_from(tmp_path / "first", None, 1, 2)
+    run_from(tmp_path / "second", tmp_path / "first" / "2", 3)
+    run_from(tmp_path / "third", tmp_path / "second" / "3", 4, 5)
+    return tmp_path / "third"
+
+
+def test_the_parents_of_parents_are_shown(last: Path) -> None:
+    ran = ckpt_command("log", last)
+    assert (ran.status, ran.err) == (0, "")
+    check_golden("log", settled(ran.out, runs=last.parent))
+    as_json = ckpt_command("log", last / "4", "--json")
+    check_golden("log_json", settled(as_json.out, runs=last.parent))
+    assert [each["step"] for each in as_json.json["steps"]] == [4]
+
+
+def test_a_parent_that_is_gone_or_another_one_is_said(last: Path) -> None:
+    second = last.parent / "second"
+    shutil.rmtree(second / "3")
+    run_from(second, None, 3)
+    ran = ckpt_command("log", last)
+    assert ran.out.splitlines()[-2] == (f"begun from {second}/3 (another checkpoint is there now)")
+    shutil.rmtree(second)
+    [parent] = ckpt_command("log", last, "--json").json["ancestors"]
+    assert parent["found"] is None
+    assert parent["reason"].startswith("it cannot be read")
+    (last.parent / "second").mkdir()
+    (second / "3").mkdir()
+    (second / "3" / "ckpt.json").write_bytes(b"{}")
+    assert ckpt_command("log", last).status == 0
+
+
+def test_a_checkpoint_by_itself_and_an_empty_root(items_path: Path, tmp_path: Path) -> None:
+    found = ckpt_command("log", items_path, "--json").json
+    assert [each["step"] for each in found["steps"]] == [None]
+    assert found["ancestors"] == []
+    for path in (tmp_path, tmp_path / "none"):
+        ran = ckpt_command("log", path)
+        assert (ran.status, ran.out) == (2, "")
+
+
+@pytest.mark.parametrize("command", ["ls", "log", "undelete"])
+def test_a_reader_that_goes_away_is_no_error(command: str, run_root: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    ran = subprocess.run(
+        [sys.executable, "-m", "ckpt", command, str(run_root)],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        timeout=60,
+        check=False,
+    )
+    os.close(writing)
+    assert (ran.returncode, ran.stderr) == (141, "")
