@@ -31,6 +31,7 @@ from ckpt._api.trash import SyncTrash
 from ckpt._api.watch import SyncWatch, watcher_of
 from ckpt._arguments import true_or_false
 from ckpt._commit import Commit, StepInfo
+from ckpt._engine.verify.file_selection import read_limits
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.format_rules import Formats
@@ -332,9 +333,17 @@ class CheckpointManager(ManagerBase):
         """Return the metrics a step was saved with."""
         return self.metadata(step).info.metrics
 
-    def verify(self, step: SupportsIndex | None = None, *, deep: bool = True) -> VerifyReport:
+    def verify(
+        self,
+        step: SupportsIndex | None = None,
+        *,
+        deep: bool = True,
+        sample: float | None = None,
+        seed: int | None = None,
+        deadline: float | None = None,
+    ) -> VerifyReport:
         """Compare a step with its manifest; see `ckpt.CheckpointManager.verify`."""
-        return self._loop.call(self._service.reader.verify, step, deep)
+        return self._loop.call(self._service.reader.verify, step, deep, sample, seed, deadline)
 
     def delete(self, step: SupportsIndex, *, item: str | None = None) -> None:
         """Delete a committed step, or one item; see `ckpt.CheckpointManager.delete`."""
@@ -445,9 +454,16 @@ def metadata(path: PathLike) -> StepMetadata:
 
 
 @plain_docs(oneshot.verify)
-def verify(path: PathLike, *, deep: bool = True) -> VerifyReport:
+def verify(
+    path: PathLike,
+    *,
+    deep: bool = True,
+    sample: float | None = None,
+    seed: int | None = None,
+    deadline: float | None = None,
+) -> VerifyReport:
     """Compare a checkpoint with its manifest. See `ckpt.verify`."""
-    return call_once(verify_call(path, deep))
+    return call_once(verify_call(path, read_limits(deep, sample, seed, deadline), deep))
 
 
 @plain_docs(adoption.adopt)

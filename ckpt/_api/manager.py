@@ -77,13 +77,11 @@ class CheckpointManager(ManagerBase):
     async def close(self) -> None:
         """Wait for every commit, end the library's thread, and raise unfetched errors of saves.
 
-        May be called several times.
-
         Raises:
             CheckpointError: A save failed and its error was not fetched from its commit. Several
                 such errors are raised as an `ExceptionGroup`.
 
-        Cancellation: the commits still finish.
+        Cancellation: the commits still finish. It may be called several times.
 
         Example:
             ```python
@@ -411,8 +409,7 @@ class CheckpointManager(ManagerBase):
 
         Example:
             ```python
-            for step in await mgr.all_steps():
-                print(step, await mgr.metrics(step))
+            steps = await mgr.all_steps()
             ```
         """
         return await self._loop.run(self._service.reader.all_steps)
@@ -422,8 +419,7 @@ class CheckpointManager(ManagerBase):
 
         Example:
             ```python
-            if await mgr.latest_step() is None:
-                print("a fresh run")
+            is_fresh = await mgr.latest_step() is None
             ```
         """
         return await self._loop.run(self._service.reader.latest_step)
@@ -441,8 +437,7 @@ class CheckpointManager(ManagerBase):
 
         Example:
             ```python
-            best = await mgr.best_step("loss", "min")
-            params = await mgr.restore(best, at="params")
+            params = await mgr.restore(await mgr.best_step("loss", "min"), at="params")
             ```
         """
         return await self._loop.run(self._service.reader.best_step, metric, mode)
@@ -468,9 +463,7 @@ class CheckpointManager(ManagerBase):
         return await self._loop.run(self._service.root_metadata)
 
     async def metadata(self, step: SupportsIndex | None = None) -> StepMetadata:
-        """Return structure, shapes, dtypes and shardings of a step, or of the latest one.
-
-        No array bytes are read.
+        """Return structure, shapes, dtypes and shardings of a step, or of the latest; no arrays.
 
         Raises:
             StepNotFoundError: There is no such step, or none at all.
@@ -492,15 +485,23 @@ class CheckpointManager(ManagerBase):
         """
         return (await self.metadata(step)).info.metrics
 
-    async def verify(self, step: SupportsIndex | None = None, *, deep: bool = True) -> VerifyReport:
+    async def verify(
+        self,
+        step: SupportsIndex | None = None,
+        *,
+        deep: bool = True,
+        sample: float | None = None,
+        seed: int | None = None,
+        deadline: float | None = None,
+    ) -> VerifyReport:
         """Compare a step with its manifest and report all damage by file, item and leaf path.
-
-        Every byte is read once, in a fixed amount of memory. It needs neither devices nor the
-        classes of items.
 
         Args:
             step: The step; None for the latest.
             deep: Read everything. With False, only compare names, kinds and sizes of files.
+            sample: Read only this share of it, chosen at random, from above 0 to 1.
+            seed: Makes that choice repeatable.
+            deadline: Begin no more files after that many seconds.
 
         Returns:
             The report, true if nothing is wrong. Damage is reported, never raised.
@@ -508,6 +509,7 @@ class CheckpointManager(ManagerBase):
         Raises:
             StepNotFoundError: There is no such step; it may have been deleted meanwhile.
             UnsupportedFormatError: The step was written in a later format.
+            InvalidArgumentError: `sample` or `deadline` is invalid, or given with `deep=False`.
 
         Cancellation: reading stops and memory is freed before the cancellation continues.
 
@@ -517,7 +519,7 @@ class CheckpointManager(ManagerBase):
             assert report.ok, report
             ```
         """
-        return await self._loop.run(self._service.reader.verify, step, deep)
+        return await self._loop.run(self._service.reader.verify, step, deep, sample, seed, deadline)
 
     async def delete(self, step: SupportsIndex, *, item: str | None = None) -> None:
         """Delete a committed step. It disappears atomically, then its bytes are removed.
@@ -574,8 +576,7 @@ class CheckpointManager(ManagerBase):
 
         Example:
             ```python
-            for step, pins in (await mgr.pins()).items():
-                print(step, [pin.name for pin in pins])
+            print([pin.name for pin in (await mgr.pins()).get(100, ())])
             ```
         """
         return await self._loop.run(self._service.pins)
@@ -592,7 +593,6 @@ class CheckpointManager(ManagerBase):
 
         Example:
             ```python
-            await mgr.save(step, state)
             await mgr.wait_until_finished()
             ```
         """

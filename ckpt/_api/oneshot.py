@@ -20,6 +20,7 @@ from ckpt._engine.restore.pipeline import restore_items
 from ckpt._engine.save.deadline import given_up_after
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
+from ckpt._engine.verify.file_selection import ReadLimits, read_limits
 from ckpt._engine.verify.pipeline import verify_step_dir
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._plan.adapt import Adapt
@@ -245,12 +246,24 @@ async def metadata(path: PathLike) -> StepMetadata:
 
 
 @awaited("ckpt.verify", "ckpt.sync.verify")
-async def verify(path: PathLike, *, deep: bool = True) -> VerifyReport:
+async def verify(
+    path: PathLike,
+    *,
+    deep: bool = True,
+    sample: float | None = None,
+    seed: int | None = None,
+    deadline: float | None = None,
+) -> VerifyReport:
     """Compare a one-shot checkpoint, or a step from a manager's root, with its manifest.
 
     Args:
         path: The directory, URL or store of the checkpoint.
         deep: Read everything. With False, only compare names, kinds and sizes of files.
+        sample: Read only this share of the files and of their bytes, chosen at random, above 0
+            and up to 1. The report says what was left out.
+        seed: Makes that choice repeatable.
+        deadline: Seconds after this call at which no more files are begun. Files are read in random
+            order then.
 
     Returns:
         The report, true if nothing is wrong. Damage is reported, never raised.
@@ -259,6 +272,7 @@ async def verify(path: PathLike, *, deep: bool = True) -> VerifyReport:
         NotACheckpointError: There is no committed checkpoint at `path`.
         StepDeletedError: It was deleted or replaced meanwhile.
         UnsupportedFormatError: It was written in a later format.
+        InvalidArgumentError: `sample` or `deadline` is invalid, or given with `deep=False`.
 
     Cancellation: reading stops and memory is freed before the cancellation continues.
 
@@ -268,7 +282,7 @@ async def verify(path: PathLike, *, deep: bool = True) -> VerifyReport:
         assert report.ok, report
         ```
     """
-    return await run_once(verify_call(path, deep))
+    return await run_once(verify_call(path, read_limits(deep, sample, seed, deadline), deep))
 
 
 def save_call(
@@ -351,13 +365,13 @@ def metadata_call(path: PathLike) -> Call[StepMetadata]:
     return call
 
 
-def verify_call(path: PathLike, deep: bool) -> Call[VerifyReport]:
+def verify_call(path: PathLike, limits: ReadLimits, deep: bool) -> Call[VerifyReport]:
     """Return the call behind `verify`."""
     storage, step_dir = open_step_dir(path, follow=True)
 
     async def call() -> VerifyReport:
         try:
-            return await verify_step_dir(storage, step_dir, None, deep, ())
+            return await verify_step_dir(storage, step_dir, None, deep, (), limits=limits)
         except NotACheckpointError as error:
             raise await explained(path, error) from None
 

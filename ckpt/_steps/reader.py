@@ -11,6 +11,7 @@ from typing import Any, get_args
 from ckpt._arguments import check_step, one_of, shown, true_or_false
 from ckpt._engine.engine import Engine
 from ckpt._engine.restore.pipeline import restore_items
+from ckpt._engine.verify.file_selection import read_limits
 from ckpt._engine.verify.pipeline import verify_step_dir
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._events import EventRecorder
@@ -112,8 +113,16 @@ class StepReader:
         path = f"{self._storage.location}/{opened.step_dir}"
         return await run_in_thread(describe_step, opened.manifest, path)
 
-    async def verify(self, step: int | None, deep: bool) -> VerifyReport:
+    async def verify(
+        self,
+        step: int | None,
+        deep: bool,
+        sample: float | None = None,
+        seed: int | None = None,
+        deadline: float | None = None,
+    ) -> VerifyReport:
         """Compare `step`, or the latest one, with its manifest; see `engine.verification`."""
+        limits = read_limits(deep, sample, seed, deadline)
         began = time.perf_counter_ns()
         with self._recorder("verify", step).failing(began):
             for _ in range(_LATEST_TRIES if step is None else 1):
@@ -137,6 +146,7 @@ class StepReader:
                         chosen,
                         deep,
                         self._engine.observers,
+                        limits=limits,
                         may_write=self._may_write,
                     )
                 except StepNotFoundError as error:

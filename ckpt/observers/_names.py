@@ -42,6 +42,7 @@ PHASES: Mapping[str, Mapping[str, str]] = {
         "place": "arrays are placed on their devices",
     },
     "verify": {
+        "plan": "what is to be read is worked out",
         "read": "files are read",
         "digest": "their digests are compared",
     },

@@ -16,6 +16,7 @@ from ckpt._engine.restore.step_files import StepFiles
 from ckpt._engine.restore.virtual_files import VirtualFiles, files_of, unverified_arrays
 from ckpt._engine.verify.consistency import contradictions
 from ckpt._engine.verify.damage import DamagedFile, problems_of_item
+from ckpt._engine.verify.file_selection import NO_LIMITS, FileSelection, ReadLimits
 from ckpt._engine.verify.report import Problem, VerifyReport
 from ckpt._engine.verify.scanner import MOST_DECODED_BYTES, MOST_FOREIGN_BYTES, Scanner
 from ckpt._engine.verify.sources import FirstDigests, compare_sources, note_digests
@@ -40,6 +41,7 @@ async def verify_step_dir(
     deep: bool,
     observers: tuple[Observer, ...],
     *,
+    limits: ReadLimits = NO_LIMITS,
     may_write: bool = True,
 ) -> VerifyReport:
     """Return what is wrong with a step directory.
@@ -50,7 +52,9 @@ async def verify_step_dir(
         step: The step that it should be; None for a one-shot checkpoint or any step.
         deep: Read every byte; otherwise compare names, kinds and sizes.
         observers: Receive the timed phases.
-        may_write: Whether the digests of a virtual step are written down if it has none.
+        limits: How much is read.
+        may_write: Whether the digests of a virtual step are written down if it has none. After a
+            look at a part of it they never are.
 
     Raises:
         StepNotFoundError: `step` was given and there is no such step.
@@ -67,13 +71,13 @@ async def verify_step_dir(
         if manifest is not None:
             work.step = manifest.step
             await _compare_unless_deleted(
-                storage, step_dir, manifest, deep, observers, work, may_write
+                storage, step_dir, manifest, deep, limits, observers, work, may_write
             )
     seconds = time.perf_counter() - began
     logger.info(
         "verified %s (%s): %d problems; %d files, %s read in %.2f s",
         work.path,
-        "every byte" if deep else "names and sizes",
+        "a part" if work.unread else "every byte" if deep else "names and sizes",
         len(work.problems),
         work.files,
         size_text(work.nbytes),
@@ -90,6 +94,8 @@ async def verify_step_dir(
         unlisted=tuple(work.unlisted),
         first_digests=work.first_digests,
         without_digests=work.without_digests,
+        unread_files=len(work.unread),
+        unread_nbytes=sum(work.unread.values()),
     )
 
 
@@ -106,6 +112,8 @@ class _Findings(Struct):
     first: FirstDigests = field(default_factory=dict)
     first_digests: int = 0
     without_digests: int = 0
+    # The size of each file that the limits left out.
+    unread: Mapping[str, int] = field(default_factory=dict)
 
 
 async def _manifest(storage: Storage, step_dir: str, work: _Findings) -> Manifest | None:
@@ -122,6 +130,7 @@ async def _compare_unless_deleted(
     step_dir: str,
     manifest: Manifest,
     deep: bool,
+    limits: ReadLimits,
     observers: tuple[Observer, ...],
     work: _Findings,
     may_write: bool,
@@ -132,14 +141,14 @@ async def _compare_unless_deleted(
     recorder = EventRecorder("verify", manifest.step, observers)
     scanner = Scanner(files, recorder, most_decoded)
     try:
-        await _compare(storage, place, manifest, files, scanner if deep else None, work)
+        await _compare(storage, place, manifest, files, scanner if deep else None, limits, work)
     finally:
         scanner.close()
         work.nbytes = scanner.nbytes
     if any(problem.file != FILE_NAME for problem in work.problems):
         await refuse_deleted(storage, step_dir, manifest)
     work.without_digests = unverified_arrays(manifest)
-    notes = work.first and not work.problems and may_write
+    notes = work.first and not work.problems and not work.unread and may_write
     if notes and await note_digests(storage, step_dir, manifest, work.first):
         work.first_digests, work.without_digests = work.without_digests, 0
 
@@ -150,6 +159,7 @@ async def _compare(
     manifest: Manifest,
     files: StepFiles,
     scanner: Scanner | None,
+    limits: ReadLimits,
     work: _Findings,
 ) -> None:
     """Compare the files in the directory `place` of the root with a manifest."""
@@ -160,16 +170,25 @@ async def _compare(
     if found is not None:
         work.unlisted = sorted(found.keys() - manifest.files.keys() - {FILE_NAME})
     damages = await run_in_thread(_damages_seen, manifest, found, wrong.unsafe)
+    sizes = {path: file.size for path, file in manifest.files.items()}
+    sizes |= {path: file.size for path, file in manifest.sources.items()}
+    for path in (*damages, *wrong.unsafe):
+        sizes.pop(path, None)
+    selection = FileSelection(sizes, limits, manifest.attempt)
+    if scanner is not None:
+        scanner.plan(selection.nbytes)
     if isinstance(files, VirtualFiles):
-        damages |= await compare_sources(files, manifest, wrong.leaves, scanner, work.first)
+        damages |= await compare_sources(
+            files, manifest, wrong.leaves, scanner, selection, work.first
+        )
     if scanner is not None:
         chunks = await run_in_thread(_chunks_by_file, manifest, wrong.leaves)
-        left_out = wrong.unsafe | damages.keys()
 
         async def goes_on(path: str, nbytes: int) -> bool:
             return path in work.unsized and await _goes_on(storage, place, path, nbytes)
 
-        damages |= await _damages_read(manifest, left_out, chunks, scanner, goes_on)
+        damages |= await _damages_read(manifest, selection, chunks, scanner, goes_on)
+        work.unread = selection.left_out
     by_item: dict[str | None, list[DamagedFile]] = {}
     # In the order of the manifest, not in the order of discovery.
     for path in (*manifest.files, *manifest.sources):
@@ -258,16 +277,18 @@ def _chunks_by_file(
 
 async def _damages_read(
     manifest: Manifest,
-    left_out: Set[str],
+    selection: FileSelection,
     chunks: Mapping[str, tuple[list[ChunkLocation], Sequence[LeafEntry]]],
     scanner: Scanner,
     goes_on: Callable[[str, int], Awaitable[bool]],
 ) -> dict[str, DamagedFile]:
-    """Read each file once; return those whose bytes are not as listed, or cannot be read."""
+    """Read the selected files once; return those that are not as listed, or cannot be read."""
     damages: dict[str, DamagedFile] = {}
 
     async def read(listed: tuple[str, FileEntry], lane: int) -> None:
         path, known = listed
+        if not selection.begins(path):
+            return
         places, leaves = chunks.get(path, ([], []))
         try:
             found = await scanner.scan_file(path, known.size, places, leaves, lane)
@@ -286,10 +307,8 @@ async def _damages_read(
                 reason = "is as listed, but not what the arrays were"
                 damages[path] = DamagedFile(path, reason, known.size)
 
-    files = [listed for listed in manifest.files.items() if listed[0] not in left_out]
-    # The largest first, so that no lane is busy with a large one when the others have ended.
-    files.sort(key=lambda listed: listed[1].size, reverse=True)
-    await scanner.in_lanes(files, read)
+    chosen = (path for path in selection.order if path in manifest.files)
+    await scanner.in_lanes(((path, manifest.files[path]) for path in chosen), read)
     return damages
 
 

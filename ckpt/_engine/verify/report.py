@@ -51,6 +51,9 @@ class VerifyReport:
         unlisted: Files of the step that the manifest does not list; not a problem in itself.
         first_digests: How many arrays of a virtual step had no digests, and have them from now on.
         without_digests: How many still have none, so that a changed byte in them is not noticed.
+        unread_files: How many files were not read, because of `sample=` or `deadline=`; their
+            names, kinds and sizes were compared.
+        unread_nbytes: Bytes of these.
 
     Example:
         ```python
@@ -70,11 +73,18 @@ class VerifyReport:
     unlisted: tuple[str, ...] = field(default=(), repr=False)
     first_digests: int = 0
     without_digests: int = 0
+    unread_files: int = 0
+    unread_nbytes: int = 0
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether nothing is wrong; after `sample=` or `deadline=`, in what was read."""
         return not self.problems
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether files were not read, because of `sample=` or `deadline=`."""
+        return self.unread_files > 0
 
     def __bool__(self) -> bool:
         return self.ok
@@ -87,8 +97,14 @@ class VerifyReport:
 
     def _lines(self) -> Iterator[str]:
         read = f"{size_text(self.nbytes)} read" if self.deep else "names and sizes only"
-        what = f"{_count(self.files, 'file')}, {read}, {self.seconds:.2f} s"
-        if self.ok:
+        files = _count(self.files, "file")
+        if self.is_partial:
+            read = f"{size_text(self.nbytes)} of {size_text(self.nbytes + self.unread_nbytes)} read"
+            files = f"{self.files - self.unread_files} of {files}"
+        what = f"{files}, {read}, {self.seconds:.2f} s"
+        if self.ok and self.is_partial:
+            yield f"{_plain(self.path)}: nothing is wrong in the part that was read ({what})"
+        elif self.ok:
             yield f"{_plain(self.path)} is whole ({what})"
         else:
             hit = len({problem.file for problem in self.problems})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -90,6 +91,10 @@ class Scanner:
         self._regions: dict[int, mmap.mmap] = {}
         # Decoding takes a chunk three times; once is enough.
         self._decoding = anyio.Lock()
+
+    def plan(self, nbytes: int) -> None:
+        """Report how many bytes will be read, unless damage is found."""
+        self._recorder.planned(time.perf_counter_ns(), nbytes)
 
     def close(self) -> None:
         """Free the memory; no read may be in progress."""

@@ -14,6 +14,7 @@ from ckpt._engine.restore.virtual_files import MISSING, VirtualFiles, unverified
 from ckpt._engine.save.republication import republish
 from ckpt._engine.save.step_manifest import features
 from ckpt._engine.verify.damage import DamagedFile
+from ckpt._engine.verify.file_selection import FileSelection
 from ckpt._engine.verify.scanner import FirstDigest, Scanner
 from ckpt._format.chunk_locations import ChunkLocation, places_in
 from ckpt._format.leaf_table import DIGEST_BYTES, UNCHECKED, LeafTable
@@ -45,6 +46,7 @@ async def compare_sources(
     manifest: Manifest,
     wrong: Mapping[str, Set[int]],
     scanner: Scanner | None,
+    selection: FileSelection,
     first: FirstDigests,
 ) -> dict[str, DamagedFile]:
     """Return the sources that are not what the step was made of.
@@ -54,6 +56,7 @@ async def compare_sources(
         manifest: Its manifest.
         wrong: By item the leaves whose places cannot be trusted.
         scanner: Reads them; None to look at their fingerprints only.
+        selection: Which of them it reads; it looks at the fingerprints of the others.
         first: Takes the digests of the chunks that have none.
     """
     damages: dict[str, DamagedFile] = {}
@@ -63,7 +66,8 @@ async def compare_sources(
         source = manifest.sources.get(file.path)
         try:
             problem = None if source is None else await files.problem(file.path)
-            if scanner is not None and problem != MISSING and not (problem and unverified):
+            is_readable = problem != MISSING and not (problem and unverified)
+            if scanner is not None and is_readable and selection.begins(file.path):
                 problem = await _read(scanner, file, lane, first)
         except (StorageError, CorruptCheckpointError) as error:
             problem = f"cannot be read: {error.message}"
@@ -75,6 +79,8 @@ async def compare_sources(
 
     found = await run_in_thread(_data_files, manifest, wrong)
     if scanner is not None:
+        last = len(selection.order)
+        found.sort(key=lambda file: selection.order.get(file.path, last))
         await scanner.in_lanes(found, compare)
     else:
         async with anyio.create_task_group() as tasks:
