@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import click
 from click.shell_completion import shell_complete
@@ -30,6 +31,15 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return one command; None if there is none of that name."""
         return commands.load(cmd_name) if cmd_name in commands.NAMES else None
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            # click would print an empty line first.
+            note("ckpt: interrupted")
+            raise click.exceptions.Exit(exit_status.INTERRUPTED) from None
 
 
 def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:

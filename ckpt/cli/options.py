@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -39,3 +40,17 @@ for_good: Callable[[F], F] = click.option(
 dry_run: Callable[[F], F] = click.option(
     "--dry-run", is_flag=True, help="Say what would be done; change nothing."
 )
+
+
+def share(_: click.Context, __: click.Parameter, value: str | None) -> float | None:
+    """Return a share such as `5%` or `0.05` as a number above 0, up to 1."""
+    if value is None:
+        return None
+    text = value.strip()
+    try:
+        found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        found = math.nan
+    if not 0 < found <= 1:
+        raise click.BadParameter(f"expected a share such as 5% or 0.05, not {value!r:.60}.")
+    return found

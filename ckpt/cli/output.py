@@ -12,6 +12,8 @@ import click
 import msgspec
 
 T = TypeVar("T")
+# The line that is shown until something else is printed.
+_shown: list[str] = []
 
 
 def show(record: T, view: Callable[[T], Iterable[str]], *, as_json: bool) -> None:
@@ -25,6 +27,7 @@ def show(record: T, view: Callable[[T], Iterable[str]], *, as_json: bool) -> Non
 def show_lines(lines: Iterable[str]) -> None:
     """Print lines. Styles are used on a terminal only, and not where `NO_COLOR` is set."""
     text = "".join(f"{line}\n" for line in lines)
+    hide_line()
     # click.echo would send UTF-8 to a terminal that says it shows ASCII.
     sys.stdout.write(text if _takes_styles() else click.unstyle(text))
     sys.stdout.flush()
@@ -38,6 +41,7 @@ def _takes_styles() -> bool:
 
 def show_json(record: object) -> None:
     """Print one JSON document, on one line if it goes to a program."""
+    hide_line()
     encoded = msgspec.json.encode(record)
     if sys.stdout.isatty():
         encoded = msgspec.json.format(encoded)
@@ -47,7 +51,25 @@ def show_json(record: object) -> None:
 
 def note(text: str) -> None:
     """Tell people something that is not the result, on standard error."""
+    hide_line()
     sys.stderr.write(f"{printable(text)}\n")
+
+
+def show_line(text: str) -> None:
+    """Show a line on standard error that stays until the next one, or until anything is printed."""
+    # It begins with going back, so that no line is ever left above.
+    sys.stderr.write(f"\r{text}\x1b[K")
+    sys.stderr.flush()
+    _shown.append(text)
+    del _shown[:-1]
+
+
+def hide_line() -> None:
+    """Remove the line of `show_line`."""
+    if _shown:
+        _shown.clear()
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
 
 
 def printable(text: str) -> str:

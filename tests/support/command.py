@@ -67,12 +67,17 @@ def in_this_process(capsys: pytest.CaptureFixture[str], *arguments: object) -> R
     return Ran(status, *capsys.readouterr())
 
 
-def on_terminal(*arguments: object, columns: int = 80, **extra: str) -> tuple[int, str]:
-    """Run `ckpt` on a terminal of its own; return its exit status and all that it showed."""
+def on_terminal(
+    *arguments: object, columns: int = 80, program: str = "ckpt", **extra: str
+) -> tuple[int, str]:
+    """Run `ckpt` on a terminal of its own; return its exit status and all that it showed.
+
+    `program` is the module that runs it.
+    """
     own, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     process = subprocess.Popen(
-        [sys.executable, "-m", "ckpt", *map(str, arguments)],
+        [sys.executable, "-m", program, *map(str, arguments)],
         stdin=its,
         stdout=its,
         stderr=its,

@@ -19,6 +19,7 @@ NAMES = (
     "diff",
     "du",
     "log",
+    "verify",
     "rm",
     "forget",
     "undelete",

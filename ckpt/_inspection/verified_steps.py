@@ -1,0 +1,152 @@
+"""Steps that are compared with their manifests, as records: one checkpoint, or all of a root."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from msgspec import Struct
+
+from ckpt._engine.verify.file_selection import ReadLimits
+from ckpt._engine.verify.pipeline import verify_step_dir
+from ckpt._engine.verify.report import Problem, VerifyReport
+from ckpt._events import Observer
+from ckpt._format.manifest_head import FILE_NAME
+from ckpt._inspection.places import Checkpoint, RunRoot, look_at
+from ckpt._steps.unreadable import UnreadableStep
+from ckpt._steps.wrong_paths import explained
+from ckpt.errors import (
+    NotACheckpointError,
+    StepDeletedError,
+    StepNotFoundError,
+    UnsupportedFormatError,
+)
+from ckpt.storage._manifests import no_manifest
+
+
+class SkippedStep(Struct, frozen=True):
+    """A step that was not compared.
+
+    Attributes:
+        step: Its number.
+        reason: Why.
+    """
+
+    step: int
+    reason: str
+
+
+class Verification(Struct, frozen=True):
+    """Everything that was compared.
+
+    Attributes:
+        path: The checkpoint, or the root.
+        ok: Whether nothing is wrong in what was read.
+        is_root: Whether it is a root.
+        reports: What was found of each step, ascending.
+        skipped: Steps that were not compared.
+        seconds: How long it took.
+    """
+
+    path: str
+    ok: bool
+    is_root: bool
+    reports: list[VerifyReport]
+    skipped: list[SkippedStep]
+    seconds: float
+
+
+# Told of each step as soon as it was compared; and of each that is next, with their number.
+Told = Callable[[VerifyReport], None]
+Next = Callable[[str, int, int], None]
+
+
+async def verify_at(
+    path: str, deep: bool, limits: ReadLimits, observer: Observer, told: Told, begins: Next
+) -> Verification:
+    """Compare a checkpoint with its manifest, or all steps of a root.
+
+    With a time limit, the newest steps come first. Those whose turn is too late are still looked
+    at, without reading them, so that it is known how much was left out.
+
+    Args:
+        path: The checkpoint or root.
+        deep: Read every byte; otherwise compare names, kinds and sizes.
+        limits: How much is read.
+        observer: Receives the timed phases.
+        told: Called with the report of each step.
+        begins: Called before each with its name, its place among them and how many there are.
+
+    Raises:
+        NotACheckpointError: There is nothing at the path that could be compared.
+        StorageError: The storage cannot be read.
+    """
+    began = time.monotonic()
+    found = await look_at(path)
+    if isinstance(found, Checkpoint):
+        if found.opened.foreign is not None:
+            raise await explained(path, no_manifest(found.location))
+        begins(found.opened.step_dir, 1, 1)
+        name = found.opened.step_dir
+        report = await verify_step_dir(found.storage, name, None, deep, (observer,), limits=limits)
+        told(report)
+        return _all(found.location, False, [report], [], began)
+    reports: list[VerifyReport] = []
+    steps, skipped = await _steps_of(found)
+    order = list(reversed(steps)) if limits.ends_at is not None else steps
+    for place, (step, name) in enumerate(order, 1):
+        begins(f"step {step}", place, len(order))
+        try:
+            report = await verify_step_dir(
+                found.storage, name, step, deep, (observer,), limits=limits
+            )
+        except (StepNotFoundError, StepDeletedError):
+            skipped.append(SkippedStep(step, "it was deleted meanwhile"))
+            continue
+        except (NotACheckpointError, UnsupportedFormatError) as error:
+            report = _unreadable(f"{found.location}/{name}", step, deep, error.message)
+        reports.append(report)
+        told(report)
+    reports.sort(key=lambda report: report.step or 0)
+    return _all(found.location, True, reports, skipped, began)
+
+
+async def _steps_of(root: RunRoot) -> tuple[list[tuple[int, str]], list[SkippedStep]]:
+    """Return the steps to be compared with their directories, damaged ones too, and the others."""
+    committed = await root.index.refresh()
+    steps = {each.step: each.step_dir for each in committed.values() if not each.is_foreign}
+    skipped = [
+        SkippedStep(each.step, "Orbax wrote it, without digests")
+        for each in committed.values()
+        if each.is_foreign
+    ]
+    for each in root.index.unreadable:
+        if each.step in committed:
+            continue
+        if each.kind in ("orbax", "other"):
+            skipped.append(SkippedStep(each.step, each.reason))
+        else:
+            steps[each.step] = await _name_of(root, each)
+    return sorted(steps.items()), sorted(skipped, key=lambda each: each.step)
+
+
+async def _name_of(root: RunRoot, each: UnreadableStep) -> str:
+    names = await root.index.step_dirs_of(each.step)
+    return names[0] if names else root.names.name(each.step)
+
+
+def _unreadable(path: str, step: int, deep: bool, message: str) -> VerifyReport:
+    problem = Problem(FILE_NAME, None, None, message)
+    return VerifyReport(path, step, deep, (problem,), 1, 0, 0.0)
+
+
+def _all(
+    path: str,
+    is_root: bool,
+    reports: list[VerifyReport],
+    skipped: Iterable[SkippedStep],
+    began: float,
+) -> Verification:
+    # A path in a report is that of the checkpoint, or of the step.
+    ok = all(report.ok for report in reports)
+    return Verification(path, ok, is_root, reports, list(skipped), time.monotonic() - began)

@@ -1,0 +1,216 @@
+"""`ckpt verify`: a checkpoint, or all steps of a root, against their manifests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import anyio
+import click
+from msgspec import Struct
+
+from ckpt.cli import exit_status, options
+from ckpt.cli.output import printable, show_json, show_lines
+from ckpt.cli.progress import progress
+from ckpt.cli.text import count_text, size_text
+
+if TYPE_CHECKING:
+    from ckpt._engine.verify.report import VerifyReport
+    from ckpt._inspection.verified_steps import SkippedStep, Verification
+
+_MOST_SEEDS = 1 << 32
+
+
+class _Problem(Struct, frozen=True):
+    file: str
+    item: str | None
+    leaf: str | None
+    message: str
+
+
+class _Step(Struct, frozen=True):
+    path: str
+    step: int | None
+    ok: bool
+    problems: list[_Problem]
+    files: int
+    unread_files: int
+    nbytes: int
+    unread_nbytes: int
+    seconds: float
+    first_digests: int
+    without_digests: int
+    unlisted: list[str]
+
+
+class _Verified(Struct, frozen=True):
+    """All that was verified.
+
+    Attributes:
+        path: The checkpoint, or the root.
+        ok: Whether nothing is wrong in what was read.
+        deep: Whether bytes were read.
+        files: How many files there are.
+        unread_files: How many of them were not read.
+        nbytes: How many bytes were read.
+        unread_nbytes: How many were not.
+        seconds: How long it took.
+        seed: Repeats the choice of `--sample`; None without it.
+        steps: What was found of each.
+        skipped: Steps that were not compared.
+    """
+
+    path: str
+    ok: bool
+    deep: bool
+    files: int
+    unread_files: int
+    nbytes: int
+    unread_nbytes: int
+    seconds: float
+    seed: int | None
+    steps: list[_Step]
+    skipped: list[SkippedStep]
+
+
+@click.command()
+@options.path
+@click.option("--shallow", is_flag=True, help="Compare names and sizes only; read no data.")
+@click.option(
+    "--sample",
+    callback=options.share,
+    metavar="SHARE",
+    help="Read a random share of the files and bytes of each step, such as 5%.",
+)
+@click.option(
+    "--deadline",
+    callback=options.duration,
+    metavar="TIME",
+    help="Begin no more files after this time, such as 60s or 2h.",
+)
+@click.option(
+    "--seed", type=int, metavar="NUMBER", help="Repeat the choice of an earlier --sample."
+)
+@options.as_json
+def verify(
+    path: str,
+    shallow: bool,
+    sample: float | None,
+    deadline: float | None,
+    seed: int | None,
+    as_json: bool,
+) -> int:
+    """Compare a checkpoint, or every step of a root, with its manifest, byte by byte.
+
+    What was not read because of --sample or --deadline is told; names and sizes of all files are
+    compared in any case. Exit status 1 if anything is damaged.
+    """
+    if shallow and (sample is not None or deadline is not None):
+        raise click.UsageError("--shallow reads nothing: leave out --sample and --deadline.")
+    if sample is not None and seed is None:
+        seed = random.randrange(_MOST_SEEDS)
+    found = _verified(path, not shallow, sample, seed, deadline, as_json)
+    if as_json:
+        show_json(_record(found, not shallow, None if sample is None else seed))
+    else:
+        show_lines(_summary(found, None if sample is None else seed))
+    return exit_status.OK if found.ok else exit_status.FOUND
+
+
+def _verified(
+    path: str,
+    deep: bool,
+    sample: float | None,
+    seed: int | None,
+    deadline: float | None,
+    as_json: bool,
+) -> Verification:
+    from ckpt._engine.verify.file_selection import read_limits
+    from ckpt._inspection.verified_steps import verify_at
+
+    with progress("verify") as line:
+
+        def begins(name: str, place: int, count: int) -> None:
+            line.name(f"verify {name}" + (f" ({place} of {count})" if count > 1 else ""))
+
+        def told(report: VerifyReport) -> None:
+            if not as_json:
+                show_lines(_lines(report))
+
+        limits = read_limits(deep, sample, seed, deadline)
+        return anyio.run(verify_at, path, deep, limits, line, told, begins)
+
+
+def _lines(report: VerifyReport) -> Iterator[str]:
+    first, *rest = str(report).splitlines()
+    yield printable(first) if report.ok else click.style(printable(first), bold=True)
+    yield from map(printable, rest)
+
+
+def _summary(found: Verification, seed: int | None) -> Iterator[str]:
+    for each in found.skipped:
+        yield f"step {each.step} was not verified: {printable(each.reason)}"
+    if found.is_root:
+        steps = count_text(len(found.reports), "step") if found.reports else "no steps"
+        damaged = sum(not report.ok for report in found.reports)
+        is_partial = any(report.is_partial for report in found.reports)
+        verdict = "nothing is wrong" + (" in what was read" if is_partial else "")
+        if damaged:
+            verdict = f"{damaged} damaged"
+        text = f"{steps}, {verdict} ({_part(found)})" if found.reports else steps
+        yield click.style(f"{printable(found.path)}: {text}", dim=not damaged)
+    if seed is not None:
+        yield click.style(f"the same files again: --seed {seed}", dim=True)
+
+
+def _part(found: Verification) -> str:
+    reports = found.reports
+    files, unread = (
+        sum(report.files for report in reports),
+        sum(report.unread_files for report in reports),
+    )
+    nbytes = sum(report.nbytes for report in reports)
+    if not reports[0].deep:
+        return f"{count_text(files, 'file')}, names and sizes only"
+    if not unread:
+        return f"{count_text(files, 'file')}, {size_text(nbytes)} read"
+    total = nbytes + sum(report.unread_nbytes for report in reports)
+    return (
+        f"{files - unread:,} of {count_text(files, 'file')} read, "
+        f"{size_text(nbytes)} of {size_text(total)}"
+    )
+
+
+def _record(found: Verification, deep: bool, seed: int | None) -> _Verified:
+    steps = [_step(report) for report in found.reports]
+    return _Verified(
+        found.path,
+        found.ok,
+        deep,
+        sum(each.files for each in steps),
+        sum(each.unread_files for each in steps),
+        sum(each.nbytes for each in steps),
+        sum(each.unread_nbytes for each in steps),
+        found.seconds,
+        seed,
+        steps,
+        found.skipped,
+    )
+
+
+def _step(report: VerifyReport) -> _Step:
+    return _Step(
+        report.path,
+        report.step,
+        report.ok,
+        [_Problem(each.file, each.item, each.leaf, each.message) for each in report.problems],
+        report.files,
+        report.unread_files,
+        report.nbytes,
+        report.unread_nbytes,
+        report.seconds,
+        report.first_digests,
+        report.without_digests,
+        list(report.unlisted),
+    )

@@ -1,0 +1,123 @@
+"""The progress of a command: one line on standard error, on a terminal only.
+
+It shows what is done, how fast, and how much time is left, in as many columns as there are. It is
+redrawn in place, and gone before anything else is printed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from rich.cells import cell_len, set_cell_size
+
+from ckpt._events import Event
+from ckpt.cli.output import hide_line, printable, show_line
+from ckpt.cli.text import size_text
+
+# What takes less time shows nothing, since it would only flicker; and how often a line is drawn.
+_DELAY_SECONDS, _PAUSE_SECONDS = 0.3, 0.1
+_LEAST_BAR, _MOST_BAR = 10, 40
+_MOST = 0.999
+
+
+class ProgressLine:
+    """One line about bytes that are moved. What moves them may call it from any one thread."""
+
+    def __init__(self, name: str) -> None:
+        """Show `name` in front."""
+        self._name = name
+        self._began = time.monotonic()
+        self._drawn = self._began + _DELAY_SECONDS - _PAUSE_SECONDS
+        self._total: int | None = None
+        self._done = 0
+        self._is_on = _is_terminal()
+
+    def name(self, text: str) -> None:
+        """Show another name from now on."""
+        self._name = text
+
+    def expect(self, nbytes: int) -> None:
+        """Count on that many bytes more."""
+        self._total = (self._total or 0) + nbytes
+        self._draw()
+
+    def move(self, nbytes: int) -> None:
+        """Count bytes that were moved."""
+        self._done += nbytes
+        self._draw()
+
+    def __call__(self, event: Event) -> None:
+        """Take an event of the library, as an observer."""
+        if event.phase == "plan":
+            self.expect(event.nbytes)
+        elif event.phase in ("read", "stage"):
+            self.move(event.nbytes)
+
+    def _draw(self) -> None:
+        now = time.monotonic()
+        if not self._is_on or now - self._drawn < _PAUSE_SECONDS:
+            return
+        self._drawn = now
+        # The last column stays empty: some terminals go to the next line when it is filled.
+        show_line(self._text(now - self._began, shutil.get_terminal_size().columns - 1))
+
+    def _text(self, seconds: float, width: int) -> str:
+        rate = self._done / max(seconds, 1e-6)
+        speed = f"{size_text(int(rate))}/s"
+        name = printable(self._name)
+        if not self._total:
+            return _fitted(f"{name}  {size_text(self._done)}  {speed}", width)
+        share = min(self._done / self._total, _MOST)
+        left = (self._total - self._done) / rate if rate else 0.0
+        part = f"{100 * share:3.0f}%"
+        clock = f"{timedelta(seconds=max(int(left), 0))} left"
+        amount = f"{part} of {size_text(self._total)}"
+        # The first that fits; what matters most is in all of them.
+        for front, back in (
+            (name, f"{amount}  {speed}  {clock}"),
+            (name, f"{part}  {speed}  {clock}"),
+            ("", f"{part}  {speed}  {clock}"),
+        ):
+            room = width - cell_len(front) - len(back) - (4 if front else 2)
+            if room >= _LEAST_BAR:
+                bar = _bar(share, min(room, _MOST_BAR))
+                return "  ".join(filter(None, (front, bar, back)))
+        return _fitted(f"{part}  {speed}  {clock}", width)
+
+
+@contextmanager
+def progress(name: str) -> Iterator[ProgressLine]:
+    """Show the progress of the body; afterwards the line is gone."""
+    line = ProgressLine(name)
+    try:
+        yield line
+    finally:
+        hide_line()
+
+
+def _is_terminal() -> bool:
+    return sys.stderr.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
+
+
+def _bar(share: float, width: int) -> str:
+    done, rest = ("━", "─") if _shows("━─") else ("#", "-")
+    filled = int(share * width)
+    return done * filled + rest * (width - filled)
+
+
+def _shows(text: str) -> bool:
+    try:
+        text.encode(sys.stderr.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _fitted(text: str, width: int) -> str:
+    return text if cell_len(text) <= width else set_cell_size(text, max(width, 0))

@@ -1,0 +1,28 @@
+"""Runs `ckpt` on a disk that takes `SLOW_READ_SECONDS` for each read of a data file.
+
+Its progress is shown from the first byte on: `python -m tests.support.slow_command verify ...`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import anyio
+
+from ckpt.cli import entry, progress
+from ckpt.storage._local.storage import LocalStorage
+
+_SECONDS = float(os.environ.get("SLOW_READ_SECONDS", "0.05"))
+_read_block = LocalStorage.read_block
+
+
+async def _read_slowly(self: LocalStorage, *args: Any, **options: Any) -> None:
+    await anyio.sleep(_SECONDS)
+    await _read_block(self, *args, **options)
+
+
+if __name__ == "__main__":
+    LocalStorage.read_block = _read_slowly
+    progress._DELAY_SECONDS = progress._PAUSE_SECONDS = 0.0
+    entry.main()
