@@ -137,6 +137,26 @@ class ReadsTails(Protocol):
         """
 
 
+@runtime_checkable
+class WritesParts(Protocol):
+    """A storage that takes a data file in parts, so that all of it need not be in memory."""
+
+    async def write_part(
+        self, attempt: Attempt, path: str, offset: int, data: memoryview, *, is_last: bool
+    ) -> None:
+        """Write the next part of a new data file of the attempt; it is durable after the last one.
+
+        `data` is in use until this returns, also if it raises or is cancelled.
+
+        Args:
+            attempt: The attempt.
+            path: The file in it.
+            offset: Where the part begins: 0, or where the one before has ended.
+            data: The part.
+            is_last: Whether the file ends with it.
+        """
+
+
 class Storage(Protocol):
     """A root that holds step directories. All methods raise `StorageError` if the store fails."""
 

@@ -20,6 +20,7 @@ NAMES = (
     "du",
     "log",
     "verify",
+    "cp",
     "rm",
     "forget",
     "undelete",

@@ -52,30 +52,50 @@ def write_block(path: Path, data: memoryview, mode: int | None = None) -> None:
     Raises:
         FileExistsError: A file of that name exists.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    write_part(path, 0, data, mode, is_last=True)
+
+
+def write_part(
+    path: Path, offset: int, data: memoryview, mode: int | None = None, *, is_last: bool
+) -> None:
+    """Write a part of a new file as `write_block` does; it is durable after the last one.
+
+    Args:
+        path: The file.
+        offset: Where the part begins; at 0 the file is made.
+        data: The part.
+        mode: Permissions of a file that is made.
+        is_last: Whether the file ends with it.
+
+    Raises:
+        FileExistsError: A file of that name exists.
+    """
+    flags = os.O_WRONLY | os.O_CLOEXEC | (0 if offset else os.O_CREAT | os.O_EXCL)
     fd = os.open(path, flags, 0o666)
     try:
-        if mode is not None:
+        if mode is not None and not offset:
             os.fchmod(fd, mode & 0o666)
-        done = _write_direct(path, fd, data) if _may_be_direct(data) else 0
+        done = _write_direct(path, fd, offset, data) if _may_be_direct(offset, data) else 0
         while done < len(data):
-            done += os.pwrite(fd, data[done : done + _MOST_BYTES], done)
-        os.fsync(fd)
+            done += os.pwrite(fd, data[done : done + _MOST_BYTES], offset + done)
+        if is_last:
+            os.fsync(fd)
     finally:
         os.close(fd)
 
 
-def _may_be_direct(data: memoryview) -> bool:
-    return _DIRECT != 0 and len(data) >= _DIRECT_BYTES and len(data) % _SECTOR == 0
+def _may_be_direct(offset: int, data: memoryview) -> bool:
+    is_whole = len(data) % _SECTOR == 0 and offset % _SECTOR == 0
+    return _DIRECT != 0 and len(data) >= _DIRECT_BYTES and is_whole
 
 
-def _write_direct(path: Path, fd: int, data: memoryview) -> int:
+def _write_direct(path: Path, fd: int, offset: int, data: memoryview) -> int:
     """Write `data` past the page cache; return how many bytes were written before it failed."""
     done = 0
     try:
         # Before any byte is written: the file gets contiguous space, and a full disk is noticed
         # early. File systems that cannot do this lose nothing.
-        reserve(fd, len(data))
+        reserve(fd, len(data), offset)
         direct = os.open(path, os.O_WRONLY | _DIRECT | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in WITHOUT_DIRECT:
@@ -83,7 +103,7 @@ def _write_direct(path: Path, fd: int, data: memoryview) -> int:
         raise
     try:
         while done < len(data):
-            written = os.pwrite(direct, data[done : done + _MOST_BYTES], done)
+            written = os.pwrite(direct, data[done : done + _MOST_BYTES], offset + done)
             done += written
             if written % _SECTOR:
                 # A short write may end anywhere, and then the rest cannot be direct.
@@ -97,12 +117,12 @@ def _write_direct(path: Path, fd: int, data: memoryview) -> int:
     return done
 
 
-def reserve(fd: int, nbytes: int) -> None:
+def reserve(fd: int, nbytes: int, offset: int = 0) -> None:
     """Give a file contiguous space, where the file system can, so that a full disk shows early."""
     if not hasattr(os, "posix_fallocate"):
         return
     try:
-        os.posix_fallocate(fd, 0, nbytes)
+        os.posix_fallocate(fd, offset, nbytes)
     except OSError as error:
         if error.errno not in WITHOUT_DIRECT:
             raise

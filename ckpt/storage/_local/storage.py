@@ -270,6 +270,17 @@ class LocalStorage:
                 await self._in_thread(attempts.make_directories, own, target.parent)
             await run_in_thread(self._files.write_block, target, data, own.mode)
 
+    async def write_part(
+        self, attempt: Attempt, path: str, offset: int, data: memoryview, *, is_last: bool
+    ) -> None:
+        own = _local(attempt)
+        target = own.path / path
+        with translated("write", target), attempts.noticing_removal(own):
+            if target.parent not in own.made:
+                await self._in_thread(attempts.make_directories, own, target.parent)
+            write = partial(data_files.write_part, is_last=is_last)
+            await run_in_thread(write, target, offset, data, own.mode)
+
     async def link(self, attempt: Attempt, path: str, folder: str = "") -> None:
         own = _local(attempt)
         source = self._root / own.step_dir / folder / path

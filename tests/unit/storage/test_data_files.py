@@ -328,7 +328,7 @@ def test_a_disk_that_takes_no_more_is_an_error(
     place: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, reserve: bool
 ) -> None:
     if not reserve:
-        monkeypatch.setattr(blocks, "reserve", lambda fd, nbytes: None)
+        monkeypatch.setattr(blocks, "reserve", lambda fd, nbytes, offset: None)
     for limit in (4096, nbytes - 1, nbytes // 2 // 4096 * 4096 + 512):
         with largest_file(limit), pytest.raises(OSError, match="too large") as caught:
             write_block(place / str(limit), filled(nbytes))

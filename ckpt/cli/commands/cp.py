@@ -1,0 +1,305 @@
+"""`ckpt cp`: a checkpoint, a step or a whole root, from one place to another."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+from msgspec import Struct
+
+from ckpt._inspection.places import Checkpoint, RunRoot, look_at, open_as_root
+from ckpt._redaction import redact
+from ckpt.cli import exit_status, options
+from ckpt.cli.output import note, printable, show_json, show_lines
+from ckpt.cli.progress import ProgressLine, progress
+from ckpt.cli.text import count_text, size_text
+from ckpt.errors import InvalidArgumentError, NotACheckpointError, StepNotFoundError
+from ckpt.step_names import Standard
+from ckpt.storage._resolve import local_path, open_root, open_step_dir
+
+if TYPE_CHECKING:
+    from ckpt._conversion.copies import CopiedStep
+    from ckpt._conversion.step_copy import StepPlace
+
+_SHOWN = 3
+
+
+class _Copied(Struct, frozen=True):
+    """What was copied.
+
+    Attributes:
+        source: From where.
+        target: To where.
+        ok: Whether nothing was left out because it is damaged.
+        nbytes: Bytes that were copied.
+        steps: What has become of each step.
+        skipped: Steps that another library wrote.
+    """
+
+    source: str
+    target: str
+    ok: bool
+    nbytes: int
+    steps: list[CopiedStep]
+    skipped: list[int]
+
+
+class _OneName(Struct, frozen=True):
+    """The name that a step has in its root."""
+
+    text: str
+    number: int
+
+    def name(self, step: int) -> str:
+        return self.text
+
+    def step(self, name: str) -> int | None:
+        return self.number if name == self.text else None
+
+
+@click.command()
+@click.argument("source", type=options.PATH)
+@click.argument("target", type=options.PATH)
+@click.option("--overwrite", is_flag=True, help="Replace other steps of the same names.")
+@click.option("--whole", is_flag=True, help="Copy the arrays of virtual steps, too.")
+@click.option("--follow", is_flag=True, help="Go on with the steps that a live run saves.")
+@click.option(
+    "--until", type=click.IntRange(0), metavar="STEP", help="End --follow after this step."
+)
+@options.as_json
+def cp(
+    source: str,
+    target: str,
+    overwrite: bool,
+    whole: bool,
+    follow: bool,
+    until: int | None,
+    as_json: bool,
+) -> int:
+    """Copy a checkpoint, a step or a whole root between disks and stores.
+
+    Every file is compared with its digest on the way. Each step appears when all of it is there;
+    those that are there already are passed over, so a copy that was interrupted is continued by the
+    same command. A TARGET that is a directory, or ends with '/', gets a step under its own name.
+    """
+    if until is not None and not follow:
+        raise click.UsageError("--until is for --follow.")
+    with progress("copy") as line:
+        work = _Copy(source, target, overwrite, whole, line, as_json)
+        copied = work.follow(until) if follow else work.once()
+    if as_json:
+        show_json(copied)
+    else:
+        show_lines(_summary(copied))
+    return exit_status.OK if copied.ok else exit_status.FOUND
+
+
+class _Copy:
+    """One run of the command."""
+
+    def __init__(
+        self,
+        source: str,
+        target: str,
+        overwrite: bool,
+        whole: bool,
+        line: ProgressLine,
+        as_json: bool,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._overwrite = overwrite
+        self._whole = whole
+        self._line = line
+        self._as_json = as_json
+        self._said_others = False
+
+    def once(self) -> _Copied:
+        """Copy what is there."""
+        from ckpt._runtime.loop import call_once
+
+        return call_once(self._once)
+
+    def follow(self, until: int | None) -> _Copied:
+        """Copy what is there and what is saved later."""
+        import ckpt.sync
+        from ckpt._runtime.loop import call_once
+
+        root = call_once(self._awaited_root)
+        steps: list[CopiedStep] = []
+        skipped: list[int] = []
+        done: _Copied | None = None
+        with ckpt.sync.watch(self._source, until=until, step_names=root.names, pin=False) as found:
+            for info in found:
+                assert info.step is not None
+                done = call_once(partial(self._one_of_root, info.step))
+                steps += done.steps
+                skipped += done.skipped
+        target = open_root(self._target).location if done is None else done.target
+        return _result(root.location, target, steps, skipped)
+
+    async def _awaited_root(self) -> RunRoot:
+        try:
+            found = await look_at(self._source)
+        except (NotACheckpointError, StepNotFoundError):
+            # A run that has not begun.
+            storage = open_root(self._source, create=False)
+            from ckpt._steps.index import StepIndex
+
+            return RunRoot(storage, Standard(), StepIndex(storage, missing="awaited"))
+        if isinstance(found, RunRoot):
+            return found
+        raise InvalidArgumentError(f"--follow is for a root of steps; {found.location} is one")
+
+    async def _one_of_root(self, step: int) -> _Copied:
+        # Opened anew: each call has an event loop of its own.
+        root = await open_as_root(self._source)
+        names = await root.index.step_dirs_of(step)
+        return await self._root(root, {step: names[0]} if names else {}, [])
+
+    async def _once(self) -> _Copied:
+        from ckpt._conversion.copies import CopiedStep, committed_steps
+
+        found = await look_at(self._source)
+        if isinstance(found, Checkpoint):
+            return await self._checkpoint(found)
+        steps, skipped = await committed_steps(found.index)
+        for each in skipped:
+            self._say(f"step {each} was not copied: Orbax wrote it; 'ckpt convert' takes it")
+        copied = await self._root(found, steps, skipped)
+        # What is named like a step and cannot be read as one; a warning has said why.
+        lost = [each for each in found.index.unreadable if each.kind not in ("orbax", "other")]
+        for unreadable in lost:
+            path = f"{copied.target}/{unreadable.step}"
+            left = CopiedStep(unreadable.step, path, "damaged", reason=unreadable.reason)
+            self._told(left)
+            copied.steps.append(left)
+        return _result(found.location, copied.target, copied.steps, skipped)
+
+    async def _root(self, root: RunRoot, steps: dict[int, str], skipped: list[int]) -> _Copied:
+        from ckpt._conversion.copies import StepsToCopy, copy_steps, refuse_same
+
+        target = open_root(self._target)
+        refuse_same(root.storage, target)
+        place = await _place_at(self._target)
+        if isinstance(place, Checkpoint):
+            raise InvalidArgumentError(
+                f"{place.location} is a checkpoint, and {root.location} a root of steps. Give "
+                "another target"
+            )
+        done = 0
+
+        def told(copied: CopiedStep) -> None:
+            nonlocal done
+            done += 1
+            self._told(copied)
+            self._line.name(f"copy ({done} of {len(steps)})")
+
+        copied = await copy_steps(
+            StepsToCopy(root.storage, steps, target),
+            overwrite=self._overwrite,
+            write_whole=self._write_whole if self._whole else None,
+            progress=self._line,
+            told=told,
+        )
+        return _result(root.location, target.location, copied, skipped)
+
+    async def _checkpoint(self, found: Checkpoint) -> _Copied:
+        from ckpt._conversion.copies import copy_checkpoint
+        from ckpt._conversion.step_copy import StepPlace
+
+        name, step = found.opened.step_dir, found.opened.manifest.step
+        if found.opened.foreign is not None:
+            raise InvalidArgumentError(
+                f"{found.location} was written by another library, without digests: "
+                "'ckpt convert' takes it"
+            )
+        target = await self._place_for(name)
+        number = Standard().step(target.name)
+        if step is not None and number not in (None, step):
+            raise InvalidArgumentError(
+                f"{target.location}: step {step} cannot have the name of step {number}. "
+                "'ckpt convert --step' gives it another number"
+            )
+        source = StepPlace(found.storage, name)
+        copied = await copy_checkpoint(
+            source,
+            target,
+            overwrite=self._overwrite,
+            write_whole=self._write_whole if self._whole else None,
+            progress=self._line,
+        )
+        self._told(copied)
+        return _result(found.location, target.location, [copied], [])
+
+    async def _place_for(self, name: str) -> StepPlace:
+        """Return where a step of that name goes."""
+        from ckpt._conversion.step_copy import StepPlace
+
+        place = None if self._target.endswith("/") else await _place_at(self._target)
+        local = local_path(self._target)
+        is_folder = place is None and local is not None and local.is_dir()
+        if self._target.endswith("/") or isinstance(place, RunRoot) or is_folder:
+            return StepPlace(open_root(self._target), name)
+        return StepPlace(*open_step_dir(self._target))
+
+    async def _write_whole(self, source: StepPlace, step: int | None, target: StepPlace) -> Any:
+        from ckpt._api.conversion import convert_call
+
+        names = None if step is None else _OneName(target.name, step)
+        place = target.location if step is None else target.storage.location
+        budget = 256 << 20
+        return await convert_call(
+            source.location, place, "ckpt", None, None, step, names, self._overwrite, budget
+        )()
+
+    def _told(self, copied: CopiedStep) -> None:
+        if copied.others and not self._said_others:
+            self._said_others = True
+            shown = ", ".join(copied.others[:_SHOWN])
+            self._say(f"files that are not of the steps are not copied, such as {shown}")
+        if not self._as_json:
+            show_lines(_line(copied))
+
+    def _say(self, text: str) -> None:
+        note(f"ckpt: {text}")
+
+
+async def _place_at(path: str) -> RunRoot | Checkpoint | None:
+    """Return what is at a target: a root with steps, a checkpoint, or nothing of the kind."""
+    with contextlib.suppress(NotACheckpointError, StepNotFoundError):
+        return await look_at(path)
+    return None
+
+
+def _result(source: str, target: str, steps: list[CopiedStep], skipped: list[int]) -> _Copied:
+    ok = all(each.outcome != "damaged" for each in steps)
+    nbytes = sum(each.nbytes for each in steps)
+    return _Copied(redact(source), redact(target), ok, nbytes, steps, skipped)
+
+
+def _line(copied: CopiedStep) -> Iterator[str]:
+    path = printable(redact(copied.path))
+    virtual = "; virtual: its arrays stay where they are" if copied.is_virtual else ""
+    if copied.outcome == "copied":
+        yield f"{path}: copied, {size_text(copied.nbytes)}{virtual}"
+    elif copied.outcome == "there":
+        yield f"{path}: already there{virtual}"
+    else:
+        yield click.style(f"{path}: not copied: {printable(copied.reason or '')}", bold=True)
+
+
+def _summary(copied: _Copied) -> Iterator[str]:
+    count = sum(each.outcome == "copied" for each in copied.steps)
+    there = sum(each.outcome == "there" for each in copied.steps)
+    left = len(copied.steps) - count - there
+    parts = [
+        f"{count_text(count, 'step')} copied, {size_text(copied.nbytes)}",
+        *([f"{there:,} already there"] if there else []),
+        *([f"{left:,} not copied"] if left else []),
+    ]
+    if len(copied.steps) != 1 or left:
+        yield click.style(f"{printable(copied.target)}: {', '.join(parts)}", dim=not left)

@@ -1,0 +1,107 @@
+"""Copies of steps into a bucket and out of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckpt
+from ckpt import errors
+from ckpt._conversion.copies import CopiedStep, StepsToCopy, committed_steps, copy_steps
+from ckpt._runtime.loop import call_once
+from ckpt._steps.index import StepIndex
+from ckpt.storage._resolve import open_root
+from tests.stores.places import Place
+
+
+class Counted:
+    """Counts the bytes of copies."""
+
+    def __init__(self) -> None:
+        self.expected = self.moved = 0
+
+    def expect(self, nbytes: int) -> None:
+        self.expected += nbytes
+
+    def move(self, nbytes: int) -> None:
+        self.moved += nbytes
+
+
+def copied(source: Any, target: Any, *, overwrite: bool = False) -> list[CopiedStep]:
+    """Copy a root."""
+    counted = Counted()
+
+    async def copy() -> list[CopiedStep]:
+        storage = open_root(source)
+        steps, _ = await committed_steps(StepIndex(storage))
+        return await copy_steps(
+            StepsToCopy(storage, steps, open_root(target)),
+            overwrite=overwrite,
+            write_whole=None,
+            progress=counted,
+            told=lambda _: None,
+        )
+
+    done = call_once(copy)
+    assert counted.moved <= counted.expected
+    return done
+
+
+def make_run(root: Path) -> None:
+    with ckpt.sync.CheckpointManager(root, metadata={"model": "tiny"}) as mgr:
+        for step in (1, 2):
+            mgr.save(step, {"w": np.arange(300_000) + step}, metrics={"loss": step})
+        mgr.wait_until_finished()
+        mgr.pin(2, "paper")
+
+
+def outcomes(done: list[CopiedStep]) -> list[str]:
+    return [each.outcome for each in done]
+
+
+def test_a_root_goes_into_a_bucket_and_comes_back(place: Place, tmp_path: Path) -> None:
+    make_run(tmp_path / "a")
+    there = place.root("run")
+    assert outcomes(copied(tmp_path / "a", there)) == ["copied", "copied"]
+    assert outcomes(copied(tmp_path / "a", there)) == ["there", "there"]
+    with ckpt.sync.CheckpointManager(place.root("run")) as mgr:
+        assert mgr.all_steps() == [1, 2]
+        assert mgr.metrics(2) == {"loss": 2}
+        assert mgr.root_metadata() == {"model": "tiny"}
+        assert [each.name for each in mgr.pins()[2]] == ["paper"]
+        assert all(mgr.verify(step).ok for step in (1, 2))
+        assert np.array_equal(mgr.restore(1)["w"], np.arange(300_000) + 1)
+    assert outcomes(copied(there, place.root("other"))) == ["copied", "copied"]
+    assert outcomes(copied(place.root("other"), tmp_path / "back")) == ["copied", "copied"]
+    with ckpt.sync.CheckpointManager(tmp_path / "back") as mgr:
+        assert mgr.verify(1).ok
+        assert np.array_equal(mgr.restore(2)["w"], np.arange(300_000) + 2)
+    # What has been in a bucket is an ordinary step again.
+    names = {path.relative_to(tmp_path / "a") for path in (tmp_path / "a" / "1").rglob("*")}
+    assert names == {
+        path.relative_to(tmp_path / "back") for path in (tmp_path / "back/1").rglob("*")
+    }
+
+
+def test_what_is_damaged_there_is_copied_again(bucket: Place, tmp_path: Path) -> None:
+    make_run(tmp_path / "a")
+    copied(tmp_path / "a", bucket.root("run"))
+    key = next(key for key in bucket.objects() if key.startswith("run/2/") and "/d/" in key)
+    bucket.drop(key)
+    assert outcomes(copied(tmp_path / "a", bucket.root("run"))) == ["there", "copied"]
+    assert ckpt.sync.verify(bucket.root("run/2")).ok
+
+
+def test_other_steps_in_a_bucket_stay(place: Place, tmp_path: Path) -> None:
+    make_run(tmp_path / "a")
+    with ckpt.sync.CheckpointManager(place.root("run")) as mgr:
+        mgr.save(2, {"other": np.zeros(3)})
+    with pytest.raises(errors.StepExistsError, match="other steps 2 already; nothing was copied"):
+        copied(tmp_path / "a", place.root("run"))
+    with ckpt.sync.CheckpointManager(place.root("run")) as mgr:
+        assert mgr.all_steps() == [2]
+    assert outcomes(copied(tmp_path / "a", place.root("run"), overwrite=True)) == ["copied"] * 2
+    assert ckpt.sync.verify(place.root("run/2")).ok
