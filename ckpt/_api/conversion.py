@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from msgspec.structs import replace
+
 from ckpt._api.coroutines import awaited
 from ckpt._api.oneshot import Call
 from ckpt._arguments import check_step, invalid, one_of, shown, true_or_false, whole_number
@@ -17,6 +19,7 @@ from ckpt._conversion.stored_items import StoredItem, stored_items
 from ckpt._conversion.weighted_mean import merged
 from ckpt._conversion.whole_checkpoint import CheckpointTarget
 from ckpt._conversion.written import Target
+from ckpt._events import Observer
 from ckpt._plan.format_rules import Formats
 from ckpt._plan.weighted_means import check_weights, heaviest
 from ckpt._redaction import redact
@@ -136,14 +139,17 @@ def convert_call(
     step_names: StepNames | None,
     overwrite: bool,
     budget_bytes: int,
+    observers: tuple[Observer, ...] = (),
 ) -> Call[Conversion]:
-    """Return the call behind `convert`."""
+    """Return the call behind `convert`; `observers` receive the events of a save."""
     true_or_false("overwrite", overwrite)
     hint = " (16 MiB), in bytes"
     budget = whole_number("budget_bytes", budget_bytes, least=_LEAST_BUDGET_BYTES, hint=hint)
     weights = check_weights("source", source) if isinstance(source, Mapping) else {source: 1.0}
     places = [(path, *open_step_dir(path, follow=True)) for path in weights]
-    made = _target(target, format, at, formats, step, step_names, overwrite)
+    made: Target = _target(target, format, at, formats, step, step_names, overwrite)
+    if isinstance(made, CheckpointTarget):
+        made = replace(made, observers=observers)
 
     async def call() -> Conversion:
         began = time.perf_counter()

@@ -13,6 +13,7 @@ from ckpt._conversion.written import Written
 from ckpt._engine.save.multihost import SoloSave
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
+from ckpt._events import Observer
 from ckpt._format.manifest import Manifest
 from ckpt._format.metrics import json_metrics
 from ckpt._plan.format_rules import Formats
@@ -32,6 +33,7 @@ class CheckpointTarget(Struct, frozen=True):
         step: Its number, or None for a checkpoint by itself.
         overwrite: Whether an existing one is replaced.
         formats: How arrays are stored.
+        observers: Receive the events of the save.
     """
 
     storage: Storage
@@ -39,6 +41,7 @@ class CheckpointTarget(Struct, frozen=True):
     step: int | None
     overwrite: bool
     formats: Formats | None
+    observers: tuple[Observer, ...] = ()
 
     @property
     def format(self) -> str:
@@ -48,7 +51,7 @@ class CheckpointTarget(Struct, frozen=True):
     async def write(self, items: Mapping[str, StoredItem], old: Manifest, budget: int) -> Written:
         """Write items, with the metrics and metadata that the old manifest has."""
         handlers = {name: ItemCopy(item.entry.handler) for name, item in items.items()}
-        engine = make_engine(Staging(budget, "copy"), handlers, (), self.formats)
+        engine = make_engine(Staging(budget, "copy"), handlers, self.observers, self.formats)
         request = SaveRequest(
             self.step_dir,
             self.step,

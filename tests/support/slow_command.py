@@ -6,6 +6,7 @@ Its progress is shown from the first byte on: `python -m tests.support.slow_comm
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import anyio
@@ -13,11 +14,16 @@ import anyio
 from ckpt.cli import entry, progress
 from ckpt.storage._local.storage import LocalStorage
 
+# What it writes to standard error at the first read, for a test that waits for it.
+_SAYS = [os.environ["SLOW_SAYS"]] if "SLOW_SAYS" in os.environ else []
 _SECONDS = float(os.environ.get("SLOW_READ_SECONDS", "0.05"))
 _read_block = LocalStorage.read_block
 
 
 async def _read_slowly(self: LocalStorage, *args: Any, **options: Any) -> None:
+    while _SAYS:
+        sys.stderr.write(f"{_SAYS.pop()}\n")
+        sys.stderr.flush()
     await anyio.sleep(_SECONDS)
     await _read_block(self, *args, **options)
 

@@ -253,7 +253,16 @@ class _Copy:
         place = target.location if step is None else target.storage.location
         budget = 256 << 20
         return await convert_call(
-            source.location, place, "ckpt", None, None, step, names, self._overwrite, budget
+            source.location,
+            place,
+            "ckpt",
+            None,
+            None,
+            step,
+            names,
+            self._overwrite,
+            budget,
+            (self._line,),
         )()
 
     def _told(self, copied: CopiedStep) -> None:

@@ -1,0 +1,33 @@
+"""`ckpt adopt`: a step of what another library wrote, where it lies."""
+
+from __future__ import annotations
+
+import click
+
+from ckpt._redaction import redact
+from ckpt.cli import options
+from ckpt.cli.conversions import WrittenCheckpoint
+from ckpt.cli.output import printable, show
+from ckpt.cli.text import size_text
+
+
+@click.command()
+@click.argument("source", type=options.PATH)
+@click.argument("target", type=options.PATH)
+@click.option(
+    "--step", type=click.IntRange(0), metavar="NUMBER", help="Make it that step of the root TARGET."
+)
+@click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint.")
+@options.as_json
+def adopt(source: str, target: str, step: int | None, overwrite: bool, as_json: bool) -> None:
+    """Make a checkpoint of what another library wrote, without copying its arrays.
+
+    The files of SOURCE (safetensors, or a checkpoint of Orbax) must stay where they are. They get
+    digests by the first 'ckpt verify'.
+    """
+    import ckpt.sync
+
+    info = ckpt.sync.adopt(source, target, step=step, overwrite=overwrite)
+    done = WrittenCheckpoint(redact(info.path), "ckpt", info.step, None, info.nbytes, None)
+    text = f"{printable(done.path)}: {size_text(done.nbytes)} of arrays stay in {printable(source)}"
+    show(done, lambda _: [text], as_json=as_json)

@@ -1,0 +1,101 @@
+"""Checkpoints that are written anew, by the commands that do it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec import Struct
+
+from ckpt._inspection.places import RunRoot, look_at
+from ckpt._redaction import redact
+from ckpt.cli.output import printable
+from ckpt.cli.progress import progress
+from ckpt.cli.text import count_text, size_text
+from ckpt.errors import InvalidArgumentError
+
+_BUDGET_BYTES = 256 << 20
+
+
+class WrittenCheckpoint(Struct, frozen=True):
+    """What a command has written.
+
+    Attributes:
+        path: Where it is.
+        format: Its format.
+        step: Its number, or None.
+        arrays: How many arrays it has; None if that was not counted.
+        nbytes: Bytes of its arrays.
+        seconds: How long it took; None if that was not measured.
+    """
+
+    path: str
+    format: str
+    step: int | None
+    arrays: int | None
+    nbytes: int
+    seconds: float | None
+
+
+async def one_checkpoint(path: str) -> str:
+    """Return the path of a checkpoint; of a root, that of its latest step."""
+    found = await look_at(path)
+    if not isinstance(found, RunRoot):
+        return path
+    return f"{found.location}/{(await found.index.found(None)).step_dir}"
+
+
+def written(
+    name: str,
+    source: str | dict[str, float],
+    target: str,
+    format: Any,
+    at: str | None,
+    step: int | None,
+    *,
+    overwrite: bool,
+) -> WrittenCheckpoint:
+    """Convert one checkpoint, or the mean of several, with a line about the progress.
+
+    Args:
+        name: What the line says.
+        source: The checkpoint; or several, each with its weight.
+        target: Where the new one goes.
+        format: Its format, as `ckpt.convert` takes it.
+        at: The branch, or None.
+        step: Its number, or None.
+        overwrite: Whether what is there is replaced.
+    """
+    from ckpt._api.conversion import Conversion, convert_call
+    from ckpt._runtime.loop import call_once
+
+    with progress(name) as line:
+
+        async def convert() -> Conversion:
+            paths = {source: 1.0} if isinstance(source, str) else source
+            found: dict[str, float] = {}
+            for given, weight in paths.items():
+                path = await one_checkpoint(given)
+                if path in found:
+                    raise InvalidArgumentError(f"{path} is given twice")
+                found[path] = weight
+            whole: Any = next(iter(found)) if isinstance(source, str) else found
+            call = convert_call(
+                whole, target, format, at, None, step, None, overwrite, _BUDGET_BYTES, (line,)
+            )
+            return await call()
+
+        done = call_once(convert)
+    path = redact(done.path)
+    return WrittenCheckpoint(path, done.format, step, done.arrays, done.nbytes, done.seconds)
+
+
+def written_view(done: WrittenCheckpoint) -> Iterator[str]:
+    """Yield one line about it."""
+    parts = [
+        "" if done.format == "ckpt" else done.format,
+        "" if done.arrays is None else count_text(done.arrays, "array"),
+        size_text(done.nbytes),
+        "" if done.seconds is None else f"{done.seconds:.2f} s",
+    ]
+    yield f"{printable(done.path)}: {', '.join(filter(None, parts))}"
