@@ -23,18 +23,21 @@ def total_of(step: Path) -> tuple[int, int]:
 
 @pytest.mark.parametrize("share", [0.001, 0.05, 0.5])
 def test_a_sample_reads_that_share_of_the_files_and_of_the_bytes(whole: Path, share: float) -> None:
-    report = ckpt.sync.verify(whole / str(STEP), sample=share, seed=1)
     count, nbytes = total_of(whole / str(STEP))
-    read = count - report.unread_files
-    assert report.ok
-    assert report.is_partial
-    assert 1 <= read < count
-    assert read >= share * count
-    assert report.nbytes >= share * nbytes
-    assert report.nbytes + report.unread_nbytes == nbytes
-    assert report.files == count + 1
-    assert "nothing is wrong in the part that was read" in str(report)
-    assert f"{read + 1} of {count + 1} files" in str(report)
+    reports = [ckpt.sync.verify(whole / str(STEP), sample=share, seed=seed) for seed in range(6)]
+    # The largest file may be needed, and be the last.
+    assert any(report.is_partial for report in reports)
+    for report in reports:
+        read = count - report.unread_files
+        assert report.ok
+        assert report.files == count + 1
+        assert read >= max(1, share * count)
+        assert report.nbytes >= share * nbytes
+        assert report.nbytes + report.unread_nbytes == nbytes
+        assert report.is_partial is (read < count)
+        if report.is_partial:
+            assert "nothing is wrong in the part that was read" in str(report)
+            assert f"{read + 1} of {count + 1} files" in str(report)
 
 
 def test_a_sample_of_everything_is_everything(whole: Path) -> None:
