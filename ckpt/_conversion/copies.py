@@ -12,9 +12,9 @@ import anyio
 from msgspec import Struct
 
 from ckpt._conversion.step_copy import (
+    CopyPlace,
     CopyProgress,
     StepCopier,
-    StepPlace,
     copied_meanwhile,
     others_in,
     presence_of,
@@ -41,7 +41,7 @@ _NAMED = 5
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 # Writes a virtual step anew, with its arrays.
-WritesWhole = Callable[[StepPlace, int | None, StepPlace], Awaitable[object]]
+WritesWhole = Callable[[CopyPlace, int | None, CopyPlace], Awaitable[object]]
 
 
 class CopiedStep(Struct, frozen=True):
@@ -124,7 +124,7 @@ async def copy_steps(
     copier = StepCopier(progress)
     try:
         for step, name in work.steps.items():
-            source, place = StepPlace(work.storage, name), StepPlace(target, name)
+            source, place = CopyPlace(work.storage, name), CopyPlace(target, name)
             copied = await _copy_one(copier, source, step, place, overwrite, write_whole)
             if copied.outcome in ("copied", "there"):
                 await _copy_pins(work.storage, step, place)
@@ -136,8 +136,8 @@ async def copy_steps(
 
 
 async def copy_checkpoint(
-    source: StepPlace,
-    target: StepPlace,
+    source: CopyPlace,
+    target: CopyPlace,
     *,
     overwrite: bool,
     write_whole: WritesWhole | None,
@@ -195,7 +195,7 @@ async def _refuse_others(work: StepsToCopy, *, virtual: bool) -> None:
     for step, name in work.steps.items():
         with contextlib.suppress(StepNotFoundError, CorruptCheckpointError, UnsupportedFormatError):
             manifest = await read_manifest(work.storage, name, step=step)
-            place = StepPlace(work.target, name)
+            place = CopyPlace(work.target, name)
             found = await presence_of(manifest, place)
             # What is damaged there is moved aside, or refused, when its turn comes.
             is_whole = found == "other" and await _is_whole(place)
@@ -209,7 +209,7 @@ async def _refuse_others(work: StepsToCopy, *, virtual: bool) -> None:
         )
 
 
-async def _is_whole(place: StepPlace) -> bool:
+async def _is_whole(place: CopyPlace) -> bool:
     try:
         await read_manifest(place.storage, place.name)
     except CorruptCheckpointError:
@@ -219,9 +219,9 @@ async def _is_whole(place: StepPlace) -> bool:
 
 async def _copy_one(
     copier: StepCopier,
-    source: StepPlace,
+    source: CopyPlace,
     step: int | None,
-    target: StepPlace,
+    target: CopyPlace,
     overwrite: bool,
     write_whole: WritesWhole | None,
 ) -> CopiedStep:
@@ -254,7 +254,7 @@ async def _copy_one(
 
 
 @contextlib.asynccontextmanager
-async def _held(source: StepPlace, step: int | None) -> AsyncIterator[Manifest]:
+async def _held(source: CopyPlace, step: int | None) -> AsyncIterator[Manifest]:
     """Keep a step from being deleted while it is copied, where its root may be written to.
 
     Raises:
@@ -319,7 +319,7 @@ async def _renewed(lease: PinLease, seconds: float) -> AsyncIterator[None]:
         raise failure
 
 
-async def _copy_pins(source: Storage, step: int, target: StepPlace) -> None:
+async def _copy_pins(source: Storage, step: int, target: CopyPlace) -> None:
     """Give a copied step the pins that stay; those of readers are leases, and not copied."""
     for each in (await pins(source)).get(step, ()):
         if each.seconds is None:

@@ -62,7 +62,7 @@ class CopyProgress(Protocol):
         """Count bytes that were copied."""
 
 
-class StepPlace(Struct, frozen=True):
+class CopyPlace(Struct, frozen=True):
     """A step directory, or the place of one.
 
     Attributes:
@@ -79,7 +79,7 @@ class StepPlace(Struct, frozen=True):
         return f"{self.storage.location}/{self.name}"
 
 
-async def presence_of(manifest: Manifest, target: StepPlace) -> Presence:
+async def presence_of(manifest: Manifest, target: CopyPlace) -> Presence:
     """Return what is at a place where a step is to be copied to; names and sizes are compared."""
     try:
         found = await read_manifest(target.storage, target.name)
@@ -115,7 +115,7 @@ class StepCopier:
                 region.close()
 
     async def copy(
-        self, source: StepPlace, manifest: Manifest, target: StepPlace, *, overwrite: bool
+        self, source: CopyPlace, manifest: Manifest, target: CopyPlace, *, overwrite: bool
     ) -> None:
         """Copy a step.
 
@@ -145,7 +145,7 @@ class StepCopier:
                     await republish(target.storage, target.name, write, overwrite=overwrite)
 
     async def _write(
-        self, source: StepPlace, manifest: Manifest, target: Storage, attempt: Attempt
+        self, source: CopyPlace, manifest: Manifest, target: Storage, attempt: Attempt
     ) -> Mapping[str, int]:
         """Write all files of an attempt; return their sizes."""
         encoded = await source.storage.read(source.name, FILE_NAME, MAX_BYTES)
@@ -155,7 +155,7 @@ class StepCopier:
         if attempt.folder or manifest.folder:
             manifest_there = _placed(manifest, attempt)
             encoded = await run_in_thread(encode, manifest_there)
-        place = StepPlace(source.storage, lies_in(source.name, manifest))
+        place = CopyPlace(source.storage, lies_in(source.name, manifest))
         # The largest first, so that no lane is busy with a large one when the others have ended.
         files = iter(sorted(manifest.files.items(), key=lambda each: -each[1].size))
 
@@ -171,7 +171,7 @@ class StepCopier:
 
     async def _copy_file(
         self,
-        source: StepPlace,
+        source: CopyPlace,
         path: str,
         file: FileEntry,
         target: Storage,
@@ -217,13 +217,13 @@ def _placed(manifest: Manifest, attempt: Attempt) -> Manifest:
     return replace(manifest, attempt=attempt.id, folder=attempt.folder, requires=requires)
 
 
-async def others_in(source: StepPlace, manifest: Manifest) -> list[str]:
+async def others_in(source: CopyPlace, manifest: Manifest) -> list[str]:
     """Return the files in a step directory that are not of the step."""
     found = await source.storage.files(source.name)
     return sorted(found.keys() - manifest.sizes.keys() - {FILE_NAME})
 
 
-async def copied_meanwhile(error: StepExistsError, manifest: Manifest, target: StepPlace) -> None:
+async def copied_meanwhile(error: StepExistsError, manifest: Manifest, target: CopyPlace) -> None:
     """Raise the error of a copy, unless another process has just made the same one."""
     if await presence_of(manifest, target) != "same":
         raise error

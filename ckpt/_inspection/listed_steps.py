@@ -123,7 +123,7 @@ async def _going(
     if noted is None or noted.policy is None:
         return None, None if noted is None else noted.text
     # Only here: the lists of most roots need no policies.
-    from ckpt._inspection.preservation import next_to_go, text_of
+    from ckpt._inspection.retention.preservation import next_to_go, text_of
 
     return await next_to_go(root, noted.policy, noted.deletion, found), text_of(noted.policy)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,17 +13,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Shells complete it as a path; it stays the text that was given, since it may be a URL. What is
 # there is looked at later, by what says more of it.
 PATH = click.Path(readable=False)
-_LENGTHS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
-_DURATION = re.compile(r"^([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|min|h|d|w)\Z")
-
-
-def duration(text: str) -> float:
-    """Return a length of time, such as `7d`, in seconds."""
-    found = _DURATION.match(text)
-    if found is None:
-        raise click.BadParameter(f"{text!r}: expected a number with s, min, h, d or w, such as 7d")
-    return float(found[1]) * _LENGTHS[found[2]]
-
 
 path: Callable[[F], F] = click.argument("path", type=PATH)
 root: Callable[[F], F] = click.argument("root", type=PATH)

@@ -9,7 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from ckpt.cli import commands
 from tests.support.command import Ran, ckpt_command, environment, on_terminal
@@ -22,14 +24,60 @@ CALLS: dict[str, tuple[str, ...]] = {
     "show": ("PATH", "params.embed"),
     "diff": ("PATH", "PATH"),
     "du": ("PATH",),
+    "log": ("PATH",),
+    "verify": ("PATH",),
+    "cp": ("PATH", "OUT"),
+    "convert": ("PATH", "OUT"),
+    "adopt": ("FOREIGN", "OUT"),
+    "merge": ("PATH=1", "--to", "OUT"),
+    "rm": ("STEP",),
+    "forget": ("PATH", "--keep-last", "9", "--dry-run"),
+    "undelete": ("PATH",),
+    "gc": ("PATH", "--dry-run"),
+    "pin": ("PATH", "keep"),
+    "unpin": ("PATH/20", "paper"),
+    "stats": ("PATH",),
+    "goodput": ("PATH",),
     "ui": ("PATH", "--export", "OUT"),
 }
-WITHOUT_PATH = {"completion": "prints what a shell needs"}
+WITHOUT_PATH = {
+    "completion": "prints what a shell needs",
+    "trace": "takes a file of events; see test_trace_command",
+    "watch": "waits for a root that is not there; see test_watch_command",
+    "doctor": "looks at what is above a path that is not there; see test_doctor",
+    "bench": "makes the directory that it measures; see test_bench",
+}
 
 
 def call(name: str, path: object, tmp_path: Path, **extra: str) -> Ran:
-    places = {"PATH": str(path), "OUT": str(tmp_path / "out")}
-    return ckpt_command(name, *(places.get(each, each) for each in CALLS[name]), **extra)
+    return ckpt_command(name, *arguments_of(name, path, tmp_path), **extra)
+
+
+def arguments_of(name: str, path: object, tmp_path: Path) -> list[str]:
+    """Return the arguments of a command for a path that may be a root."""
+    is_root = isinstance(path, Path) and (path / "10").exists()
+    places = {
+        "PATH": str(path),
+        "STEP": f"{path}/10" if is_root else str(path),
+        "FOREIGN": str(foreign(tmp_path)) if is_root else str(path),
+        "OUT": str(tmp_path / "out"),
+    }
+    parts = (re.split("(PATH|STEP|FOREIGN|OUT)", each) for each in CALLS[name])
+    return ["".join(places.get(part, part) for part in each) for each in parts]
+
+
+def foreign(tmp_path: Path) -> Path:
+    """Return a file of another library."""
+    path = tmp_path / "model.safetensors"
+    save_file({"w": np.zeros(4, np.float32)}, path)
+    return path
+
+
+@pytest.fixture
+def root(run_root: Path, tmp_path: Path) -> Path:
+    """Return a root of one's own."""
+    shutil.copytree(run_root, tmp_path / "runs")
+    return tmp_path / "runs"
 
 
 def test_every_command_is_tried_here() -> None:
@@ -90,12 +138,11 @@ def test_a_store_that_cannot_be_reached(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_place_that_may_not_be_read(name: str, run_root: Path, tmp_path: Path) -> None:
-    root = tmp_path / "runs"
-    shutil.copytree(run_root, root)
+def test_a_place_that_may_not_be_read(name: str, root: Path, tmp_path: Path) -> None:
+    arguments = arguments_of(name, root, tmp_path)
+    if "FOREIGN" in CALLS[name]:
+        arguments[0] = str(root)
     root.chmod(0)
-    places = {"PATH": str(root), "OUT": str(tmp_path / "out")}
-    arguments = [places.get(each, each) for each in CALLS[name]]
     ran = as_user(name, *arguments)
     root.chmod(0o755)
     check_refused(ran, 3, str(root))
@@ -119,9 +166,8 @@ def as_user(*arguments: str) -> Ran:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_reader_that_goes_away(name: str, run_root: Path, tmp_path: Path) -> None:
-    places = {"PATH": str(run_root), "OUT": str(tmp_path / "out")}
-    arguments = [places.get(each, each) for each in CALLS[name]]
+def test_a_reader_that_goes_away(name: str, root: Path, tmp_path: Path) -> None:
+    arguments = arguments_of(name, root, tmp_path)
     reader, writer = os.pipe()
     os.close(reader)
     ran = subprocess.run(
@@ -139,10 +185,9 @@ def test_a_reader_that_goes_away(name: str, run_root: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_terminal_that_is_narrow_and_knows_no_unicode(
-    name: str, run_root: Path, tmp_path: Path
+    name: str, root: Path, tmp_path: Path
 ) -> None:
-    places = {"PATH": str(run_root), "OUT": str(tmp_path / "out")}
-    arguments = [places.get(each, each) for each in CALLS[name]]
+    arguments = arguments_of(name, root, tmp_path)
     status, shown = on_terminal(name, *arguments, columns=20, PYTHONIOENCODING="ascii")
     assert status == 0
     assert shown.isascii()
@@ -180,7 +225,7 @@ def test_shells_complete_commands_and_options(shell: str) -> None:
     ran = ckpt_command("completion", shell)
     assert ran.status == 0
     assert "_CKPT_COMPLETE" in ran.out
-    words = {"bash": {"COMP_WORDS": "ckpt tr", "COMP_CWORD": "1"}}.get(shell)
+    words = {"bash": {"COMP_WORDS": "ckpt tre", "COMP_CWORD": "1"}}.get(shell)
     if words is not None:
         found = ckpt_command(_CKPT_COMPLETE="bash_complete", **words)
         assert found.out.split() == ["plain,tree"]

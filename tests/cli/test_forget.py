@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 import ckpt
 import ckpt.sync
-from ckpt._inspection import preservation
-from ckpt._inspection.preservation import ForgottenSteps, kept_for
+from ckpt._inspection.retention import preservation
+from ckpt._inspection.retention.preservation import ForgottenSteps, kept_for
 from ckpt.cli.commands import forget as forget_command
 from ckpt.policies import (
     AnyPreservation,

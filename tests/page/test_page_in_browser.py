@@ -112,6 +112,31 @@ def test_it_shows_the_run_and_follows_it(browser: Any, url: str, manager: Any) -
     assert {each.split("/")[2] for each in opened.asked} == {url.split("/")[2]}
 
 
+def test_it_shows_what_is_deleted_next_and_what_is_being_saved(
+    browser: Any, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    with ckpt.sync.CheckpointManager(root, preservation=ckpt.policies.LatestN(2)) as mgr:
+        for step in (10, 20):
+            mgr.save(step, state_of(step), durable=True)
+        mgr.wait_until_finished()
+    # What a writer leaves that was killed: an attempt without a lease that lives.
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    program = (
+        "import ckpt, jax.numpy as jnp\n"
+        "def die(event):\n"
+        f"    if event.phase == 'write': {killed}\n"
+        f"with ckpt.sync.CheckpointManager({str(root)!r}, observers=[die]) as mgr:\n"
+        "    mgr.save(30, {'w': jnp.zeros(1 << 20)}, durable=True)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=False, timeout=60, env=environment())
+    file = tmp_path / "run.html"
+    assert ckpt_command("ui", root, "--export", file).status == 0
+    opened = Opened(browser, file.as_uri())
+    assert "Step 30 was left unfinished by a dead writer" in opened.text("#others")
+    assert opened.wrong == []
+
+
 def test_texts_from_a_checkpoint_are_no_markup(browser: Any, url: str) -> None:
     opened = Opened(browser, url)
     assert EVIL in opened.text("#steps-head")

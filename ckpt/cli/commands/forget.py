@@ -9,8 +9,9 @@ import anyio
 import click
 
 from ckpt._inspection.places import root_at
-from ckpt._inspection.preservation import ForgottenSteps, PlannedStep, forget_steps
+from ckpt._inspection.retention.preservation import ForgottenSteps, PlannedStep, forget_steps
 from ckpt.cli import options
+from ckpt.cli.durations import Duration
 from ckpt.cli.output import printable, show
 from ckpt.cli.tables import table
 from ckpt.cli.text import age_text, count_text, size_text
@@ -57,7 +58,7 @@ _COUNT = click.IntRange(min=1)
 @click.option("--keep-weekly", is_flag=True, help="Keep the first step of every week.")
 @click.option(
     "--keep-within",
-    type=options.duration,
+    type=Duration(),
     metavar="DURATION",
     help="Keep steps that are not older, such as 7d.",
 )

@@ -8,8 +8,9 @@ from functools import partial
 import anyio
 import click
 
-from ckpt._inspection.leftovers import Collection, Leftover, collect
+from ckpt._inspection.retention.leftovers import Collection, Leftover, collect
 from ckpt.cli import options
+from ckpt.cli.durations import Duration
 from ckpt.cli.output import printable, show
 from ckpt.cli.tables import table
 from ckpt.cli.text import age_text, count_text, size_text
@@ -19,14 +20,14 @@ from ckpt.cli.text import age_text, count_text, size_text
 @options.root
 @click.option(
     "--trash-older-than",
-    type=options.duration,
+    type=Duration(zero=True),
     metavar="DURATION",
     help="Also remove steps from the trash that were deleted so long ago, such as 7d.",
 )
 @options.trash
 @click.option(
     "--wait",
-    type=options.duration,
+    type=Duration(zero=True),
     metavar="DURATION",
     default="0s",
     help="Watch the writers of an object store so long, to learn which are dead.",

@@ -9,8 +9,8 @@ import click
 from msgspec import Struct
 
 from ckpt._inspection.places import root_at
-from ckpt._inspection.save_costs import FACTOR, SaveCosts, SavePoint, Suggestion, save_costs
-from ckpt._inspection.save_times import times_of_root
+from ckpt._inspection.times.save_costs import FACTOR, SaveCosts, SavePoint, Suggestion, save_costs
+from ckpt._inspection.times.save_times import times_of_root
 from ckpt.cli import options
 from ckpt.cli.durations import Duration, seconds_text
 from ckpt.cli.output import printable, show

@@ -8,7 +8,7 @@ from functools import partial
 import anyio
 import click
 
-from ckpt._inspection.removals import DeletedStep, delete_steps
+from ckpt._inspection.retention.removals import DeletedStep, delete_steps
 from ckpt.cli import options
 from ckpt.cli.output import printable, show
 from ckpt.cli.text import size_text

@@ -8,7 +8,7 @@ import anyio
 import click
 
 from ckpt._inspection.places import Checkpoint, look_at
-from ckpt._inspection.save_times import (
+from ckpt._inspection.times.save_times import (
     NAMES,
     SaveStatisticsReport,
     StepTimes,

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from msgspec import Struct
 
-from ckpt._inspection.recorded_trace import RecordedTrace, read_trace
+from ckpt._inspection.times.recorded_trace import RecordedTrace, read_trace
 from ckpt.cli import options
 from ckpt.cli.durations import seconds_text
 from ckpt.cli.output import show

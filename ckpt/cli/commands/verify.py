@@ -11,6 +11,7 @@ import click
 from msgspec import Struct
 
 from ckpt.cli import exit_status, options
+from ckpt.cli.durations import Duration
 from ckpt.cli.output import printable, show_json, show_lines
 from ckpt.cli.progress import progress
 from ckpt.cli.text import count_text, size_text
@@ -85,7 +86,7 @@ class _Verified(Struct, frozen=True):
 )
 @click.option(
     "--deadline",
-    callback=options.duration,
+    type=Duration(),
     metavar="TIME",
     help="Begin no more files after this time, such as 60s or 2h.",
 )

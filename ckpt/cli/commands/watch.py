@@ -9,7 +9,13 @@ import time
 import anyio
 import click
 
-from ckpt._inspection.followed_run import FollowedRun, GoneAttempt, Look, SeenAttempt, SeenStep
+from ckpt._inspection.times.followed_run import (
+    FollowedRun,
+    GoneAttempt,
+    Look,
+    SeenAttempt,
+    SeenStep,
+)
 from ckpt.cli import exit_status, options
 from ckpt.cli.durations import Duration, rate_text, seconds_text
 from ckpt.cli.live_line import LiveLine

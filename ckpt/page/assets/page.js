@@ -53,8 +53,9 @@ async function refresh() {
 
 function withoutAges(found) {
   if (!found) return null;
-  const steps = found.listing.steps.map((each) => ({ ...each, age_seconds: 0 }));
-  return { ...found, listing: { ...found.listing, steps } };
+  const settled = (each) => ({ ...each, age_seconds: 0 });
+  const { steps, attempts } = found.listing;
+  return { ...found, listing: { ...found.listing, steps: steps.map(settled), attempts: attempts.map(settled) } };
 }
 
 function tell(text) {
@@ -123,8 +124,9 @@ function showAbout() {
   const total = steps.reduce((sum, each) => sum + (each.stored_bytes || 0), 0);
   const latest = steps.at(-1);
   const when = latest ? `; the latest ${age(latest.age_seconds)}` : "";
+  const keeps = run.listing.keeps ? `; keeps ${run.listing.keeps}` : "";
   const live = embedded ? "; as it was when this file was written" : "; live";
-  byId("about").textContent = `${count(steps.length, "step")}, ${size(total)}${when}${live}`;
+  byId("about").textContent = `${count(steps.length, "step")}, ${size(total)}${when}${keeps}${live}`;
 }
 
 async function showRun() {
@@ -145,14 +147,17 @@ async function showRun() {
 
 function showOthers() {
   const others = run.listing.unreadable.map((each) => `Step ${each.step} is left out: ${each.reason}`);
-  for (const each of run.listing.attempts || []) {
-    const state = each.is_live ? "is being written" : "was left by a writer that is dead";
-    others.push(`${each.step_dir} ${state}, since ${age(each.age_seconds)}`);
+  const states = { saving: "is being saved", dead: "was left unfinished by a dead writer",
+    silent: "is unfinished, and its writer may be dead" };
+  for (const each of run.listing.attempts) {
+    const parts = [each.age_seconds === null ? "" : `begun ${age(each.age_seconds)}`,
+      each.nbytes === null ? "" : `${size(each.nbytes)} so far`, each.owner].filter(Boolean);
+    others.push(`Step ${each.step} ${states[each.state] || each.state}${parts.length ? `: ${parts.join(", ")}` : ""}`);
   }
   byId("others").replaceChildren(...others.map((text) => make("li", {}, text)));
 }
 
-const goes = (each) => each.goes || null;
+const goes = (each) => each.goes_next === true;
 
 function showSteps(metrics) {
   byId("steps-head").replaceChildren(
@@ -162,7 +167,7 @@ function showSteps(metrics) {
   const rows = [...run.listing.steps].reverse().map((each) => {
     const notes = each.pins.length ? [`pinned: ${each.pins.join(", ")}`] : [];
     if (each.writer !== "ckpt") notes.push(`written by ${each.writer}`);
-    if (goes(each)) notes.push(`is deleted next: ${goes(each)}`);
+    if (goes(each)) notes.push("is deleted next");
     const button = make("button", { type: "button", click: () => choose(each.step) }, String(each.step));
     return make(
       "tr", { "aria-current": each.step === chosen ? "true" : null },

@@ -38,8 +38,15 @@ _POPULATE_READ = 22
 WITHOUT_DIRECT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
-def write_block(path: Path, data: memoryview, mode: int | None = None) -> None:
-    """Write a new file that holds `data`, and make it durable.
+def write_block(
+    path: Path,
+    data: memoryview,
+    mode: int | None = None,
+    *,
+    offset: int = 0,
+    is_last: bool = True,
+) -> None:
+    """Write a new file that holds `data`, or a part of one; durable once the last part is written.
 
     Direct I/O is used for whole sectors in aligned memory if the file system has it, and the page
     cache otherwise.
@@ -48,23 +55,7 @@ def write_block(path: Path, data: memoryview, mode: int | None = None) -> None:
         path: The file.
         data: What it holds.
         mode: It gets these permissions, without execution; None follows the umask.
-
-    Raises:
-        FileExistsError: A file of that name exists.
-    """
-    write_part(path, 0, data, mode, is_last=True)
-
-
-def write_part(
-    path: Path, offset: int, data: memoryview, mode: int | None = None, *, is_last: bool
-) -> None:
-    """Write a part of a new file as `write_block` does; it is durable after the last one.
-
-    Args:
-        path: The file.
-        offset: Where the part begins; at 0 the file is made.
-        data: The part.
-        mode: Permissions of a file that is made.
+        offset: Where in the file `data` begins; at 0 the file is made.
         is_last: Whether the file ends with it.
 
     Raises:

@@ -278,8 +278,8 @@ class LocalStorage:
         with translated("write", target), attempts.noticing_removal(own):
             if target.parent not in own.made:
                 await self._in_thread(attempts.make_directories, own, target.parent)
-            write = partial(data_files.write_part, is_last=is_last)
-            await run_in_thread(write, target, offset, data, own.mode)
+            write = partial(data_files.write_block, offset=offset, is_last=is_last)
+            await run_in_thread(write, target, data, own.mode)
 
     async def link(self, attempt: Attempt, path: str, folder: str = "") -> None:
         own = _local(attempt)

@@ -17,7 +17,7 @@ from msgspec import Struct
 from ckpt._format.metrics import flat_metrics
 from ckpt._inspection.json_values import finite
 from ckpt._inspection.places import RunRoot, open_as_root
-from ckpt._inspection.save_times import times_of
+from ckpt._inspection.times.save_times import times_of
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.opened import open_step

@@ -16,6 +16,7 @@ from ckpt._inspection.places import (
     look_at,
     names_of,
     open_as_root,
+    root_at,
     step_place,
 )
 from ckpt._steps.index import StepIndex
@@ -179,6 +180,9 @@ async def trashed_steps(path: str, trash: str | None) -> list[TrashedEntry]:
         CheckpointError: The root cannot be read.
     """
     found = await (await trash_at(await open_as_root(path), trash)).steps()
+    if not found:
+        # Nothing was deleted there, or it is no root at all.
+        await root_at(path)
     now = time.time()
     return [
         TrashedEntry(each.step, each.deleted, max(now - each.deleted.timestamp(), 0.0), each.path)

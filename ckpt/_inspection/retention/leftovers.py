@@ -11,8 +11,8 @@ from typing import Literal
 import anyio
 from msgspec import Struct
 
-from ckpt._inspection.places import RunRoot, open_as_root
-from ckpt._inspection.removals import trash_at
+from ckpt._inspection.places import RunRoot, open_as_root, root_at
+from ckpt._inspection.retention.removals import trash_at
 from ckpt._steps.pins import forget_expired
 from ckpt.storage._base import AttemptEntry, Storage
 
@@ -103,6 +103,9 @@ async def collect(
         if not any(each in name for each in found)
     ]
     kept, removed = await _trashed(root, trash, older_than, dry_run=dry_run)
+    if not (leftovers or removed or kept or attempts):
+        # There is nothing to collect, or it is no root at all.
+        await root_at(path)
     unsure = sum(each.is_live is None for each in await storage.attempts())
     return Collection(storage.location, leftovers + removed, kept, unsure, done=not dry_run)
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from ckpt._inspection.json_values import time_of
 from ckpt._inspection.places import RunRoot
-from ckpt._inspection.removals import trash_of_run
+from ckpt._inspection.retention.removals import trash_of_run
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.pins import pins
 from ckpt._steps.previous_steps import saved_step

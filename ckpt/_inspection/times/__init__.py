@@ -1,0 +1,1 @@
+"""How long saves took, and what they cost a run."""
