@@ -30,7 +30,9 @@ class Duration(click.ParamType[float]):
         found = _WRITTEN.match(str(value).strip())
         seconds = float(found[1]) * _SECONDS[found[2] or "s"] if found else -1.0
         if seconds < 0 or (seconds == 0 and not self._zero):
-            self.fail(f"{value!r} is no duration such as 90s, 20min, 6h or 2d.", param, ctx)
+            self.fail(
+                f"expected a time such as 90s, 20min, 6h or 2d, not {value!r:.60}.", param, ctx
+            )
         return seconds
 
 

@@ -125,7 +125,11 @@ def test_a_url_that_is_none(name: str, tmp_path: Path) -> None:
     check_refused(call(name, "s3:bucket/run", tmp_path), 2, "s3://")
 
 
-@pytest.mark.parametrize("name", CALLS)
+# Each waits until TensorStore gives up.
+UNREACHABLE = ["ls", *(pytest.param(n, marks=pytest.mark.slow) for n in CALLS if n != "ls")]
+
+
+@pytest.mark.parametrize("name", UNREACHABLE)
 def test_a_store_that_cannot_be_reached(name: str, tmp_path: Path) -> None:
     # Nothing listens on port 1.
     ran = call(name, "gs://bucket/run", tmp_path, TENSORSTORE_GCS_HTTP_URL="http://127.0.0.1:1")

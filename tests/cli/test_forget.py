@@ -263,7 +263,7 @@ def test_an_interrupted_deletion_leaves_whole_steps(root: Path) -> None:
         assert child.stdout.readline() == "reached\n"
         child.send_signal(signal.SIGINT)
         _, err = child.communicate(timeout=60)
-    assert (child.returncode, err) == (130, "\nckpt: interrupted\n")
+    assert (child.returncode, err) == (130, "ckpt: interrupted\n")
     assert steps(root) == [10, 20, 30, 40, 50]
     assert ckpt_command("forget", root, "--keep-last", "1").status == 0
     assert steps(root) == [20, 50]

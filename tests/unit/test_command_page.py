@@ -18,7 +18,7 @@ CALLS = re.findall(r"^\$ ckpt (\S+)(.*?)(?: +#.*)?$", PAGE, re.MULTILINE)
 
 @pytest.mark.parametrize("name", sorted(set(commands.NAMES) - ELSEWHERE))
 def test_every_command_is_described(name: str) -> None:
-    assert re.search(rf"^## .*`ckpt {name}`", PAGE, re.MULTILINE), name
+    assert re.search(rf"^### .*`ckpt {name}`", PAGE, re.MULTILINE), name
 
 
 def test_completion_is_described() -> None:

@@ -22,7 +22,7 @@ from ckpt.storage._resolve import local_path, open_root, open_step_dir
 
 if TYPE_CHECKING:
     from ckpt._conversion.copies import CopiedStep
-    from ckpt._conversion.step_copy import StepPlace
+    from ckpt._conversion.step_copy import CopyPlace
 
 _SHOWN = 3
 
@@ -209,7 +209,7 @@ class _Copy:
 
     async def _checkpoint(self, found: Checkpoint) -> _Copied:
         from ckpt._conversion.copies import copy_checkpoint
-        from ckpt._conversion.step_copy import StepPlace
+        from ckpt._conversion.step_copy import CopyPlace
 
         name, step = found.opened.step_dir, found.opened.manifest.step
         if found.opened.foreign is not None:
@@ -224,7 +224,7 @@ class _Copy:
                 f"{target.location}: step {step} cannot have the name of step {number}. "
                 "'ckpt convert --step' gives it another number"
             )
-        source = StepPlace(found.storage, name)
+        source = CopyPlace(found.storage, name)
         copied = await copy_checkpoint(
             source,
             target,
@@ -235,18 +235,18 @@ class _Copy:
         self._told(copied)
         return _result(found.location, target.location, [copied], [])
 
-    async def _place_for(self, name: str) -> StepPlace:
+    async def _place_for(self, name: str) -> CopyPlace:
         """Return where a step of that name goes."""
-        from ckpt._conversion.step_copy import StepPlace
+        from ckpt._conversion.step_copy import CopyPlace
 
         place = None if self._target.endswith("/") else await _place_at(self._target)
         local = local_path(self._target)
         is_folder = place is None and local is not None and local.is_dir()
         if self._target.endswith("/") or isinstance(place, RunRoot) or is_folder:
-            return StepPlace(open_root(self._target), name)
-        return StepPlace(*open_step_dir(self._target))
+            return CopyPlace(open_root(self._target), name)
+        return CopyPlace(*open_step_dir(self._target))
 
-    async def _write_whole(self, source: StepPlace, step: int | None, target: StepPlace) -> Any:
+    async def _write_whole(self, source: CopyPlace, step: int | None, target: CopyPlace) -> Any:
         from ckpt._api.conversion import convert_call
 
         names = None if step is None else _OneName(target.name, step)

@@ -86,7 +86,7 @@ class _Verified(Struct, frozen=True):
 )
 @click.option(
     "--deadline",
-    type=Duration(),
+    type=Duration(zero=True),
     metavar="TIME",
     help="Begin no more files after this time, such as 60s or 2h.",
 )
