@@ -21,7 +21,7 @@ from ckpt._conversion.step_copy import (
 )
 from ckpt._format.manifest import Manifest
 from ckpt._steps.index import StepIndex
-from ckpt._steps.pins import PinLease, hold, pin, pins
+from ckpt._steps.pins import PinLease, hold, pin, pins, refuse_pinned
 from ckpt._steps.root_metadata import read_root_metadata, write_root_metadata
 from ckpt.errors import (
     CorruptCheckpointError,
@@ -115,6 +115,8 @@ async def copy_steps(
     if not overwrite:
         await _refuse_others(work, virtual=write_whole is None)
     await target.prepare()
+    if overwrite:
+        await _refuse_pinned(work)
     await target.sweep()
     with contextlib.suppress(CorruptCheckpointError):
         metadata = await read_root_metadata(work.storage)
@@ -155,6 +157,10 @@ async def copy_checkpoint(
     step = (await read_manifest(source.storage, source.name)).step
     await target.storage.prepare()
     await target.storage.sweep()
+    if overwrite and step is not None:
+        work = StepsToCopy(source.storage, {step: source.name}, target.storage)
+        if source.name == target.name:
+            await _refuse_pinned(work)
     copier = StepCopier(progress)
     try:
         copied = await _copy_one(copier, source, step, target, overwrite, write_whole)
@@ -207,6 +213,22 @@ async def _refuse_others(work: StepsToCopy, *, virtual: bool) -> None:
             f"{work.target.location} has other steps {shown} already; nothing was copied. "
             "Overwrite them, or choose another place"
         )
+
+
+async def _refuse_pinned(work: StepsToCopy) -> None:
+    """Raise if a step that would be replaced is pinned.
+
+    Raises:
+        StepPinnedError: It is; nothing was copied.
+    """
+    for step, pinned in (await pins(work.target)).items():
+        name = work.steps.get(step)
+        if name is None:
+            continue
+        with contextlib.suppress(StepNotFoundError, CorruptCheckpointError, UnsupportedFormatError):
+            manifest = await read_manifest(work.storage, name, step=step)
+            if await presence_of(manifest, CopyPlace(work.target, name)) == "other":
+                refuse_pinned(work.target, step, pinned)
 
 
 async def _is_whole(place: CopyPlace) -> bool:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
+
+import msgspec
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """Return metrics as JSON can have them: None for those that are not finite."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def json_text(record: object) -> str:
+    """Return a record as JSON. Paths may have bytes that are not UTF-8; those are escaped."""
+    try:
+        return msgspec.json.encode(record).decode()
+    except UnicodeEncodeError:
+        return json.dumps(msgspec.to_builtins(record), separators=(",", ":"))
 
 
 def time_of(nanoseconds: int) -> datetime | None:

@@ -37,8 +37,9 @@ class LeafRecord(Struct, frozen=True):
         sharding: How it lay on the devices when it was saved, in a few words.
         same_as: The leaf path of the array that it is the same object as, or None.
         value: A Python value as text; None for arrays and functions.
-        content: A digest of an array: of two with the same shape, dtype and chunks, those with the
-            same content are equal, and those with another differ. None if it is not known.
+        content: A digest of a value, or of an array: of two arrays with the same shape, dtype and
+            chunks, those with the same content are equal, and those with another differ. None if it
+            is not known.
     """
 
     item: str
@@ -86,7 +87,13 @@ def _leaf(item_name: str, item: ItemEntry, paths: Sequence[str], number: int) ->
     form = table.forms[int(table.form[number])]
     path = paths[number]
     if form.kind not in ARRAYS:
-        return LeafRecord(item_name, path, form.kind, value=_value(table, number, form.kind))
+        return LeafRecord(
+            item_name,
+            path,
+            form.kind,
+            value=_value(table, number, form.kind),
+            content=_value_digest(table, number),
+        )
     nbytes = _logical_bytes(form, path)
     source = table.same_as.get(number)
     places = item.shardings
@@ -122,6 +129,11 @@ def _stored_bytes(table: LeafTable, number: int, nbytes: int) -> int:
     # A length of 0 is a chunk that was not compressed.
     lengths = table.lengths[first:last]
     return int(lengths.sum()) if lengths.all() else nbytes
+
+
+def _value_digest(table: LeafTable, number: int) -> str:
+    """Return a digest of all of a value, of which the record shows the beginning."""
+    return digest(repr(table.values.get(number)).encode(errors="surrogatepass"))
 
 
 def _content(table: LeafTable, number: int) -> str | None:

@@ -106,7 +106,12 @@ async def _ancestors(checkpoint: Checkpoint) -> list[Ancestor]:
         parent = here.opened.manifest.parent
         if parent is None:
             break
-        here, reason = None, ""
+        place, reason = here, ""
+        here = None
+        if not _is_near(parent.path, place.location):
+            reason = "it is in another store; 'ckpt log' of its path looks at it"
+            found.append(Ancestor(parent.path, parent.step, None, reason))
+            break
         try:
             there = await checkpoint_at(parent.path)
             attempt = there.opened.manifest.attempt
@@ -124,6 +129,17 @@ async def _ancestors(checkpoint: Checkpoint) -> list[Ancestor]:
         logged = None if here is None else _logged(here)
         found.append(Ancestor(parent.path, parent.step, logged, reason))
     return found
+
+
+def _is_near(path: str, location: str) -> bool:
+    """Tell whether a path from a manifest is on a disk, or in the store that the manifest is in.
+
+    A manifest must not make the user ask any store with credentials.
+    """
+    scheme, _, rest = path.partition("://")
+    if not rest or scheme == "file":
+        return True
+    return location.startswith(f"{scheme}://{rest.partition('/')[0]}/")
 
 
 def _logged(checkpoint: Checkpoint) -> LoggedStep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from datetime import datetime
@@ -9,10 +10,13 @@ from datetime import datetime
 from msgspec import Struct
 
 from ckpt._inspection.json_values import finite, time_of
-from ckpt._inspection.places import RunRoot
+from ckpt._inspection.places import RunRoot, doubled_steps
+from ckpt._redaction import redact
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.pins import Pin, pins
 from ckpt._steps.removal.noted_policy import noted_policy
+
+logger = logging.getLogger("ckpt")
 
 _STATES = {True: "saving", False: "dead", None: "silent"}
 
@@ -103,6 +107,13 @@ async def list_root(root: RunRoot) -> RootListing:
         StorageError: It cannot be read.
     """
     found = await root.index.refresh()
+    for step, (kept, *others) in (await doubled_steps(root)).items():
+        logger.warning(
+            "%s: several steps have the number %d: %s; the list has one of them",
+            redact(root.location),
+            step,
+            ", ".join([kept, *others]),
+        )
     pinned = await pins(root.storage)
     going, keeps = await _going(root, found)
     now = time.time()
@@ -120,8 +131,8 @@ async def _going(
 ) -> tuple[frozenset[int] | None, str | None]:
     """Return what a run deletes next and what it keeps; None for what is not known."""
     noted = await noted_policy(root.storage)
-    if noted is None or noted.policy is None:
-        return None, None if noted is None else noted.text
+    if noted is None or noted.policy is None or noted.deletion is None:
+        return None, None if noted is None else noted.text or None
     # Only here: the lists of most roots need no policies.
     from ckpt._inspection.retention.preservation import next_to_go, text_of
 

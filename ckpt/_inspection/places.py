@@ -111,6 +111,36 @@ async def checkpoint_at(path: str) -> Checkpoint:
     return Checkpoint(found.storage, await found.index.found(None))
 
 
+async def doubled_steps(root: RunRoot) -> dict[int, list[str]]:
+    """Return the numbers that several step directories of a root have, such as `a_1` and `b_1`."""
+    if isinstance(root.names, Standard):
+        return {}
+    found: dict[int, list[str]] = {}
+    for name in await root.storage.step_dirs():
+        step = root.names.step(name)
+        if step is not None:
+            found.setdefault(step, []).append(name)
+    several = {step: sorted(names) for step, names in found.items() if len(names) > 1}
+    return {
+        step: names
+        for step, names in several.items()
+        if sum([await root.index.look(name) is not None for name in names]) > 1
+    }
+
+
+async def refuse_doubled(root: RunRoot) -> None:
+    """Raise if several steps of a root have one number, since each of them may be meant.
+
+    Raises:
+        InvalidArgumentError: They have; names two.
+    """
+    for step, (first, second, *_) in (await doubled_steps(root)).items():
+        raise InvalidArgumentError(
+            f"{root.location} has several steps {step}: {first} and {second}. Give the paths of "
+            "single steps"
+        )
+
+
 async def root_at(path: str) -> RunRoot:
     """Return the root at a path.
 

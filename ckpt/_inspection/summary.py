@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ckpt._format.manifest_head import VIRTUAL
+from ckpt._format.manifest_head import OWN_FORMAT, VIRTUAL
 from ckpt._format.metrics import flat_metrics
 from ckpt._inspection.json_values import finite, time_of
 from ckpt._inspection.leaf_records import ARRAYS
@@ -45,8 +45,8 @@ class CheckpointSummary(Struct, frozen=True):
         unnamed: Whether it is one object saved without a name.
         items: Its items.
         nbytes: Logical bytes of all items.
-        stored_bytes: Bytes of its files.
-        files: How many files it has.
+        stored_bytes: Bytes of its files; None of what another library wrote.
+        files: How many files it has; None of what another library wrote.
         process_count: How many processes wrote it.
         is_virtual: Whether data files of it lie elsewhere.
         sources: Those files.
@@ -65,8 +65,8 @@ class CheckpointSummary(Struct, frozen=True):
     unnamed: bool
     items: list[ItemSummary]
     nbytes: int
-    stored_bytes: int
-    files: int
+    stored_bytes: int | None
+    files: int | None
     process_count: int
     is_virtual: bool
     sources: list[str]
@@ -79,6 +79,8 @@ class CheckpointSummary(Struct, frozen=True):
 def summarize(checkpoint: Checkpoint) -> CheckpointSummary:
     """Return a checkpoint in a few figures."""
     manifest = checkpoint.opened.manifest
+    # Of what another library wrote, not all files are known.
+    is_own = manifest.format == OWN_FORMAT
     items = [
         ItemSummary(
             name,
@@ -99,8 +101,8 @@ def summarize(checkpoint: Checkpoint) -> CheckpointSummary:
         unnamed=manifest.unnamed,
         items=items,
         nbytes=sum(each.nbytes for each in items),
-        stored_bytes=sum(each.size for each in manifest.files.values()),
-        files=len(manifest.files) + 1,
+        stored_bytes=sum(each.size for each in manifest.files.values()) if is_own else None,
+        files=len(manifest.files) + 1 if is_own else None,
         process_count=manifest.process_count,
         is_virtual=VIRTUAL in manifest.requires,
         sources=sorted(each.location for each in manifest.sources.values()),

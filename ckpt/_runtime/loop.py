@@ -106,6 +106,8 @@ class EngineLoop:
         self._guard = threading.Lock()
         self._running: _Running | None = None
         self._thread: threading.Thread | None = None
+        # What the thread says once its loop runs; an interrupt may come before anybody heard it.
+        self._started: Future[_Running] | None = None
         self._pid = os.getpid()
         self._closed = False
 
@@ -161,8 +163,14 @@ class EngineLoop:
         thread = threading.Thread(
             target=_run_loop, args=(started,), name="ckpt-engine", daemon=True
         )
-        start_thread(thread)
+        self._started = started
         self._thread = thread
+        try:
+            start_thread(thread)
+        except BaseException:
+            if not thread.is_alive():
+                self._thread = self._started = None
+            raise
         return started.result()
 
     async def run(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
@@ -224,11 +232,8 @@ class EngineLoop:
     def stop(self) -> None:
         """Let the thread end once its jobs have; does not wait. Idempotent."""
         self._closed = True
-        running = self._running
-        if running is not None and not self.is_forked:
-            # Raised by a loop that has ended already.
-            with contextlib.suppress(RuntimeError):
-                running.schedule(running.stop.set)
+        if self._started is not None and not self.is_forked:
+            self._started.add_done_callback(_stop_running)
 
     def close(self, timeout: float | None = None) -> bool:
         """Stop the thread once its jobs have ended, and wait for that. Idempotent.
@@ -252,6 +257,15 @@ class EngineLoop:
         while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
             thread.join(min(left, 1.0))
         return not thread.is_alive()
+
+
+def _stop_running(started: Future[_Running]) -> None:
+    if started.cancelled() or started.exception() is not None:
+        return
+    running = started.result()
+    # Raised by a loop that has ended already.
+    with contextlib.suppress(RuntimeError):
+        running.schedule(running.stop.set)
 
 
 async def end_loop(loop: EngineLoop) -> None:

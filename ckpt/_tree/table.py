@@ -44,7 +44,10 @@ def size_text(nbytes: int) -> str:
         if value < 1024 or unit == _UNITS[-1]:
             break
         value /= 1024
-    return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}"
+    if unit == "B":
+        return f"{nbytes} B"
+    # With `g`, 1,000 of a unit would be 1e+03.
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
 
 
 def sharding_text(entry: ShardingEntry | None) -> str:

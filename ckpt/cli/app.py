@@ -106,6 +106,12 @@ def run(arguments: Sequence[str]) -> int:
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return exit_status.CLOSED_PIPE
+    except OSError as error:
+        # Only the output is written outside of the library, whose errors are all its own.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        note(f"ckpt: the output cannot be written: {error.strerror or error}")
+        return exit_status.UNREACHABLE
     except (KeyboardInterrupt, click.Abort):
         note("ckpt: interrupted")
         return exit_status.INTERRUPTED

@@ -12,8 +12,8 @@ def main() -> None:
         import rich
     except ModuleNotFoundError as error:
         sys.stderr.write(
-            f"ckpt: the command needs {error.name}, which is not installed: "
-            "python -m pip install 'ckpt-jax[cli]'\n"
+            f"ckpt: the command needs {error.name}, which is not installed. Install ckpt-jax with "
+            "the extra 'cli': python -m pip install 'ckpt-jax[cli]', or '.[cli]' in a clone\n"
         )
         raise SystemExit(2) from None
     del click, rich

@@ -11,6 +11,8 @@ from typing import TypeVar
 import click
 import msgspec
 
+from ckpt._inspection.json_values import json_text
+
 T = TypeVar("T")
 # The line that is shown until something else is printed.
 _shown: list[str] = []
@@ -42,10 +44,10 @@ def _takes_styles() -> bool:
 def show_json(record: object) -> None:
     """Print one JSON document, on one line if it goes to a program."""
     hide_line()
-    encoded = msgspec.json.encode(record)
+    encoded = json_text(record)
     if sys.stdout.isatty():
         encoded = msgspec.json.format(encoded)
-    sys.stdout.write(encoded.decode() + "\n")
+    sys.stdout.write(encoded + "\n")
     sys.stdout.flush()
 
 

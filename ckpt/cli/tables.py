@@ -35,6 +35,9 @@ def table(
             output goes to a file or a pipe.
     """
     cells = [[printable(cell) for cell in row] for row in rows]
+    # Names of metrics are headers, too.
+    right = [printable(name) for name in right]
+    headers = [printable(name) for name in headers]
     kept = [n for n in range(len(headers)) if any(row[n] for row in cells)]
     widths = [max(cell_len(line[n]) for line in [headers, *cells]) for n in kept]
     widths = _shrunk(widths, _line_width() if width is None else width)

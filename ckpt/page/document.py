@@ -9,6 +9,7 @@ from importlib import resources
 
 import msgspec
 
+from ckpt._inspection.json_values import json_text
 from ckpt.page.records import RunRecord, StepRecord
 
 ASSETS = {"page.css": "text/css", "page.js": "text/javascript"}
@@ -43,7 +44,7 @@ def single_page(data: StaticData) -> str:
     """Return the page as one file, which needs neither a server nor a network."""
     style, script = asset("page.css"), asset("page.js")
     # In a script element, only this could end it; in JSON it means the same.
-    encoded = msgspec.json.encode(data).decode().replace("<", "\\u003c")
+    encoded = json_text(data).replace("<", "\\u003c")
     policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
     parts = (
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'

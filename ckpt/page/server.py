@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import sys
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
@@ -11,8 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
 import anyio
-import msgspec
 
+from ckpt._inspection.json_values import json_text
 from ckpt.errors import CheckpointError, StepNotFoundError
 from ckpt.page.document import ASSETS, asset, served_page
 from ckpt.page.records import RunReader
@@ -42,10 +43,19 @@ class PageServer(ThreadingHTTPServer):
             OSError: The port cannot be had.
         """
         self.reader = reader
+        # Cookies know no ports, and another run may be served beside this one.
+        self.cookie: str = ""
         self.token: str = secrets.token_urlsafe(24)
         # The index of a root is not for several threads at once.
         self.reading: threading.Lock = threading.Lock()
         super().__init__((host, port), _Handler)
+        self.cookie = f"{_COOKIE}-{self.server_address[1]}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of a reader that went away; of anything else one line."""
+        error = sys.exception()
+        if not isinstance(error, ConnectionError | TimeoutError):
+            sys.stderr.write(f"ckpt: the page could not be served: {error!r}\n")
 
     @property
     def url(self) -> str:
@@ -74,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         name = url.path.removeprefix("/")
         if not name:
-            cookie = f"{_COOKIE}={given}; Path=/; HttpOnly; SameSite=Strict"
+            cookie = f"{self.server.cookie}={given}; Path=/; HttpOnly; SameSite=Strict"
             self._answer(HTTPStatus.OK, "text/html", served_page(), cookie)
         elif name in ASSETS:
             self._answer(HTTPStatus.OK, ASSETS[name], asset(name))
@@ -89,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _cookie(self) -> str:
         for each in self.headers.get("Cookie", "").split(";"):
             name, _, value = each.strip().partition("=")
-            if name == _COOKIE:
+            if name == self.server.cookie:
                 return value
         return ""
 
@@ -102,11 +112,11 @@ class _Handler(BaseHTTPRequestHandler):
         except CheckpointError as error:
             self._error(HTTPStatus.BAD_GATEWAY, error)
         else:
-            body = msgspec.json.encode(record).decode()
+            body = json_text(record)
             self._answer(HTTPStatus.OK, "application/json", body)
 
     def _error(self, status: HTTPStatus, error: CheckpointError) -> None:
-        body = msgspec.json.encode({"error": str(error)}).decode()
+        body = json_text({"error": str(error)})
         self._answer(status, "application/json", body)
 
     def _answer(self, status: HTTPStatus, kind: str, text: str, cookie: str | None = None) -> None:

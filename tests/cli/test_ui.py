@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -133,6 +134,33 @@ def test_a_new_step_is_in_the_next_answer(tmp_path: Path) -> None:
             mgr.save(2, {"w": jnp.zeros(2)}, durable=True)
             _, run, _ = get(url, "/run", token_of(url))
             assert [each["step"] for each in run["listing"]["steps"]] == [1, 2]
+
+
+def test_two_runs_can_be_served_to_one_browser(run_root: Path) -> None:
+    with served(run_root) as (_, one), served(run_root) as (_, two):
+        cookies = []
+        for url in (one, two):
+            _, _, headers = get(url, "/", token_of(url))
+            cookies.append(headers["Set-Cookie"].partition(";")[0])
+        # A browser sends both to both, since cookies know no ports.
+        assert len({each.partition("=")[0] for each in cookies}) == 2
+        for url in (one, two):
+            assert get(url, "/run", None, Cookie="; ".join(cookies))[0] == 200
+
+
+def test_a_reader_that_goes_away_is_not_told_of(run_root: Path) -> None:
+    with served(run_root) as (process, url):
+        host, _, port = urlsplit(url).netloc.partition(":")
+        for _ in range(3):
+            gone = socket.create_connection((host, int(port)))
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            gone.sendall(f"GET /page.js?token={token_of(url)} HTTP/1.1\r\n\r\n".encode())
+            gone.close()
+        assert get(url, "/run", token_of(url))[0] == 200
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        assert "Traceback" not in err
+        assert "reset" not in err
 
 
 def test_ctrl_c_ends_it(run_root: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 import pytest
 
 import ckpt
@@ -172,6 +173,38 @@ def test_the_difference_of_two_steps(browser: Any, url: str) -> None:
     assert "count" in opened.text("#diff")
     page.get_by_label("since step").select_option("10")
     showing(page, "#diff", "int 10")
+
+
+def exported(browser: Any, root: Path, tmp_path: Path) -> Opened:
+    file = tmp_path / "run.html"
+    assert ckpt_command("ui", root, "--export", file).status == 0
+    return Opened(browser, file.as_uri())
+
+
+def test_values_that_differ_late_are_different(browser: Any, tmp_path: Path) -> None:
+    with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
+        for step, end in ((1, "A"), (2, "B")):
+            mgr.save(step, {"text": "x" * 100 + end, "w": jnp.zeros(2)})
+    opened = exported(browser, tmp_path / "run", tmp_path)
+    assert opened.text("#diff-text") == "1 leaf differs, 1 is the same."
+
+
+def test_what_cannot_be_compared_is_not_called_different(browser: Any, tmp_path: Path) -> None:
+    with ocp.CheckpointManager(tmp_path / "run") as orbax:
+        for step in (1, 2):
+            orbax.save(step, args=ocp.args.StandardSave({"a": jnp.arange(4.0)}))
+    opened = exported(browser, tmp_path / "run", tmp_path)
+    assert "1 leaf cannot be compared" in opened.text("#diff-text")
+    assert " B" not in opened.text("#about")
+
+
+def test_metrics_may_be_called_like_methods(browser: Any, tmp_path: Path) -> None:
+    with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
+        mgr.save(1, {"w": jnp.zeros(2)}, metrics={"toString": 1.0, "constructor": 2.0})
+        mgr.save(2, {"w": jnp.zeros(2)})
+    opened = exported(browser, tmp_path / "run", tmp_path)
+    assert opened.page.locator("#steps tr").count() == 2
+    assert opened.wrong == []
 
 
 def test_the_keyboard_is_enough(browser: Any, url: str) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckpt._inspection.json_values import time_of
-from ckpt._inspection.places import RunRoot
+from ckpt._inspection.places import RunRoot, refuse_doubled
 from ckpt._inspection.retention.removals import trash_of_run
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.pins import pins
@@ -91,6 +92,7 @@ async def forget_steps(
     Raises:
         CheckpointError: The root cannot be read, or a step could not be deleted; all others were.
     """
+    await refuse_doubled(root)
     trash = await trash_of_run(root, given, for_good=for_good)
     deletion = Deletion(trash=trash)
     retention = Retention(root.storage, root.index, policy, deletion, (), time.time_ns)
@@ -104,7 +106,16 @@ async def forget_steps(
             await retention.preserve(going)
         except ExceptionGroup as group:
             raise _first(group) from group
+        left = await root.index.refresh()
+        steps = [_spared(each, left) if each.step in going else each for each in steps]
     return ForgottenSteps(root.location, steps, trash, done=not dry_run)
+
+
+def _spared(planned: PlannedStep, left: Mapping[int, IndexedStep]) -> PlannedStep:
+    """Return what has become of a step that was to go: it may have been pinned meanwhile."""
+    if planned.step not in left:
+        return planned
+    return replace(planned, goes=False, reasons=["pinned or saved anew meanwhile"])
 
 
 def _first(group: ExceptionGroup[Exception]) -> Exception:

@@ -82,7 +82,13 @@ async def trash_of_run(root: RunRoot, given: str | None, *, for_good: bool = Fal
         return None
     if given is None:
         noted = await noted_policy(root.storage)
-        given = None if noted is None else trash_of(noted.deletion)
+        if noted is not None and noted.deletion is None:
+            raise InvalidArgumentError(
+                f"{root.location}: what this run does with deleted steps cannot be read from "
+                ".ckpt-run/preservation.json. Give its trash with --trash, or --for-good"
+            )
+        deletion = None if noted is None else noted.deletion
+        given = None if deletion is None else trash_of(deletion)
         if given is not None and os.path.isabs(given):
             raise InvalidArgumentError(
                 f"{root.location}: the trash of this run is {given!r:.200}. Give it with --trash, "

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # As many elements numpy prints in full, and of longer axes that many at both ends.
 _MOST_PRINTED, _EDGE = 1000, 3
 # Of arrays of more axes the corners alone are many elements.
+_MOST_BITS = 14_000
 _MOST_EDGE_AXES = 5
 
 
@@ -156,6 +157,9 @@ def _value(checkpoint: Checkpoint, item: str, number: int) -> Any:
         return value
     if isinstance(value, float) and math.isfinite(value):
         return value
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        # Python refuses to write thousands of digits.
+        return hex(value)
     return str(value)
 
 

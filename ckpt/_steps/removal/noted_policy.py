@@ -31,6 +31,7 @@ from ckpt.storage._base import Storage
 
 logger = logging.getLogger("ckpt")
 
+_DELETION = ("keep_latest", "orbax_steps", "trash")
 _NOTE = ".ckpt-run/preservation.json"
 _MAX_BYTES = 1 << 16
 _DEEPEST = 16
@@ -54,12 +55,12 @@ class NotedPolicy(Struct, frozen=True):
     Attributes:
         policy: The policy; None if it is not one of this library.
         text: What was said of such a policy.
-        deletion: How steps are deleted.
+        deletion: How steps are deleted; None if that cannot be learnt.
     """
 
     policy: PreservationPolicyLike | None
     text: str
-    deletion: Deletion
+    deletion: Deletion | None
 
 
 async def note_policy(storage: Storage, policy: PreservationPolicyLike, deletion: Deletion) -> None:
@@ -87,16 +88,26 @@ async def noted_policy(storage: Storage) -> NotedPolicy | None:
         StorageError: The root cannot be read.
     """
     found: object = None
-    with contextlib.suppress(ValueError, RecursionError, CheckpointError):
-        found = json.loads(await storage.read_note(_NOTE, _MAX_BYTES) or b"")
+    with contextlib.suppress(ValueError, RecursionError, CorruptCheckpointError):
+        encoded = await storage.read_note(_NOTE, _MAX_BYTES)
+        if encoded is None:
+            return None
+        found = json.loads(encoded)
     if not isinstance(found, dict) or not isinstance(found.get("preservation"), dict):
-        return None
+        return NotedPolicy(None, "", None)
     data = found["preservation"]
-    given = found.get("deletion")
-    deletion = Deletion()
-    with contextlib.suppress(CheckpointError, TypeError):
-        deletion = Deletion(**given) if isinstance(given, dict) else deletion
-    return NotedPolicy(_policy(data), _text(data), deletion)
+    return NotedPolicy(_policy(data), _text(data), _deletion(found.get("deletion")))
+
+
+def _deletion(given: object) -> Deletion | None:
+    """Return how steps are deleted; what a later version may have added is ignored."""
+    if not isinstance(given, dict) or "trash" not in given:
+        return None
+    known = {name: given[name] for name in _DELETION if name in given}
+    try:
+        return Deletion(**known)
+    except (CheckpointError, TypeError):
+        return None
 
 
 def _encoded(policy: PreservationPolicyLike, deletion: Deletion) -> bytes:

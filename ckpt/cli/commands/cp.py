@@ -10,13 +10,20 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec import Struct
 
-from ckpt._inspection.places import Checkpoint, RunRoot, look_at, open_as_root
+from ckpt._inspection.places import (
+    Checkpoint,
+    RunRoot,
+    look_at,
+    open_as_root,
+    refuse_doubled,
+    step_place,
+)
 from ckpt._redaction import redact
 from ckpt.cli import exit_status, options
 from ckpt.cli.output import note, printable, show_json, show_lines
 from ckpt.cli.progress import ProgressLine, progress
 from ckpt.cli.text import count_text, size_text
-from ckpt.errors import InvalidArgumentError, NotACheckpointError, StepNotFoundError
+from ckpt.errors import InvalidArgumentError, NotACheckpointError, StepNotFoundError, StorageError
 from ckpt.step_names import Standard
 from ckpt.storage._resolve import local_path, open_root, open_step_dir
 
@@ -166,6 +173,7 @@ class _Copy:
         found = await look_at(self._source)
         if isinstance(found, Checkpoint):
             return await self._checkpoint(found)
+        await refuse_doubled(found)
         steps, skipped = await committed_steps(found.index)
         for each in skipped:
             self._say(f"step {each} was not copied: Orbax wrote it; 'ckpt convert' takes it")
@@ -218,12 +226,8 @@ class _Copy:
                 "'ckpt convert' takes it"
             )
         target = await self._place_for(name)
-        number = Standard().step(target.name)
-        if step is not None and number not in (None, step):
-            raise InvalidArgumentError(
-                f"{target.location}: step {step} cannot have the name of step {number}. "
-                "'ckpt convert --step' gives it another number"
-            )
+        if step is not None:
+            await self._check_name(target, step)
         source = CopyPlace(found.storage, name)
         copied = await copy_checkpoint(
             source,
@@ -234,6 +238,26 @@ class _Copy:
         )
         self._told(copied)
         return _result(found.location, target.location, [copied], [])
+
+    async def _check_name(self, target: CopyPlace, step: int) -> None:
+        """Raise if a step would get the name of another, or stand in a root twice."""
+        place = step_place(target.location)
+        if place is not None and place.step != step:
+            raise InvalidArgumentError(
+                f"{target.location}: step {step} cannot have the name of step {place.step}. "
+                "'ckpt convert --step' gives it another number"
+            )
+        committed: list[str] = []
+        # A root that is not there yet has no steps.
+        with contextlib.suppress(StepNotFoundError, StorageError):
+            root = await open_as_root(target.storage.location)
+            others = [name for name in await root.index.step_dirs_of(step) if name != target.name]
+            committed = [name for name in others if await root.index.look(name) is not None]
+        if place is not None and committed:
+            raise InvalidArgumentError(
+                f"{target.storage.location} has step {step} already, as {committed[0]}. Copy it to "
+                "that name"
+            )
 
     async def _place_for(self, name: str) -> CopyPlace:
         """Return where a step of that name goes."""

@@ -67,7 +67,7 @@ def _time(time: datetime | None) -> str:
 
 
 def _files(found: CheckpointSummary) -> str:
-    if not found.files:
+    if found.files is None or found.stored_bytes is None:
         return ""
     text = f"{count_text(found.files, 'file')}, {size_text(found.stored_bytes)}"
     if found.process_count > 1:

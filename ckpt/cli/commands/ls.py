@@ -53,8 +53,9 @@ def _view(listing: RootListing) -> Iterator[str]:
     if rows:
         headers = ("step", "age", "size", *metrics, "notes")
         yield from table(headers, rows, right=("step", "age", "size", *metrics))
-    total = size_text(sum(each.stored_bytes or 0 for each in steps))
-    what = f"{count_text(len(steps), 'step')}, {total}" if steps else "no steps"
+    known = [each.stored_bytes for each in steps if each.stored_bytes is not None]
+    total = f", {size_text(sum(known))}" if known else ""
+    what = f"{count_text(len(steps), 'step')}{total}" if steps else "no steps"
     what += "" if listing.keeps is None else f"; keeps: {printable(listing.keeps)}"
     yield click.style(f"{printable(listing.root)}: {what}", dim=True)
 

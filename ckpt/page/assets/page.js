@@ -4,6 +4,9 @@
 const SVG = "http://www.w3.org/2000/svg";
 const MOST_ROWS = 500;
 const MOST_TILES = 40;
+const MOST_KEPT = 12;
+const UNKNOWN = "not known: no digests";
+const OTHER_CHUNKS = "not known: other chunks";
 const PHASES = ["waited", "staged", "written"];
 const byId = (id) => document.getElementById(id);
 const embedded = byId("data") ? JSON.parse(byId("data").textContent) : null;
@@ -34,7 +37,12 @@ async function contentsOf(step) {
   const entry = run.listing.steps.find((each) => each.step === step);
   const key = `${step} ${entry ? entry.committed : ""}`;
   if (!contents.has(key)) contents.set(key, await read(`step/${step}`));
-  return contents.get(key);
+  // A live page would otherwise keep the leaves of every step that it has shown.
+  const kept = contents.get(key);
+  contents.delete(key);
+  contents.set(key, kept);
+  for (const old of [...contents.keys()].slice(0, -MOST_KEPT)) contents.delete(old);
+  return kept;
 }
 
 async function refresh() {
@@ -121,12 +129,13 @@ function options(select, values, kept, text = String) {
 
 function showAbout() {
   const steps = run.listing.steps;
-  const total = steps.reduce((sum, each) => sum + (each.stored_bytes || 0), 0);
+  const known = steps.filter((each) => each.stored_bytes !== null);
+  const total = known.length ? `, ${size(known.reduce((sum, each) => sum + each.stored_bytes, 0))}` : "";
   const latest = steps.at(-1);
   const when = latest ? `; the latest ${age(latest.age_seconds)}` : "";
   const keeps = run.listing.keeps ? `; keeps ${run.listing.keeps}` : "";
   const live = embedded ? "; as it was when this file was written" : "; live";
-  byId("about").textContent = `${count(steps.length, "step")}, ${size(total)}${when}${keeps}${live}`;
+  byId("about").textContent = `${count(steps.length, "step")}${total}${when}${keeps}${live}`;
 }
 
 async function showRun() {
@@ -174,7 +183,7 @@ function showSteps(metrics) {
       make("td", { class: "number" }, button),
       cell(each.committed ? each.committed.slice(0, 19).replace("T", " ") : "–"),
       cell(size(each.stored_bytes), "number"),
-      ...metrics.map((name) => cell(name in each.metrics ? metric(each.metrics[name]) : "", "number")),
+      ...metrics.map((name) => cell(Object.hasOwn(each.metrics, name) ? metric(each.metrics[name]) : "", "number")),
       cell(notes.join("; "), goes(each) ? "going" : ""),
     );
   });
@@ -201,7 +210,7 @@ function showChart() {
   });
   const name = byId("metric").value;
   const points = steps
-    .map((each, place) => [place * slot + slot / 2, each.metrics[name]])
+    .map((each, place) => [place * slot + slot / 2, Object.hasOwn(each.metrics, name) ? each.metrics[name] : null])
     .filter((each) => typeof each[1] === "number");
   const [low, high] = [Math.min(...points.map((p) => p[1])), Math.max(...points.map((p) => p[1]))];
   const at = (value) => 8 + (height - foot - 20) * (high > low ? (high - value) / (high - low) : 0.5);
@@ -455,8 +464,14 @@ async function showDiff() {
   }
   const rows = differences(before.leaves, shown.leaves);
   const same = shown.leaves.length - rows.filter((row) => row.what !== "removed").length;
+  const unknown = rows.filter((row) => row.what.startsWith("not known")).length;
+  const parts = [
+    rows.length > unknown ? `${count(rows.length - unknown, "leaf", "leaves")} ${rows.length - unknown === 1 ? "differs" : "differ"}` : "",
+    unknown ? `${count(unknown, "leaf", "leaves")} cannot be compared` : "",
+    same ? `${same.toLocaleString("en")} ${same === 1 ? "is" : "are"} the same` : "",
+  ].filter(Boolean);
   byId("diff-text").textContent = rows.length
-    ? `${count(rows.length, "leaf", "leaves")} differ, ${same.toLocaleString("en")} are the same.`
+    ? `${parts.join(", ")}.`
     : `Nothing: all ${count(same, "leaf", "leaves")} are the same.`;
   byId("diff").replaceChildren(...rows.slice(0, MOST_ROWS).map((row) =>
     make("tr", {}, cell(row.path, "path"), cell(row.what, row.what), cell(row.before), cell(row.after))));
@@ -472,13 +487,12 @@ function differences(before, after) {
     old.delete(path);
     if (!own) rows.push({ path, what: "added", before: "", after: text(leaf) });
     else if (text(own) !== text(leaf)) rows.push({ path, what: leaf.dtype === null ? "value" : "type", before: text(own), after: text(leaf) });
-    else if (leaf.dtype === null) continue;
-    else if (own.content === null || leaf.content === null) rows.push({ path, what: "not known: no digests", before: "", after: "" });
-    else if (String(own.chunks) !== String(leaf.chunks)) rows.push({ path, what: "not known: other chunks", before: "", after: "" });
-    else if (own.content !== leaf.content) rows.push({ path, what: "values", before: "", after: size(leaf.nbytes) });
+    else if (own.content === null || leaf.content === null) rows.push({ path, what: UNKNOWN, before: "", after: "" });
+    else if (String(own.chunks) !== String(leaf.chunks)) rows.push({ path, what: OTHER_CHUNKS, before: "", after: "" });
+    else if (own.content !== leaf.content) rows.push({ path, what: leaf.dtype === null ? "value" : "values", before: "", after: leaf.dtype === null ? text(leaf) : size(leaf.nbytes) });
   }
   for (const [path, leaf] of old) rows.push({ path, what: "removed", before: text(leaf), after: "" });
-  const order = ["added", "removed", "type", "value", "values"];
+  const order = ["added", "removed", "type", "value", "values", UNKNOWN, OTHER_CHUNKS];
   return rows.sort((a, b) => order.indexOf(a.what) - order.indexOf(b.what));
 }
 
