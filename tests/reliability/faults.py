@@ -76,7 +76,6 @@ class Case:
         error: What was raised, if anything was.
         heard: How many operations there were when it was acknowledged; all, if it was not.
         losses: What should not have happened.
-        had_note: Whether what the run keeps was noted in the root before.
     """
 
     scenario: Scenario
@@ -85,7 +84,6 @@ class Case:
     error: BaseException | None = None
     heard: int = sys.maxsize
     losses: list[str] = field(default_factory=list)
-    had_note: bool = False
 
     def hear(self) -> None:
         """Take the acknowledgement."""
@@ -120,7 +118,6 @@ def run(scenario: Scenario, origin: Path, root: Path, plan: Plan) -> Case:
     options = scenario.options or {}
     with contextlib.ExitStack() as stack:
         mgr = stack.enter_context(manager(root, **options)) if scenario.opened else None
-        case.had_note = (root / ".ckpt-run").exists()
         with case.files:
             try:
                 scenario.act(root, mgr, case.hear)
@@ -153,10 +150,11 @@ def check_error(case: Case) -> None:
         is_first = each is case.files.met[0] or not case.files.crashed
         is_sync = is_first and each.name in (*SYNCS, "open") and each.path == case.root.name
         if case.scenario.name == "open" and is_sync and each.error is not None:
-            # What the run keeps is noted after the cleaning, in a folder that is made for it.
-            is_noting = (case.root / ".ckpt-run").exists() and not case.had_note
+            # Once all of it is gone, the root is only listed, and written to by others.
+            done = case.files.operations[: case.files.operations.index(each)]
+            is_clean = any(op.name == "unlink" and ".ckpt-lease-" in op.path for op in done)
             what = "bytes were removed that may come back"
-            case.expect(leftovers(case.root) != [] or is_noting, what)
+            case.expect(is_clean or leftovers(case.root) != [], what)
             continue
         if each.name in SYNCS and each.error is not None and each.number <= case.heard:
             case.expect(error is not None, f"passed over a failed sync of {each.path}")
