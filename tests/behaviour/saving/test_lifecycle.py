@@ -382,7 +382,8 @@ def test_what_a_policy_does_not_keep_is_gone_when_all_is_finished(tmp_path: Path
             mgr.save(step, SMALL)
             mgr.wait_until_finished()
             assert mgr.all_steps() == [step]
-    assert names(tmp_path) == {"metadata", "19"}
+    # What a run keeps is noted beside its steps.
+    assert names(tmp_path) == {"metadata", ".ckpt-run", "19"}
 
 
 def test_closing_from_many_places_waits_in_each(tmp_path: Path) -> None:
