@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+
+# A shell that starts the tests in the background has interrupts ignored, and every process of a
+# test inherits that: Python then does not raise KeyboardInterrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _DEVICES = "--xla_force_host_platform_device_count=8"
 if _DEVICES not in os.environ.get("XLA_FLAGS", "").split():

@@ -54,7 +54,7 @@ def test_old_steps_of_the_trash_are_removed(root: Path) -> None:
     assert all(each["nbytes"] > 5000 and not each["removed"] for each in dry.json["found"])
     assert tree(root) == before
     ran = ckpt_command("gc", root, "--trash-older-than", "0s")
-    check_golden("gc_trash", settled(ran.out, root=root))
+    check_golden("gc_trash", without_sizes(settled(ran.out, root=root)))
     assert list((root / "trash").iterdir()) == []
     assert steps(root) == [20]
 
