@@ -29,7 +29,9 @@ Stage = Literal["waiting", "staging", "writing", "publishing", "done", "failed",
 
 @dataclass(frozen=True, slots=True)
 class SaveStatistics:
-    """Where the time of a save went, in seconds; None where that is not known.
+    """Where the time of a save went, in seconds, and what it did not have to write.
+
+    A time is None where it is not known.
 
     A commit has all of them. The manifest of a step is written before the last two are known, so
     the step's metadata has the others only.
@@ -42,6 +44,8 @@ class SaveStatistics:
         written: From the call of `save` until all data was durable.
         merged: Writing what ties the step together: views and manifest.
         published: Giving the step its name, durably.
+        shared_bytes: Bytes of its data files that the step before has, too: they hold arrays that
+            did not change, and were not written again.
 
     Example:
         ```python
@@ -56,6 +60,7 @@ class SaveStatistics:
     written: float | None = None
     merged: float | None = None
     published: float | None = None
+    shared_bytes: int = 0
 
 
 # The ones that a manifest holds.
@@ -80,7 +85,8 @@ class Stopwatch(msgspec.Struct):
 
     def note(self, **seconds: float) -> None:
         """Take these times, by the names of `SaveStatistics`."""
-        self.taken = replace(self.taken, **seconds)
+        taken: dict[str, Any] = {**seconds}
+        self.taken = replace(self.taken, **taken)
 
     @contextlib.contextmanager
     def taking(self, name: str) -> Iterator[None]:
@@ -110,7 +116,8 @@ def _since(began: float) -> float:
 
 def _early_statistics(early: Mapping[str, float]) -> SaveStatistics:
     """Return what a manifest holds."""
-    return SaveStatistics(**{name: early[name] for name in _EARLY if name in early})
+    known: dict[str, Any] = {name: early[name] for name in _EARLY if name in early}
+    return SaveStatistics(**known)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -447,6 +454,8 @@ def step_info(manifest: Manifest, path: str, statistics: SaveStatistics | None =
         path: Where it is.
         statistics: Where the time of the save went; None for those in the manifest.
     """
+    shared = sum(file.size for file in manifest.files.values() if file.shared)
+    statistics = statistics or _early_statistics(manifest.statistics)
     return StepInfo(
         step=manifest.step,
         path=path,
@@ -456,6 +465,6 @@ def step_info(manifest: Manifest, path: str, statistics: SaveStatistics | None =
         metadata=manifest.metadata,
         created=StepInfo.time_of(manifest.created_ns),
         committed=StepInfo.time_of(manifest.committed_ns),
-        statistics=statistics or _early_statistics(manifest.statistics),
+        statistics=replace(statistics, shared_bytes=shared),
         parent=manifest.parent,
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from msgspec import Struct, field
 
+from ckpt._engine.last_save import LastSave
 from ckpt._engine.memory.arena import Arena
 from ckpt._engine.memory.buffers import Buffers
 from ckpt._engine.plan_cache import PlanCache
@@ -46,6 +47,7 @@ class Engine(Struct):
         plans: Plans of earlier saves.
         now_ns: Returns the time, in Unix nanoseconds.
         versions: Versions of the libraries that write.
+        last_save: The last step that was committed, so that the next one can share its files.
     """
 
     staging: Staging
@@ -56,3 +58,4 @@ class Engine(Struct):
     plans: PlanCache = field(default_factory=PlanCache)
     now_ns: Callable[[], int] = time.time_ns
     versions: dict[str, str] = field(default_factory=_versions)
+    last_save: LastSave | None = None

@@ -6,9 +6,11 @@ on values. The second save of the same tree compares those and does nothing else
 
 from __future__ import annotations
 
+import copy
 import uuid
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
+import numpy as np
 from msgspec import Struct, field
 from msgspec.structs import replace
 
@@ -16,8 +18,10 @@ from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry, Node
 from ckpt._format.manifest_head import FileEntry
 from ckpt._format.ocdbt import DatabaseIndex
+from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.format_rules import FormatRules, Formatted, format_leaves
 from ckpt._plan.item_reports import (
+    ItemReport,
     PlannedTree,
     StoredChunks,
     fill_entry,
@@ -28,8 +32,8 @@ from ckpt._plan.item_reports import (
 from ckpt._plan.multihost.tree_fingerprint import TreeFingerprint, tree_fingerprint
 from ckpt._plan.orbax_view import item_view
 from ckpt._plan.ownership import ProcessGroup
-from ckpt._plan.save_plan import SavePlan, plan_save
-from ckpt._plan.write_batches import FileSpans
+from ckpt._plan.save_plan import SavePlan, plan_rest, plan_save
+from ckpt._plan.unchanged.kept_chunks import joined
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.flatten import Structure
 from ckpt._tree.leaf_specs import ARRAY_KINDS, SHAREABLE, Classifier, LeafSpec
@@ -41,6 +45,8 @@ _MOST_PROBLEMS = 20
 
 # Files by path relative to their item, with their entries.
 Files = dict[str, tuple[bytes, FileEntry]]
+# Sets of chunks, by number of the leaf, and of the chunk in it.
+Apart = Sequence[Set[tuple[int, int]]]
 
 
 class ItemPlan(Struct, frozen=True):
@@ -53,6 +59,7 @@ class ItemPlan(Struct, frozen=True):
         formatted: What the formats came to, if there are any.
         keys: Numbers of the leaves that are PRNG keys.
         fingerprint: What the processes that save together compare; None for one alone.
+        kept: Chunks that are in files of the step before, and are not written.
     """
 
     save: SavePlan
@@ -60,6 +67,7 @@ class ItemPlan(Struct, frozen=True):
     formatted: Formatted | None = None
     keys: tuple[int, ...] = ()
     fingerprint: TreeFingerprint | None = None
+    kept: ItemReport | None = None
 
     def new_data_files(self) -> list[str]:
         """Return fresh names for the files of the batches, relative to the item."""
@@ -76,6 +84,9 @@ class ForOthers:
     def __init__(self, plan: SavePlan, structure: Structure) -> None:
         """Make the parts of the tree `structure`, which is saved as `plan` says."""
         self._plan = plan
+        self._kept: ItemReport | None = None
+        # Has the same view.
+        self._whole: ForOthers | None = None
         # It outlives the save, and must not keep the caller's arrays alive.
         values = [
             None if leaf.spec.kind in ARRAY_KINDS else value
@@ -84,6 +95,12 @@ class ForOthers:
         self._tree = PlannedTree(structure.nodes, plan.leaves, values)
         self._index: DatabaseIndex | None = None
         self._view: Files | None = None
+
+    def of_rest(self, plan: SavePlan, kept: ItemReport | None) -> ForOthers:
+        """Return the parts for a save that writes only what `plan` says, beside kept chunks."""
+        found = copy.copy(self)
+        found._plan, found._kept, found._whole, found._index = plan, kept, self, None
+        return found
 
     def index(self) -> DatabaseIndex | None:
         """Return the index of the database.
@@ -96,11 +113,16 @@ class ForOthers:
         if plan.group is not None or plan.is_encoded or not stores_arrays:
             return None
         if self._index is None:
-            self._index = index_over(plan, {})
+            report = report_chunks(plan.batches, [""] * len(plan.batches))
+            if self._kept is not None:
+                report = joined([self._kept, report])
+            self._index = index_over(plan.leaves, report)
         return self._index
 
     def view(self) -> Files:
         """Return the files for Orbax; of several processes only the primary writes them."""
+        if self._whole is not None:
+            return self._whole.view()
         if self._view is None:
             # It depends on nothing that changes: the places of the chunks are left out.
             blank = StoredChunks.blank(len(self._plan.leaves))
@@ -112,10 +134,9 @@ class ForOthers:
         return self._view
 
 
-def index_over(plan: SavePlan, spans: FileSpans) -> DatabaseIndex:
-    """Return the index of a database that one process writes; encoded chunks are at `spans`."""
-    report = report_chunks(plan.batches, [""] * len(plan.batches), spans=spans)
-    return DatabaseIndex(key_values(plan.leaves, merge_reports(plan.leaves, [report])))
+def index_over(leaves: Sequence[LeafPlan], report: ItemReport) -> DatabaseIndex:
+    """Return the index of a database whose chunks are all where one report says."""
+    return DatabaseIndex(key_values(leaves, merge_reports(leaves, [report])))
 
 
 class _PlanKey(Struct, frozen=True):
@@ -136,6 +157,13 @@ class _CachedPlan(Struct):
     plan: ItemPlan
 
 
+class _CachedRest(Struct):
+    whole: ItemPlan
+    kept: ItemReport | None
+    apart: Apart
+    plan: ItemPlan
+
+
 class PlanCache(Struct):
     """The last plan of every item. Used by one save at a time.
 
@@ -147,6 +175,7 @@ class PlanCache(Struct):
     # For leaves that several processes save.
     spanning: Classifier = field(default_factory=lambda: Classifier(spanning=True))
     known: dict[str, _CachedPlan] = field(default_factory=dict)
+    rests: dict[str, _CachedRest] = field(default_factory=dict)
 
     def plan(
         self,
@@ -199,6 +228,39 @@ class PlanCache(Struct):
         plan = _plan(structure, specs, key)
         self.known[item] = _CachedPlan(structure.names, structure.nodes, specs, key, plan)
         return plan
+
+    def rest(self, item: str, whole: ItemPlan, kept: ItemReport | None, apart: Apart) -> ItemPlan:
+        """Return the plan of a save that takes some chunks over, made anew only if they differ.
+
+        Args:
+            item: Name of the item.
+            whole: The plan for all chunks.
+            kept: Those that are taken over.
+            apart: Sets of others that have batches of their own; see `plan_rest`.
+        """
+        known = self.rests.get(item)
+        if (
+            known is not None
+            and known.whole is whole
+            and known.apart == apart
+            and _are_alike(known.kept, kept)
+        ):
+            return known.plan
+        done: set[tuple[int, int]] = set()
+        if kept is not None:
+            rows = kept.rows
+            done.update(zip(rows["leaf"].tolist(), rows["number"].tolist(), strict=True))
+        save = plan_rest(whole.save, done, apart)
+        others = None if whole.others is None else whole.others.of_rest(save, kept)
+        plan = replace(whole, save=save, others=others, kept=kept)
+        self.rests[item] = _CachedRest(whole, kept, apart, plan)
+        return plan
+
+
+def _are_alike(one: ItemReport | None, other: ItemReport | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.files == other.files and np.array_equal(one.rows, other.rows)
 
 
 def new_data_file() -> str:

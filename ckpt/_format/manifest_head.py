@@ -49,11 +49,18 @@ MOST_STEPS = 10**19
 Folder = Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 
 
-class FileEntry(Struct, frozen=True):
-    """Size in bytes and xxh3_128 of one file of the step."""
+class FileEntry(Struct, frozen=True, omit_defaults=True):
+    """One file of the step.
+
+    Attributes:
+        size: Its size in bytes.
+        digest: Its xxh3_128.
+        shared: Whether the save took it over from the step before, and wrote no byte of it.
+    """
 
     size: Size
     digest: str
+    shared: bool = False
 
 
 class Summary(Struct, frozen=True, omit_defaults=True):

@@ -47,6 +47,7 @@ class CheckpointSummary(Struct, frozen=True):
         nbytes: Logical bytes of all items.
         stored_bytes: Bytes of its files; None of what another library wrote.
         files: How many files it has; None of what another library wrote.
+        shared_bytes: Bytes of those that its save took over from the step before.
         process_count: How many processes wrote it.
         is_virtual: Whether data files of it lie elsewhere.
         sources: Those files.
@@ -67,6 +68,7 @@ class CheckpointSummary(Struct, frozen=True):
     nbytes: int
     stored_bytes: int | None
     files: int | None
+    shared_bytes: int
     process_count: int
     is_virtual: bool
     sources: list[str]
@@ -103,6 +105,7 @@ def summarize(checkpoint: Checkpoint) -> CheckpointSummary:
         nbytes=sum(each.nbytes for each in items),
         stored_bytes=sum(each.size for each in manifest.files.values()) if is_own else None,
         files=len(manifest.files) + 1 if is_own else None,
+        shared_bytes=sum(each.size for each in manifest.files.values() if each.shared),
         process_count=manifest.process_count,
         is_virtual=VIRTUAL in manifest.requires,
         sources=sorted(each.location for each in manifest.sources.values()),

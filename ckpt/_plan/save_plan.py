@@ -9,13 +9,15 @@ shards. Of several processes each has a plan of its own, with its part of the ch
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckpt._plan.chunking import (
     LeafPlan,
     LeafPlanner,
+    Limits,
     add_leaf,
     has_chunks,
     limits_of,
@@ -41,6 +43,7 @@ class SavePlan(Struct, frozen=True):
         group: The processes that save, or None for one alone.
         own: Numbers of the leaves that every process has for itself. They are stored once, so they
             must be equal on all processes.
+        limits: The largest batches and chunks.
     """
 
     leaves: tuple[LeafPlan, ...]
@@ -48,6 +51,7 @@ class SavePlan(Struct, frozen=True):
     nbytes: int
     group: ProcessGroup | None = None
     own: tuple[int, ...] = ()
+    limits: Limits = Limits(0, 0, 0)
 
     @property
     def is_encoded(self) -> bool:
@@ -114,25 +118,59 @@ def plan_save(
     if chunks > MOST_CHUNKS:
         raise _too_many(chunks, leaves)
     parts = partitioner.own()
-    packed: list[Chunk] = []
-    large: list[Chunk] = []
-    encoded: list[Chunk] = []
+    found: list[Chunk] = []
     for number, leaf in enumerate(leaves):
         if not has_chunks(leaf):
             continue
-        found = packed if leaf.packed else large if leaf.compression is None else encoded
         if number in placements:
             found.extend(shared_chunks(number, leaf, placements[number], parts))
         elif group is None or group.index == 0 or group.mode == "local":
             found.extend(whole_leaf_chunks(number, leaf, group))
+    batches = _batches(leaves, found, limits)
+    alike = () if group is None or group.mode == "local" else tuple(own)
+    return SavePlan(tuple(leaves), batches, nbytes, group, alike, limits)
+
+
+def plan_rest(
+    plan: SavePlan, done: Set[tuple[int, int]], apart: Sequence[Set[tuple[int, int]]] = ()
+) -> SavePlan:
+    """Return the plan of a save that leaves out some chunks of `plan`.
+
+    Args:
+        plan: The plan for all chunks of this process.
+        done: The chunks that need not be written: number of the leaf, and of the chunk in it.
+        apart: Sets of chunks, each of which has batches of its own.
+    """
+    every = [chunk for batch in plan.batches for chunk in batch.chunks]
+    every.sort(key=lambda chunk: (chunk.leaf, chunk.number))
+    group_of = {chunk: number for number, chunks in enumerate(apart) for chunk in chunks}
+    groups: list[list[Chunk]] = [[] for _ in range(len(apart) + 1)]
+    for chunk in every:
+        key = (chunk.leaf, chunk.number)
+        if key not in done:
+            groups[group_of.get(key, -1)].append(chunk)
+    batches = [each for group in groups for each in _batches(plan.leaves, group, plan.limits)]
+    batches.sort(key=lambda batch: batch.nbytes, reverse=True)
+    return replace(plan, batches=tuple(batches))
+
+
+def _batches(
+    leaves: Sequence[LeafPlan], chunks: Iterable[Chunk], limits: Limits
+) -> tuple[WriteBatch, ...]:
+    """Return batches of chunks, biggest first; packed and encoded chunks have their own."""
+    packed: list[Chunk] = []
+    large: list[Chunk] = []
+    encoded: list[Chunk] = []
+    for chunk in chunks:
+        leaf = leaves[chunk.leaf]
+        kind = packed if leaf.packed else large if leaf.compression is None else encoded
+        kind.append(chunk)
     batches = [
         *pack_chunks(packed, limits.batch, packed=True),
         *pack_chunks(large, limits.batch),
         *map(to_encode, pack_chunks(encoded, limits.encoded)),
     ]
-    batches.sort(key=lambda batch: batch.nbytes, reverse=True)
-    alike = () if group is None or group.mode == "local" else tuple(own)
-    return SavePlan(tuple(leaves), tuple(batches), nbytes, group, alike)
+    return tuple(sorted(batches, key=lambda batch: batch.nbytes, reverse=True))
 
 
 def _too_many(chunks: int, leaves: Sequence[LeafPlan]) -> InvalidArgumentError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from msgspec import Struct
 from msgspec.structs import force_setattr, replace
@@ -113,6 +113,21 @@ def pack_chunks(
         end = start + length
     if batch:
         yield WriteBatch(packed, tuple(batch), file_size(end))
+
+
+def without_chunks(batch: WriteBatch, done: Set[tuple[int, int]]) -> WriteBatch | None:
+    """Return a staged batch without some of its chunks; None if that leaves none.
+
+    The others keep their order, so each can be moved to its new offset, one after the other.
+
+    Args:
+        batch: The batch.
+        done: Number of the leaf, and of the chunk in it.
+    """
+    left = [chunk for chunk in batch.chunks if (chunk.leaf, chunk.number) not in done]
+    for packed in pack_chunks(left, batch.nbytes, packed=batch.packed):
+        return replace(batch, chunks=packed.chunks, nbytes=packed.nbytes)
+    return None
 
 
 def to_encode(batch: WriteBatch) -> WriteBatch:

@@ -157,6 +157,29 @@ class WritesParts(Protocol):
         """
 
 
+@runtime_checkable
+class SharesFiles(Protocol):
+    """A storage in which two step directories can have the same file, and either can go first."""
+
+    async def share(
+        self, attempt: Attempt, step_dir: str, files: Mapping[str, int]
+    ) -> Sequence[str]:
+        """Put durable files of a step directory into the attempt, at the same paths.
+
+        Not a byte is copied. A file that is missing, has another size or cannot be shared is left
+        out, and the caller writes what it needs of it: sharing saves work, and must not fail a
+        save.
+
+        Args:
+            attempt: The attempt.
+            step_dir: The step directory, of the same root.
+            files: Size in bytes of every file, by its path in the step directory.
+
+        Returns:
+            The paths of those that the attempt has now.
+        """
+
+
 class Storage(Protocol):
     """A root that holds step directories. All methods raise `StorageError` if the store fails."""
 

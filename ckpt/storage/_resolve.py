@@ -15,7 +15,7 @@ from ckpt._arguments import invalid, shown
 from ckpt._settings import Timeouts
 from ckpt.errors import InvalidArgumentError
 from ckpt.storage._base import Storage
-from ckpt.storage._local.config import FileIo, Local
+from ckpt.storage._local.config import Local
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._object.config import GCS, S3, Memory, StoreConfig, parent_of, parts_of
 from ckpt.storage._plugins import open_installed, schemes
@@ -70,8 +70,15 @@ def open_root(
         raise invalid("permission_mode", permission_mode, what)
     local = _place(path)
     if isinstance(local, Path):
-        io = _io_of(path)
-        return LocalStorage(local, timeouts, create=create, mode=permission_mode, io=io)
+        given = path if isinstance(path, Local) else Local(local)
+        return LocalStorage(
+            local,
+            timeouts,
+            create=create,
+            mode=permission_mode,
+            io=given.io,
+            hard_links=given.hard_links,
+        )
     if permission_mode is not None:
         raise InvalidArgumentError(
             f"permission_mode={permission_mode:#o}: objects have no such permissions. Set the "
@@ -181,11 +188,8 @@ def open_step_dir(path: PathLike, *, follow: bool = False) -> tuple[Storage, str
     local = Path(os.path.realpath(given) if follow else os.path.abspath(given))
     if not local.name:
         raise invalid("path", path, "the path of a directory, not a root")
-    return LocalStorage(local.parent, _DEFAULT_TIMEOUTS, io=_io_of(path)), local.name
-
-
-def _io_of(path: PathLike) -> FileIo:
-    return path.io if isinstance(path, Local) else "direct"
+    io = path.io if isinstance(path, Local) else "direct"
+    return LocalStorage(local.parent, _DEFAULT_TIMEOUTS, io=io), local.name
 
 
 class _Url(Struct, frozen=True):

@@ -31,6 +31,7 @@ FORGOTTEN: dict[str, tuple[str, Callable[[str], bool]]] = {
     "the attempt": ("save", lambda path: path.count("/") == 1),
     "directories of items": ("save", lambda path: path.endswith("/state")),
     "directories of data files": ("save", lambda path: path.endswith("/d")),
+    "directories of shared files": ("share", lambda path: "2." in path and path.endswith("/d")),
     "the root, of a save": ("save", lambda path: path == "run"),
     "the root, of an overwrite": ("overwrite", lambda path: path == "run"),
     "the root, of a deletion": ("delete", lambda path: path == "run"),

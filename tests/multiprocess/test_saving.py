@@ -40,6 +40,23 @@ def test_what_a_job_has_saved_is_what_a_job_of_any_size_restores(
             assert told == {"problems": [], "ok": True, "damage": []}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_each_process_shares_the_files_of_what_did_not_change(count: int, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for told in run(count, "shared", root):
+        assert told == {"problems": []}
+    for step in (1, 2, 3):
+        files = json.loads((root / str(step) / "ckpt.json").read_text())["files"]
+        data = [each for path, each in files.items() if "/d/" in path]
+        shared = sum(each["size"] for each in data if each.get("shared"))
+        written = sum(each["size"] for each in data if not each.get("shared"))
+        assert (shared > 10 << 20, written < 1 << 20) == (step > 1, step > 1)
+    shutil.rmtree(root / "1")
+    for step in (2, 3):
+        assert ckpt.sync.verify(root / str(step)).ok
+
+
 @pytest.mark.parametrize(
     ("kind", "text"),
     [

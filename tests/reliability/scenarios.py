@@ -63,6 +63,8 @@ def items_of(number: int, *, large: bool = True) -> dict[str, Any]:
     state = {
         "kernel": random.integers(0, 1 << 30, (rows, 512)).astype(np.float32),
         "device": jnp.asarray(random.integers(0, 1 << 30, 40), jnp.int32),
+        # All numbers have it, so that steps of one manager share a file.
+        "frozen": np.arange(4096, dtype=np.float32),
         "step": number,
         "rate": 0.5 + number,
         "name": f"number {number}",
@@ -121,6 +123,17 @@ def _save(step: int, number: int, *, large: bool) -> Act:
     return act
 
 
+def _save_two(large: bool) -> Act:
+    def act(root: Path, mgr: Any, heard: Callable[[], object]) -> None:
+        save(mgr, 1, 1, large=large).result()
+        second = save(mgr, 2, 2, large=large).result()
+        assert second.statistics.shared_bytes > 0
+        heard()
+        mgr.wait_until_finished()
+
+    return act
+
+
 def _delete(root: Path, mgr: Any, heard: Callable[[], object]) -> None:
     mgr.delete(0)
     heard()
@@ -171,6 +184,13 @@ def scenarios(*, large: bool = True) -> dict[str, Scenario]:
             [{"1": 1}, {"0": 0, "1": 1}],
             [{"0": 0}],
             options={"preservation": LatestN(1)},
+        ),
+        Scenario(
+            "share",
+            {"0": 0},
+            _save_two(large),
+            [{"0": 0, "1": 1, "2": 2}],
+            [{"0": 0}, {"0": 0, "1": 1}],
         ),
         Scenario("open", {"0": 0}, _open, [{"0": 0}], [{"0": 0}], opened=False, dead=True),
         Scenario("fresh", None, _fresh(large), [{"0": 0}], [{}], opened=False),

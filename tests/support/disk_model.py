@@ -24,7 +24,7 @@ _TOP = 0
 _EXCHANGE = 2
 _DELETED = " (deleted)"
 # Changes that the model knows nothing of; times and rights of files do not matter to it.
-_UNKNOWN = {"link", "symlink", "truncate"}
+_UNKNOWN = {"symlink", "truncate"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +176,10 @@ class DiskModel:
             self._write(operation)
         elif name in ("rename", "replace", "renameat2"):
             self._rename(operation)
+        elif name == "link":
+            assert operation.target is not None
+            place, number = self._place(operation.target), self._find(operation.path)
+            self._rename_to(operation, [(*place, number)], (place[0],))
         elif name in ("unlink", "remove", "rmdir"):
             place = self._place(operation.path)
             self._rename_to(operation, [(*place, None)], (place[0],))

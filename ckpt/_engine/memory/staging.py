@@ -19,7 +19,7 @@ from ckpt._engine.memory.casts import cast, cast_into, is_narrowed
 from ckpt._format.digests import digest
 from ckpt._format.dtypes import DTYPES
 from ckpt._plan.chunking import LeafPlan
-from ckpt._plan.write_batches import ChunkPart, WriteBatch
+from ckpt._plan.write_batches import Chunk, ChunkPart, WriteBatch
 from ckpt._settings import StagingMode
 from ckpt._tree.leaf_specs import ARRAY_KINDS, LeafSpec, StoredLeaf, scalar_array
 from ckpt.errors import CheckpointError
@@ -161,6 +161,23 @@ def copy_batch(
         for part in chunk.parts:
             _copy_bits(inside[part.target.slices], next(parts))
     memory[end:] = 0
+
+
+def move_chunks(chunks: Sequence[Chunk], batch: WriteBatch, memory: Array) -> None:
+    """Move staged chunks together, to their places in a smaller batch; zeros are between them.
+
+    Args:
+        chunks: The chunks, as they were staged, in order.
+        batch: The batch that has no others.
+        memory: `[n] uint8`, where they are, and are to be.
+    """
+    end = 0
+    for old, new in zip(chunks, batch.chunks, strict=True):
+        memory[end : new.offset] = 0
+        end = new.offset + new.stored_nbytes
+        if old.offset != new.offset:
+            memory[new.offset : end] = memory[old.offset : old.offset + old.stored_nbytes]
+    memory[end : batch.nbytes] = 0
 
 
 def batch_digests(batch: WriteBatch, plans: Sequence[LeafPlan], memory: Array) -> list[str]:

@@ -17,12 +17,14 @@ import anyio
 import anyio.from_thread
 import numpy as np
 
+from ckpt._engine.last_save import SavedItem
 from ckpt._engine.memory.arena import Block
 from ckpt._engine.memory.staging import (
     Source,
     batch_digests,
     copies_on_host,
     copy_batch,
+    move_chunks,
     snapshot,
     sources_of,
     wait_until_computed,
@@ -32,13 +34,15 @@ from ckpt._engine.save.encoding import encode_batch
 from ckpt._engine.save.merged_items import database_files
 from ckpt._engine.save.request import SaveCall
 from ckpt._engine.save.session import ENCODERS, LANES, STAGERS, SaveSession
+from ckpt._engine.save.shared_files import take_over
 from ckpt._events import timed
 from ckpt._format.digests import digest
 from ckpt._format.manifest_head import FileEntry
 from ckpt._format.ocdbt import DatabaseIndex
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.item_reports import ItemReport, report_chunks
-from ckpt._plan.write_batches import FileSpan, WriteBatch
+from ckpt._plan.unchanged.kept_chunks import EarlierChunks, joined
+from ckpt._plan.write_batches import FileSpan, WriteBatch, without_chunks
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import located
 
@@ -63,17 +67,37 @@ class ItemWrite:
     #                                                             cores to the copies until then
     # call.pressed        `SaveSession.allocate` without room,    the same: a batch that is never
     #                     or `digested`                           encoded never frees its block
-    # encoded             the lane that encodes the last batch    `write_index`
+    # placed              the lane that encodes the last batch,   `write_index`
+    #                     or finds what is the same in it
     # digested            the lane that hashes the last batch     `digested`
     # durable             the last task that writes               `settled`
 
-    def __init__(self, session: SaveSession, call: SaveCall, item: str, plan: ItemPlan) -> None:
-        """Write the item called `item` as `plan` says."""
+    def __init__(
+        self,
+        session: SaveSession,
+        call: SaveCall,
+        item: str,
+        plan: ItemPlan,
+        known: SavedItem | None = None,
+    ) -> None:
+        """Write the item called `item` as `plan` says.
+
+        Args:
+            session: The save.
+            call: The call that the item came with.
+            item: Its name.
+            plan: What is to be written.
+            known: The item as the step before has it, if its files can be taken over.
+        """
+        self.known: SavedItem | None = known
         self._session = session
         self._call = call
         self._item = item
         self._plan = plan
         batches = plan.save.batches
+        # None where all of a batch is in files of the step before.
+        self._batches: list[WriteBatch | None] = list(batches)
+        self._kept: list[ItemReport] = [] if plan.kept is None else [plan.kept]
         self._files = plan.new_data_files()
         # By batch; those of encoded ones are known before their file is hashed.
         self._digests: list[list[str]] = [[] for _ in batches]
@@ -84,9 +108,11 @@ class ItemWrite:
         # Handed out to lanes, one for every batch.
         self._turns = iter(range(len(batches)))
         self._running = 0
-        self._unencoded = sum(batch.encoded for batch in batches)
+        # Numbers of those that are likely the same as in the step before.
+        self._expected: set[int] = set()
+        self._unplaced = 0
         self._undigested = len(batches)
-        self._encoded, self._digested, self._durable = (anyio.Event() for _ in range(3))
+        self._placed, self._digested, self._durable = (anyio.Event() for _ in range(3))
         if not batches:
             self._digested.set()
 
@@ -106,7 +132,11 @@ class ItemWrite:
     async def stage(self, leaves: Sequence[Any]) -> None:
         """Start to write the leaves; return once they are safe from whatever the caller does."""
         session, batches = self._session, self._plan.save.batches
-        for _ in range(min(ENCODERS if self._unencoded else LANES, len(batches))):
+        if self.known is not None:
+            self._expected = await run_in_thread(_expected, self.known.chunks, batches)
+        encoded = {number for number, batch in enumerate(batches) if batch.encoded}
+        self._unplaced = len(encoded | self._expected)
+        for _ in range(min(ENCODERS if encoded else LANES, len(batches))):
             self.start(self._run_lane)
         with session.recorder.phase("snapshot"):
             held = await run_in_thread(snapshot, batches, leaves, session.staging.mode)
@@ -169,27 +199,77 @@ class ItemWrite:
         for _ in self._turns:
             await self._ready.acquire()
             number, block = self._staged.popleft()
-            batch = plan.batches[number]
+            staged = plan.batches[number].nbytes
+            digests = None
+            if number in self._expected:
+                digests = await self._leave_out_same(number, block.memory)
+            batch = self._batches[number]
+            if batch is None:
+                self._end_batch(block, staged)
+                self._count_digested()
+                continue
             memory = block.memory[: batch.nbytes]
             if batch.encoded:
-                memory = await self._encode(number, block.memory)
+                memory = await self._encode(number, batch, block.memory)
             path = f"{self._item}/{self._files[number]}"
             async with session.lanes.taken() as lane, anyio.create_task_group() as tasks:
                 written = anyio.Event()
-                tasks.start_soon(self._take_digests, number, path, memory, lane, written)
+                tasks.start_soon(self._take_digests, number, path, memory, lane, written, digests)
                 leaf = plan.leaves[batch.chunks[0].leaf].name
                 phase = session.recorder.phase("write", memory.nbytes, lane, number)
                 with located(leaf=leaf), phase:
                     await session.storage.write_block(attempt, path, memory.data)
                 written.set()
-            session.hooks.advance(written=batch.nbytes)
-            session.processes.advance(batch.nbytes)
-            session.free(block)
+            self._end_batch(block, staged)
 
-    async def _encode(self, number: int, memory: Array) -> Array:
+    def _end_batch(self, block: Block, nbytes: int) -> None:
+        self._session.hooks.advance(written=nbytes)
+        self._session.processes.advance(nbytes)
+        self._session.free(block)
+
+    async def _leave_out_same(self, number: int, memory: Array) -> list[str]:
+        """Take files of the step before over that hold chunks of a staged batch with their bytes.
+
+        What is left of the batch moves together in its block.
+
+        Returns:
+            The digests of the chunks that are left.
+        """
+        session, known, leaves = self._session, self.known, self._plan.save.leaves
+        batch = self._batches[number]
+        assert known is not None
+        assert batch is not None
+        # Not while the caller waits: hashing needs a core.
+        await _first_of(self._call.returned, self._call.pressed)
+        staged = memory[batch.staged_at : batch.staged_at + batch.nbytes]
+        (digests, wanted), began_ns, ended_ns = await run_in_thread(
+            timed, _same_chunks, batch, leaves, staged, known.chunks
+        )
+        session.recorder.report("digest", began_ns, ended_ns, batch.nbytes, batch=number)
+        kept = None
+        if wanted.files:
+            kept = await take_over(session, self._item, known, wanted)
+        if kept is not None:
+            left, digests = await run_in_thread(_without, batch, digests, kept, staged)
+            self._batches[number] = left
+            self._kept.append(kept)
+        if self._batches[number] is None or not batch.encoded:
+            self._count_placed()
+        return digests
+
+    def _count_placed(self) -> None:
+        self._unplaced -= 1
+        if not self._unplaced:
+            self._placed.set()
+
+    def _count_digested(self) -> None:
+        self._undigested -= 1
+        if not self._undigested:
+            self._digested.set()
+
+    async def _encode(self, number: int, batch: WriteBatch, memory: Array) -> Array:
         """Encode a staged batch in its block; return the bytes of its file, which are there."""
         session, plan = self._session, self._plan.save
-        batch = plan.batches[number]
         # The cores are for the copies while the caller waits for them.
         await _first_of(self._call.returned, self._call.pressed)
         recorder = session.recorder
@@ -204,26 +284,29 @@ class ItemWrite:
         async with session.encoders:
             found = await run_in_thread(encode_batch, batch, plan.leaves, memory, told)
         self._spans[number], self._digests[number] = found.spans, found.digests
-        self._unencoded -= 1
-        if not self._unencoded:
-            self._encoded.set()
+        self._count_placed()
         return memory[: found.nbytes]
 
     async def _take_digests(
-        self, number: int, path: str, memory: Array, lane: int, written: anyio.Event
+        self,
+        number: int,
+        path: str,
+        memory: Array,
+        lane: int,
+        written: anyio.Event,
+        known: list[str] | None,
     ) -> None:
-        session, plan = self._session, self._plan.save
+        session, plan, batch = self._session, self._plan.save, self._batches[number]
+        assert batch is not None
         # Not while the caller waits: hashing needs a core, and writing does not.
         await _first_of(self._call.returned, written)
         (found, entry), began_ns, ended_ns = await run_in_thread(
-            timed, _file_digests, plan.batches[number], plan.leaves, memory
+            timed, _file_digests, batch, plan.leaves, memory, known
         )
         session.recorder.report("digest", began_ns, ended_ns, memory.nbytes, lane, number)
         session.files[path] = entry
         self._digests[number] = found or self._digests[number]
-        self._undigested -= 1
-        if not self._undigested:
-            self._digested.set()
+        self._count_digested()
 
     async def write_index(self) -> None:
         """Write what covers the batches of an only writer: the database's index and the view."""
@@ -231,14 +314,19 @@ class ItemWrite:
             writers.start_soon(self.write_view)
             others = await self._for_others()
             index: DatabaseIndex | None
-            if self._unencoded:
-                await self._encoded.wait()
-                index = await run_in_thread(index_over, self._plan.save, self._spans)
+            if self._expected or self._plan.save.is_encoded:
+                await self._placed.wait()
+                places = await run_in_thread(partial(self._report, with_digests=False))
+                index = await run_in_thread(index_over, self._plan.save.leaves, places)
+                data_files = list(places.files)
             else:
+                # Nothing that this save finds out is in it: it may be that of an earlier one.
                 index = await run_in_thread(lambda: others.index())
+                kept = () if self._plan.kept is None else self._plan.kept.files
+                data_files = [*kept, *self._files]
             if index is not None:
                 files = await run_in_thread(
-                    database_files, index, self._files, self._session.created_ns
+                    database_files, index, data_files, self._session.created_ns
                 )
                 for path, data in files.items():
                     writers.start_soon(self._session.write, f"{self._item}/{path}", data)
@@ -264,8 +352,18 @@ class ItemWrite:
         await self._digested.wait()
 
     def report(self) -> ItemReport:
-        """Return what this process writes of the item."""
-        return report_chunks(self._plan.save.batches, self._files, self._digests, self._spans)
+        """Return what this process has of the item: what it takes over, and what it writes."""
+        return self._report(with_digests=True)
+
+    def _report(self, *, with_digests: bool) -> ItemReport:
+        left = {n: batch for n, batch in enumerate(self._batches) if batch is not None}
+        written = report_chunks(
+            list(left.values()),
+            [self._files[number] for number in left],
+            [self._digests[number] for number in left] if with_digests else None,
+            {at: self._spans[n] for at, n in enumerate(left) if n in self._spans},
+        )
+        return joined([*self._kept, written]) if self._kept else written
 
     async def settled(self) -> None:
         """Wait until everything that this process writes of the item is durable."""
@@ -296,13 +394,50 @@ def _stage_batch(
     copy_batch(batch, plans, sources, memory)
 
 
+def _expected(chunks: EarlierChunks, batches: Sequence[WriteBatch]) -> set[int]:
+    """Return the numbers of the batches that are likely the same as in the step before."""
+    return {number for number, batch in enumerate(batches) if chunks.is_expected(batch)}
+
+
+def _same_chunks(
+    batch: WriteBatch, plans: Sequence[LeafPlan], staged: Array, chunks: EarlierChunks
+) -> tuple[list[str], ItemReport]:
+    """Return the digests of the chunks of a batch, and what can be taken over instead of them."""
+    digests = batch_digests(batch, plans, staged)
+    return digests, chunks.of_digests(batch, digests)
+
+
+def _without(
+    batch: WriteBatch, digests: Sequence[str], kept: ItemReport, staged: Array
+) -> tuple[WriteBatch | None, list[str]]:
+    """Return what is left of a staged batch, and the digests of that; its bytes are moved."""
+    rows = kept.rows
+    done = set(zip(rows["leaf"].tolist(), rows["number"].tolist(), strict=True))
+    left = without_chunks(batch, done)
+    pairs = [
+        (chunk, digest)
+        for chunk, digest in zip(batch.chunks, digests, strict=True)
+        if (chunk.leaf, chunk.number) not in done
+    ]
+    if left is not None:
+        move_chunks([chunk for chunk, _ in pairs], left, staged)
+    return left, [digest for _, digest in pairs]
+
+
 def _file_digests(
-    batch: WriteBatch, plans: Sequence[LeafPlan], memory: Array
+    batch: WriteBatch, plans: Sequence[LeafPlan], memory: Array, known: list[str] | None
 ) -> tuple[list[str], FileEntry]:
-    """Return the digests of the chunks of a batch, none if encoded, and the entry of its file."""
+    """Return the digests of the chunks of a batch, none if encoded, and the entry of its file.
+
+    Args:
+        batch: The batch.
+        plans: The plans of all leaves of the item.
+        memory: The bytes of the file.
+        known: The digests of the chunks, if they were taken before.
+    """
     if batch.encoded:
         return [], FileEntry(size=memory.nbytes, digest=digest(memory.data))
-    found = batch_digests(batch, plans, memory)
+    found = known or batch_digests(batch, plans, memory)
     is_one_chunk = batch.chunks[0].nbytes == batch.nbytes
     whole = found[0] if is_one_chunk else digest(memory.data)
     return found, FileEntry(size=batch.nbytes, digest=whole)

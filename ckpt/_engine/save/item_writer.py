@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import jax
 
+from ckpt._engine.last_save import SavedItem, references, saved_item
+from ckpt._engine.plan_cache import ItemPlan
 from ckpt._engine.save.item_write import ItemWrite
 from ckpt._engine.save.merged_items import ItemParts, WrittenTree, own_digests
 from ckpt._engine.save.request import SaveCall
 from ckpt._engine.save.session import SaveSession
+from ckpt._engine.save.shared_files import known_item, take_over
 from ckpt._format.digests import digest
 from ckpt._format.item_file_names import check_file_path
 from ckpt._format.manifest import ItemEntry
@@ -20,6 +24,7 @@ from ckpt._format.manifest_head import FileEntry
 from ckpt._plan.item_reports import PlannedTree, fill_entry, merge_reports
 from ckpt._plan.multihost.per_process import own_path
 from ckpt._plan.multihost.tree_fingerprint import value_fingerprint
+from ckpt._plan.save_plan import SavePlan
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.flatten import describe
 from ckpt._tree.leaf_specs import ARRAY_KINDS, StoredLeaf
@@ -64,6 +69,9 @@ class EngineItemWriter:
         self._call = call
         self._item = item
         self._parts = parts
+        # What tells the next save which arrays it has; see `SavedItem`.
+        self._whole: SavePlan | None = None
+        self._arrays: Sequence[weakref.ref[Any] | None] = ()
         # The tree, once it is staged, and its write.
         self._staged: tuple[WrittenTree, ItemWrite] | None = None
 
@@ -99,6 +107,12 @@ class EngineItemWriter:
                 session.storage.largest_file_bytes,
                 session.storage.usual_file_bytes,
             )
+            known = None
+            if parts is None:
+                known = known_item(session, self._item, plan.save)
+                self._arrays, self._whole = references(structure.leaves), plan.save
+            if known is not None:
+                plan = await self._take_over(plan, known, structure.leaves)
         leaves: Sequence[Any] = structure.leaves
         if plan.keys:
             leaves = await self.in_thread(_with_key_data, leaves, plan.keys)
@@ -107,7 +121,7 @@ class EngineItemWriter:
         session.hooks.advance(total=total)
         if plan.formatted is not None:
             session.formatted.append(plan.formatted)
-        write = ItemWrite(session, self._call, self._item, plan)
+        write = ItemWrite(session, self._call, self._item, plan, known)
         # The index over the chunks of several writers is written when all have reported.
         if parts is None and processes.is_alone:
             write.start(write.write_index)
@@ -126,6 +140,26 @@ class EngineItemWriter:
             session.trees[self._item] = written
         if parts is not None:
             parts.written[part] = written
+
+    async def _take_over(self, plan: ItemPlan, known: SavedItem, leaves: Sequence[Any]) -> ItemPlan:
+        """Put files of the step before into this one that hold arrays which are the same objects.
+
+        Before the caller goes on, since what cannot be taken over has to be staged.
+
+        Returns:
+            The plan for what is left.
+        """
+        session, kept = self._session, None
+        wanted = await self.in_thread(known.of_the_same_arrays, leaves)
+        if wanted is not None:
+            kept = await take_over(session, self._item, known, wanted)
+        if kept is not None:
+            nbytes = sum(known.files[path].size for path in kept.files)
+            session.hooks.advance(staged=nbytes, written=nbytes, total=nbytes)
+        apart = known.apart(kept)
+        if kept is None and not apart:
+            return plan
+        return await self.in_thread(session.plans.rest, self._item, plan, kept, apart)
 
     async def write_file(self, path: str, data: FileData) -> None:
         """Write a file of the item; see `ItemWriter.write_file`."""
@@ -189,6 +223,11 @@ class EngineItemWriter:
         written, write = self._staged
         tree, report = written.tree, write.report()
         written.report = report
+        if self._whole is not None:
+            files = {path: self._session.files[f"{self._item}/{path}"] for path in report.files}
+            self._session.saved[self._item] = saved_item(
+                self._whole, report, self._arrays, files, write.known
+            )
         if self._group is not None:
             written.values = value_fingerprint(written.plan.save, tree.values, written.own)
         if self._is_shared or self._parts is not None:

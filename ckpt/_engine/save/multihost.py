@@ -429,7 +429,9 @@ def _pack(report: WriteReport) -> bytes:
     trees = {name: pack(tree) for name, tree in report.trees.items()}
     head = {
         "entries": {name: encode_item(each).decode() for name, each in report.entries.items()},
-        "files": {path: [each.size, each.digest] for path, each in report.files.items()},
+        "files": {
+            path: [each.size, each.digest, each.shared] for path, each in report.files.items()
+        },
         "trees": {name: len(data) for name, data in trees.items()},
     }
     text = json.dumps(head).encode()
@@ -448,7 +450,8 @@ def _unpack(data: bytes) -> WriteReport:
         head = json.loads(data[8:start])
         entries = {name: decode_item(each) for name, each in head["entries"].items()}
         files = {
-            path: FileEntry(size=size, digest=text) for path, (size, text) in head["files"].items()
+            path: FileEntry(size, digest, shared)
+            for path, (size, digest, shared) in head["files"].items()
         }
         lengths = {name: int(length) for name, length in head["trees"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

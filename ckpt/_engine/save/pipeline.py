@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from ckpt._commit import CommitHooks
 from ckpt._engine.engine import Engine
+from ckpt._engine.last_save import LastSave
 from ckpt._engine.plan_cache import PlanCache
 from ckpt._engine.save.deadline import given_up_after
 from ckpt._engine.save.item_writer import EngineItemWriter
@@ -94,11 +95,13 @@ async def save_step(
                     created_ns,
                     processes,
                     parts={} if calls.in_parts else None,
+                    last=_last_save(engine, storage),
                 )
                 keeper = anyio.CancelScope()
                 tasks.start_soon(_begin, session, request, may_write, keeper)
                 manifest = await _run(session, engine, request, calls)
                 keeper.cancel()
+        engine.last_save = LastSave(storage, request.step_dir, session.saved)
         return manifest
     except BaseException as error:
         # Before anything is removed: what that makes the others meet is not what went wrong.
@@ -112,6 +115,11 @@ async def save_step(
         if session.attempt is not None:
             with anyio.CancelScope(shield=True):
                 await storage.discard(session.attempt, joined=not processes.is_alone)
+
+
+def _last_save(engine: Engine, storage: Storage) -> LastSave | None:
+    last = engine.last_save
+    return last if last is not None and last.storage is storage else None
 
 
 async def _begin(
@@ -137,6 +145,7 @@ async def _begin(
         started.save,
         started.created_ns,
     )
+    session.begun.set()
     await may_write()
     session.attempt_ready.set()
 

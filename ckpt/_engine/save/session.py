@@ -12,6 +12,7 @@ from anyio.abc import TaskGroup
 from msgspec import Struct, field
 
 from ckpt._commit import CommitHooks
+from ckpt._engine.last_save import LastSave, SavedItem
 from ckpt._engine.memory.arena import Arena, Block
 from ckpt._engine.plan_cache import PlanCache
 from ckpt._engine.save.merged_items import ItemParts, WrittenTree
@@ -68,6 +69,10 @@ class SaveSession(Struct):
         save: Id of the attempt that the primary has begun, once `attempt_ready` is set.
         attempt: The attempt; it may be written to once `attempt_ready` is set.
         parts: The items so far, if each may arrive in several parts; else None.
+        begun: Set when the attempt is there, which may be before it may be written to.
+        last: The step before, in the same root, if this process has written it.
+        sharing: Held while files of that step are put into this one.
+        saved: By item what this process has written, for the save after this one.
         files: Size and digest of every file of the step that this process has written.
         sizes: Size of every file of the step, by whichever process, once its manifest is written.
         trees: Items whose leaves are divided among the processes of the job.
@@ -93,6 +98,10 @@ class SaveSession(Struct):
     parts: dict[str, ItemParts] | None = None
     attempt_ready: anyio.Event = field(default_factory=anyio.Event)
     attempt: Attempt | None = None
+    begun: anyio.Event = field(default_factory=anyio.Event)
+    last: LastSave | None = None
+    sharing: anyio.Lock = field(default_factory=anyio.Lock)
+    saved: dict[str, SavedItem] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     trees: dict[str, WrittenTree] = field(default_factory=dict)

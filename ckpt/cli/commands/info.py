@@ -72,4 +72,6 @@ def _files(found: CheckpointSummary) -> str:
     text = f"{count_text(found.files, 'file')}, {size_text(found.stored_bytes)}"
     if found.process_count > 1:
         text += f", written by {found.process_count} processes"
+    if found.shared_bytes:
+        text += f", of which {size_text(found.shared_bytes)} are those of the step before"
     return text + ("; its arrays lie in the sources" if found.is_virtual else "")

@@ -153,6 +153,44 @@ def link(attempt: LocalAttempt, path: str, folder: str = "") -> None:
         os.close(fd)
 
 
+def share(attempt: LocalAttempt, step_dir: str, files: Mapping[str, int]) -> list[str]:
+    """Link regular files of a step directory into the attempt; return the paths of those it has.
+
+    Args:
+        attempt: The attempt.
+        step_dir: The step directory.
+        files: Size in bytes of every file, by its path there. One of another size stays out.
+    """
+    shared: list[str] = []
+    for path, size in files.items():
+        source = f"{step_dir}/{path}"
+        try:
+            fd, found = posix.open_regular(attempt.root, source)
+        except (OSError, ValueError):
+            # Deleted or damaged since. What cannot be read is not shared, but written.
+            continue
+        try:
+            if found != size:
+                continue
+            target = attempt.path / path
+            make_directories(attempt, target.parent)
+            posix.add_name(fd, attempt.root / source, target)
+        except ValueError:
+            continue
+        except OSError as error:
+            if error.errno in posix.UNLINKABLE:
+                # No other file here can be linked, or this one has too many names.
+                continue
+            if posix.is_there(attempt.root / source):
+                raise
+            # Deleted while it was linked.
+            continue
+        finally:
+            os.close(fd)
+        shared.append(path)
+    return shared
+
+
 def publish(
     attempt: LocalAttempt,
     *,

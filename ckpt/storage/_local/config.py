@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ckpt._arguments import invalid, one_of
+from ckpt._arguments import invalid, one_of, true_or_false
 
 FileIo = Literal["direct", "tensorstore"]
 
@@ -21,6 +21,9 @@ class Local:
             fastest on the machines it was measured on. `tensorstore` has the file driver of
             TensorStore write and read the same files. A checkpoint written in one way is read in
             either.
+        hard_links: Whether a step shares the files of arrays that are the same as in the step
+            before: such a file has a name in both steps, its bytes are stored once, and each step
+            can be deleted without harm to the other. False writes every step in full.
 
     Raises:
         InvalidArgumentError: An argument is invalid.
@@ -34,9 +37,11 @@ class Local:
 
     path: str | os.PathLike[str]
     io: FileIo = "direct"
+    hard_links: bool = True
 
     def __post_init__(self) -> None:
         one_of("io", self.io, get_args(FileIo), of="Local")
+        true_or_false("hard_links", self.hard_links, of="Local")
         given: object = self.path
         if isinstance(given, Local) or not isinstance(given, str | os.PathLike):
             raise invalid("path", given, "the path of a directory", of="Local")

@@ -253,14 +253,29 @@ def link_file(fd: int, source: Path, target: Path) -> None:
         ValueError: `source` is not, or no longer, the name of the open file.
     """
     try:
-        os.link(source, target, follow_symlinks=False)
+        add_name(fd, source, target)
     except OSError as error:
         if error.errno not in UNLINKABLE:
             raise
         _copy(fd, target)
-        return
+
+
+def add_name(fd: int, source: Path, target: Path) -> None:
+    """Give a regular file a second name.
+
+    Args:
+        fd: The file, opened for reading.
+        source: Its name.
+        target: The new name, which must not exist.
+
+    Raises:
+        ValueError: `source` is not, or no longer, the name of the open file; nothing is left.
+        OSError: The system refused; `UNLINKABLE` says with which errors it cannot.
+    """
+    os.link(source, target, follow_symlinks=False)
     kept, linked = os.fstat(fd), os.lstat(target)
     if (kept.st_dev, kept.st_ino) != (linked.st_dev, linked.st_ino):
+        os.unlink(target)
         raise ValueError("another file took its name meanwhile, or a part of its path is a link")
 
 

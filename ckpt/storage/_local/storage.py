@@ -77,6 +77,7 @@ class LocalStorage:
         create: bool = True,
         mode: int | None = None,
         io: FileIo = "direct",
+        hard_links: bool = True,
     ) -> None:
         """Use `root`.
 
@@ -87,9 +88,11 @@ class LocalStorage:
             mode: Permissions of new directories; files get the same without execution. None lets
                 both follow the umask.
             io: How data files are written and read; see `Local`.
+            hard_links: Whether steps may share files; see `Local`.
         """
         self._root = root
         self._files: _DataFiles = data_files if io == "direct" else tensorstore_files
+        self._hard_links = hard_links
         self._timeouts = timeouts
         self._create = create
         self._mode = mode
@@ -291,6 +294,18 @@ class LocalStorage:
                 raise CorruptCheckpointError(
                     f"{source}: {error}. The step was damaged after it was committed"
                 ) from error
+
+    async def share(
+        self, attempt: Attempt, step_dir: str, files: Mapping[str, int]
+    ) -> Sequence[str]:
+        if not self._hard_links:
+            return []
+        own = _local(attempt)
+        with (
+            translated("link files of", self._root / step_dir),
+            attempts.noticing_removal(own),
+        ):
+            return await self._in_thread(attempts.share, own, step_dir, files)
 
     async def read_block(
         self,

@@ -19,7 +19,7 @@ from ckpt.errors import (
     StepNotFoundError,
     StorageError,
 )
-from ckpt.storage._base import UNKNOWN_SIZE, Attempt
+from ckpt.storage._base import UNKNOWN_SIZE, Attempt, SharesFiles
 from ckpt.testing.conformance.store_cases import (
     DATA,
     SMALL,
@@ -363,6 +363,37 @@ async def a_file_of_the_old_step_dir_is_taken_over(case: StoreCase) -> None:
         await assert_whole(storage, "1", "old", attempt)
 
 
+async def files_of_another_step_dir_are_shared(case: StoreCase) -> None:
+    """`share` gives the attempt whole files only, and each step directory outlives the other.
+
+    A storage need not have it.
+    """
+    async with opened(case) as [storage]:
+        if not isinstance(storage, SharesFiles):
+            return
+        data, small = content("first", 5000), content("2 small", 100)
+        await publish(storage, "1", "first")
+        for step_dir, gone in (("2", "1"), ("3", "2")):
+            attempt = await storage.begin(step_dir)
+            wanted = {DATA: len(data), SMALL: 101, "item/none": 5}
+            assert list(await storage.share(attempt, gone, wanted)) == [DATA]
+            assert list(await storage.share(attempt, "none", {"item/other": 5})) == []
+            await storage.write(attempt, SMALL, small)
+            manifest = manifest_of(attempt, {SMALL: small, DATA: data})
+            await storage.write(attempt, FILE_NAME, manifest)
+            await storage.publish(attempt, overwrite=False)
+            assert await storage.remove(gone)
+            found = bytearray(len(data))
+            await storage.read_block(step_dir, DATA, 0, memoryview(found))
+            assert found == data
+        # What an attempt shares goes with it, and stays where it came from.
+        attempt = await storage.begin("4")
+        assert list(await storage.share(attempt, "3", {DATA: len(data)})) == [DATA]
+        await storage.discard(attempt)
+        await storage.read_block("3", DATA, 0, memoryview(found))
+        assert found == data
+
+
 async def another_process_joins_an_attempt(case: StoreCase) -> None:
     """Files of a joined attempt are published with it, and releasing it removes nothing."""
     async with opened(case, 3) as [storage, second, third]:
@@ -455,6 +486,7 @@ CHECKS: tuple[Callable[[StoreCase], Awaitable[None]], ...] = (
     a_block_is_whole_when_it_is_used,
     files_of_every_size_are_kept,
     a_file_of_the_old_step_dir_is_taken_over,
+    files_of_another_step_dir_are_shared,
     another_process_joins_an_attempt,
     an_attempt_that_is_not_there_cannot_be_joined,
     a_step_dir_comes_back_from_the_trash,

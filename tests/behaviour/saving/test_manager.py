@@ -172,7 +172,8 @@ def test_a_write_error_names_the_item_and_the_leaf_and_leaves_nothing(tmp_path: 
         unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, unlimited[1]))
         try:
-            error = mgr.save(3, items=items).exception()
+            # Other values, which no file of step 2 has.
+            error = mgr.save(3, items={"params": {"w": np.zeros(300_000)}}).exception()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
         assert isinstance(error, errors.StorageError)

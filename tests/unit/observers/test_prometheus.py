@@ -81,10 +81,10 @@ def test_two_managers_share_one(registry: CollectorRegistry, tmp_path: Path) -> 
         ckpt.sync.CheckpointManager(tmp_path / "b", observers=[observer]) as b,
     ):
         for step in range(2):
-            a.save(step, {"w": jnp.ones((256, 1024))})
-            b.save(step + 10, {"w": jnp.ones((256, 1024))})
+            a.save(step, {"w": jnp.full((256, 1024), step)})
+            b.save(step + 10, {"w": jnp.full((256, 1024), step)})
         b.wait_until_finished()
-        a.save(5, {"w": jnp.ones((256, 1024))})
+        a.save(5, {"w": jnp.full((256, 1024), 5)})
         a.wait_until_finished()
     assert value(registry, "ckpt_operations_total", operation="save", outcome="ok") == 5
     assert value(registry, "ckpt_last_committed_step") == 5

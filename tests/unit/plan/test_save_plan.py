@@ -264,7 +264,8 @@ def test_specs_that_differ_in_anything_are_not_equal(other: LeafSpec) -> None:
 
 
 def test_no_leaves_give_an_empty_plan() -> None:
-    assert planned([], MIB) == SavePlan((), (), 0)
+    plan = planned([], MIB)
+    assert (plan.leaves, plan.batches, plan.nbytes) == ((), (), 0)
 
 
 # -- names ----------------------------------------------------------------------------------------

@@ -210,9 +210,21 @@ def test_what_failed_has_done_nothing_and_what_is_nameless_is_lost(tmp_path: Pat
     assert sorted(map(str, found)) == ["{'b': b''}", "{}"]
 
 
+def test_a_second_name_of_a_file_may_be_lost_and_the_first_one_may_not(tmp_path: Path) -> None:
+    def act(top: Path) -> None:
+        os.link(top / "a", top / "d" / "b")
+        os.unlink(top / "a")
+
+    found = [state.tree for state in states(tmp_path / "x", act, {"a": b"1", "d": None})[0]]
+    both = {"a": b"1", "d": None, "d/b": b"1"}
+    assert sorted(map(str, found)) == sorted(
+        map(str, [{"a": b"1", "d": None}, both, {"d": None, "d/b": b"1"}, {"d": None}])
+    )
+
+
 def test_what_the_model_does_not_know_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="does not know link"):
-        states(tmp_path / "x", lambda top: os.link(top / "a", top / "b"), {"a": b""})
+    with pytest.raises(ValueError, match="does not know symlink"):
+        states(tmp_path / "x", lambda top: os.symlink("a", top / "b"), {"a": b""})
     with pytest.raises(ValueError, match="is `before` the whole tree"):
         crash_states({}, [FileOperation("unlink", "x/a", began=1, ended=2)])
 

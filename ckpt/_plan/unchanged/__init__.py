@@ -1,0 +1,1 @@
+"""What a save need not write, because the step before has it."""

@@ -1,0 +1,174 @@
+"""Kept chunks: which chunks of the step before a save takes over, file by file. Pure.
+
+A file is taken over as it is, so what it holds besides is taken over, too, and takes space as long
+as any step has the file. So a file is kept only if at least half of it is still needed; what is
+left of other files is written anew. That keeps what changes apart from what does not, without being
+told which is which: after the first save that shares, each file holds arrays that change together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import Any
+
+import numpy as np
+
+from ckpt._format.dtypes import DTYPES
+from ckpt._plan.chunking import LeafPlan
+from ckpt._plan.item_reports import DIGEST_BYTES, ItemReport
+from ckpt._plan.write_batches import WriteBatch
+
+Array = np.ndarray[Any, Any]
+
+# Of smaller files few are kept: a list of many small files would grow from save to save, and to
+# write them costs as little as to link them.
+_SMALL_BYTES = 1 << 20
+_MOST_SMALL = 16
+
+
+class EarlierChunks:
+    """The chunks that an earlier save of the same tree has written, and where they are."""
+
+    def __init__(
+        self, leaves: Sequence[LeafPlan], report: ItemReport, sizes: Sequence[int], same: Array
+    ) -> None:
+        """Look at what was written.
+
+        Args:
+            leaves: The plans of the leaves, of both saves.
+            report: What the earlier save has written.
+            sizes: Size of each of its files.
+            same: `[rows of the report] bool`, which chunks are expected to be the same again.
+        """
+        self.report: ItemReport = report
+        self._sizes = np.array(sizes, np.int64)
+        self._nbytes = _stored_bytes(leaves, report.rows)
+        self._same = same
+        keys = _keys(report.rows["leaf"], report.rows["number"])
+        self._order = np.argsort(keys)
+        self._keys = keys[self._order]
+
+    def of_leaves(self, unchanged: Array) -> ItemReport:
+        """Return the part of the report that a save takes over, if some leaves did not change.
+
+        Args:
+            unchanged: `[leaves] bool`, which ones.
+        """
+        return self._kept(unchanged[self.report.rows["leaf"]])
+
+    def is_expected(self, batch: WriteBatch) -> bool:
+        """Tell whether at least half of a batch is expected to be the same again."""
+        if not self._same.any():
+            return False
+        rows = self._rows_of(batch)
+        nbytes = np.array([chunk.stored_nbytes for chunk in batch.chunks], np.int64)
+        expected = nbytes[(rows >= 0) & self._same[rows]].sum()
+        return bool(2 * expected >= nbytes.sum())
+
+    def of_digests(self, batch: WriteBatch, digests: Sequence[str]) -> ItemReport:
+        """Return the part of the report that a save takes over for a batch.
+
+        Args:
+            batch: The batch.
+            digests: The digests of its chunks.
+        """
+        rows = self._rows_of(batch)
+        known = rows >= 0
+        own = np.frombuffer(bytes.fromhex("".join(digests)), np.uint8).reshape(-1, DIGEST_BYTES)
+        known &= (self.report.digests[rows] == own).all(axis=1)
+        wanted = np.zeros(len(self.report.rows), np.bool_)
+        wanted[rows[known]] = True
+        return self._kept(wanted)
+
+    def same_again(self, report: ItemReport) -> Array:
+        """Return which chunks of a later report are the same; `[rows of that report] bool`."""
+        rows = self._rows(_keys(report.rows["leaf"], report.rows["number"]))
+        same: Array = (rows >= 0) & (self.report.digests[rows] == report.digests).all(axis=1)
+        return same
+
+    def _kept(self, wanted: Array) -> ItemReport:
+        """Return the wanted rows, of the files that are worth keeping for them."""
+        count = len(self._sizes)
+        needed = np.bincount(
+            self.report.rows["file"], weights=wanted * self._nbytes, minlength=count
+        )
+        is_kept = (needed > 0) & (2 * needed >= self._sizes)
+        small = np.flatnonzero(is_kept & (self._sizes < _SMALL_BYTES))
+        largest_first = small[np.argsort(-needed[small], kind="stable")]
+        is_kept[largest_first[_MOST_SMALL:]] = False
+        return _of_files(self.report, is_kept, wanted)
+
+    def _rows_of(self, batch: WriteBatch) -> Array:
+        leaf = np.array([chunk.leaf for chunk in batch.chunks], np.int64)
+        number = np.array([chunk.number for chunk in batch.chunks], np.int64)
+        return self._rows(_keys(leaf, number))
+
+    def _rows(self, keys: Array) -> Array:
+        """Return the row of each chunk; -1 where there is none."""
+        if not len(self._keys):
+            return np.full(len(keys), -1)
+        places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        return np.where(self._keys[places] == keys, self._order[places], -1)
+
+
+def in_files(report: ItemReport, files: Set[str]) -> ItemReport:
+    """Return the part of a report that is about some of its files."""
+    is_kept = np.array([path in files for path in report.files], np.bool_)
+    return _of_files(report, is_kept, np.ones(len(report.rows), np.bool_))
+
+
+def files_apart(report: ItemReport, files: Set[str]) -> list[set[tuple[int, int]]]:
+    """Return what is in each of some files: number of the leaf, and of the chunk in it."""
+    found: dict[int, set[tuple[int, int]]] = {
+        number: set() for number, path in enumerate(report.files) if path in files
+    }
+    if found:
+        columns = (report.rows[name].tolist() for name in ("leaf", "number", "file"))
+        for leaf, number, file in zip(*columns, strict=True):
+            if file in found:
+                found[file].add((leaf, number))
+    return list(found.values())
+
+
+def joined(reports: Sequence[ItemReport]) -> ItemReport:
+    """Return the report of a writer that has written what all of them say.
+
+    A file that several name is the same one.
+    """
+    files: dict[str, int] = {}
+    rows = []
+    for report in reports:
+        numbers = np.array([_number(files, path) for path in report.files], np.int64)
+        own = report.rows.copy()
+        if len(own):
+            own["file"] = numbers[own["file"]]
+        rows.append(own)
+    digests = np.concatenate([report.digests for report in reports])
+    return ItemReport(tuple(files), np.concatenate(rows), digests)
+
+
+def _number(files: dict[str, int], path: str) -> int:
+    return files.setdefault(path, len(files))
+
+
+def _of_files(report: ItemReport, is_kept: Array, wanted: Array) -> ItemReport:
+    chosen = wanted & is_kept[report.rows["file"]] if len(is_kept) else wanted
+    rows = report.rows[chosen]
+    # Files are counted anew.
+    if len(rows):
+        rows["file"] = (np.cumsum(is_kept) - 1)[rows["file"]]
+    files = tuple(path for path, kept in zip(report.files, is_kept, strict=True) if kept)
+    return ItemReport(files, rows, report.digests[chosen])
+
+
+def _keys(leaf: Array, number: Array) -> Array:
+    return leaf.astype(np.int64) << 32 | number.astype(np.int64)
+
+
+def _stored_bytes(leaves: Sequence[LeafPlan], rows: Array) -> Array:
+    """Return how many bytes of its file each chunk takes."""
+    plain = np.zeros(len(leaves), np.int64)
+    for number in np.unique(rows["leaf"]).tolist():
+        leaf = leaves[number]
+        plain[number] = np.prod(leaf.chunk, dtype=np.int64) * DTYPES[leaf.spec.dtype or ""].itemsize
+    return np.where(rows["length"] > 0, rows["length"].astype(np.int64), plain[rows["leaf"]])

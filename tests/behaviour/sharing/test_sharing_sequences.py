@@ -1,0 +1,149 @@
+"""Promise: whatever changes from save to save, and whatever is deleted or replaced meanwhile, every
+step that is there is exactly what was saved, and a whole checkpoint by itself."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+import ckpt
+import ckpt.sync
+from tests.support.trees import assert_same, sharded
+
+# Large enough for batches of their own; others are packed.
+SHAPES = {"large": (96, 1024), "other": (80, 1024), "mesh": (128, 1024)} | {
+    f"small{n}": (50 + n,) for n in range(6)
+}
+NAMES = st.sampled_from(sorted(SHAPES))
+
+
+def made(name: str, version: int) -> Any:
+    seed = [len(name), sum(name.encode()), version]
+    values = np.random.default_rng(seed).standard_normal(SHAPES[name]).astype(np.float32)
+    return sharded(values, "data", "model") if name == "mesh" else jnp.array(values)
+
+
+class Sequences(RuleBasedStateMachine):
+    """A run whose arrays change or do not."""
+
+    compressed = False
+
+    @initialize()
+    def begin(self) -> None:
+        self.root = Path(tempfile.mkdtemp())
+        self.versions = dict.fromkeys(SHAPES, 0)
+        self.state = {name: made(name, 0) for name in SHAPES}
+        self.kept: dict[int, dict[str, Any]] = {}
+        self.step = 0
+        self.open()
+
+    def open(self) -> None:
+        formats = {"large": ckpt.ArrayFormat(compression="zstd")} if self.compressed else None
+        # Small, so that a state has many files.
+        staging = ckpt.Staging(budget_bytes=1 << 20)
+        self.mgr = ckpt.sync.CheckpointManager(self.root, formats=formats, staging=staging)
+
+    @rule(names=st.sets(NAMES, min_size=1, max_size=4))
+    def change(self, names: set[str]) -> None:
+        for name in names:
+            self.versions[name] += 1
+            self.state[name] = made(name, self.versions[name])
+
+    @rule(names=st.sets(NAMES, min_size=1))
+    def make_again(self, names: set[str]) -> None:
+        for name in names:
+            self.state[name] = made(name, self.versions[name])
+
+    @rule(name=NAMES)
+    def change_back(self, name: str) -> None:
+        self.versions[name] = 0
+        self.state[name] = made(name, 0)
+
+    @rule(count=st.integers(1, 3))
+    def save(self, count: int) -> None:
+        for _ in range(count):
+            self.step += 1
+            self.kept[self.step] = dict(self.state)
+            self.mgr.save(self.step, dict(self.state))
+        self.mgr.wait_until_finished()
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def replace(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(self.kept)))
+        self.mgr.save(step, dict(self.state), overwrite=True).result()
+        self.kept[step] = dict(self.state)
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def delete(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(self.kept)))
+        self.mgr.delete(step)
+        del self.kept[step]
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def remove_by_hand(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(self.kept)))
+        shutil.rmtree(self.root / str(step))
+        self.mgr.reload()
+        del self.kept[step]
+
+    @rule()
+    def open_again(self) -> None:
+        self.mgr.close()
+        self.open()
+
+    @invariant()
+    def every_step_is_what_was_saved(self) -> None:
+        if not hasattr(self, "mgr"):
+            return
+        assert self.mgr.all_steps() == sorted(self.kept)
+        for step, state in self.kept.items():
+            assert self.mgr.verify(step).ok
+            assert_same(self.mgr.restore(step), state)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "mgr"):
+            return
+        self.mgr.close()
+        for step, state in self.kept.items():
+            # Without all others.
+            alone = self.root.with_name(f"{self.root.name}-alone")
+            shutil.copytree(self.root / str(step), alone)
+            assert ckpt.sync.verify(alone).ok
+            assert_same(ckpt.sync.load(alone), state)
+            shutil.rmtree(alone)
+        shutil.rmtree(self.root)
+
+
+class Compressed(Sequences):
+    compressed = True
+
+
+SETTINGS = settings(
+    max_examples=12, stateful_step_count=14, suppress_health_check=list(HealthCheck)
+)
+
+
+def test_steps_that_share_files_are_what_was_saved() -> None:
+    run_state_machine_as_test(Sequences, settings=SETTINGS)
+
+
+def test_compressed_ones_are_too() -> None:
+    run_state_machine_as_test(Compressed, settings=SETTINGS)
