@@ -47,7 +47,8 @@ class Engine(Struct):
         plans: Plans of earlier saves.
         now_ns: Returns the time, in Unix nanoseconds.
         versions: Versions of the libraries that write.
-        last_save: The last step that was committed, so that the next one can share its files.
+        last_save: The last step that was saved, or before that the last that was restored: the next
+            one can share its files.
     """
 
     staging: Staging

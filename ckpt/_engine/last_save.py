@@ -1,7 +1,11 @@
-"""The last save of a root: which arrays it had, and which files have their bytes."""
+"""The last step of a root that this program knows: which files have the bytes of which arrays.
+
+It is the one that it has saved last; before its first save, the one that it has restored.
+"""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,13 +14,16 @@ import jax
 import numpy as np
 from msgspec import Struct, field
 
-from ckpt._format.manifest_head import FileEntry
-from ckpt._plan.item_reports import ItemReport
+from ckpt._format.leaf_table import LeafForm
+from ckpt._format.manifest import ItemEntry, Manifest
+from ckpt._format.manifest_head import OWN_FORMAT, VIRTUAL, FileEntry
+from ckpt._plan.chunking import LeafPlan
+from ckpt._plan.item_reports import DIGEST_BYTES, ROW, ItemReport
 from ckpt._plan.save_plan import SavePlan
 from ckpt._plan.unchanged.kept_chunks import EarlierChunks, files_apart
 from ckpt.storage._base import Storage
 
-Flags = np.ndarray[Any, np.dtype[np.bool_]]
+_NONE = np.zeros(0, np.int64)
 
 
 class SavedItem(Struct, frozen=True, eq=False):
@@ -60,18 +67,86 @@ class SavedItem(Struct, frozen=True, eq=False):
         return files_apart(self.chunks.report, shared - taken)
 
 
+class RestoredItem(Struct, frozen=True, eq=False):
+    """One item of a step that was restored.
+
+    Attributes:
+        entry: What the manifest says of it.
+        files: Its data files, by path relative to the item.
+    """
+
+    entry: ItemEntry
+    files: Mapping[str, FileEntry]
+
+    def as_saved(self, plan: SavePlan) -> SavedItem:
+        """Return what of it a save with this plan would write in the same chunks."""
+        table = self.entry.leaves
+        numbers = {name: number for number, name in enumerate(table.names)}
+        found, leaves = [_NONE], [_NONE]
+        chunks = [_NONE]
+        for number, leaf in enumerate(plan.leaves):
+            at = numbers.get(leaf.name)
+            if at is None or leaf.spec.dtype is None:
+                continue
+            first, end = int(table.firsts[at]), int(table.firsts[at + 1])
+            if end - first == math.prod(leaf.grid) and _is_alike(leaf, table.forms[table.form[at]]):
+                found.append(np.arange(first, end))
+                leaves.append(np.full(end - first, number))
+                chunks.append(np.arange(end - first))
+        places = np.concatenate(found)
+        here = table.offsets[places] >= 0
+        places = places[here]
+        rows = np.zeros(len(places), ROW)
+        rows["leaf"], rows["number"] = np.concatenate(leaves)[here], np.concatenate(chunks)[here]
+        rows["offset"] = table.offsets[places]
+        for name, column in (("file", table.files), ("length", table.lengths)):
+            if len(column):
+                rows[name] = column[places]
+        digests = np.frombuffer(table.digests, np.uint8).reshape(-1, DIGEST_BYTES)[places]
+        report = ItemReport(tuple(self.entry.data_files), rows, digests)
+        return saved_item(plan, report, [None] * len(plan.leaves), self.files, None)
+
+
+def _is_alike(leaf: LeafPlan, form: LeafForm) -> bool:
+    """Tell whether the chunks of a stored leaf are those of a plan."""
+    codec = None if leaf.compression is None else leaf.compression.name
+    stored = (form.dtype, tuple(form.shape), tuple(form.chunks), form.packed, form.codec)
+    return stored == (leaf.spec.dtype, leaf.spec.shape, leaf.chunk, leaf.packed, codec)
+
+
 class LastSave(Struct):
-    """What this process wrote of the step that was committed last.
+    """A committed step whose files the next one may share.
 
     Attributes:
         storage: The root.
         step_dir: Name of the step directory.
-        items: The items that hold arrays.
+        items: What is known of its items.
+        was_restored: Whether it was restored, and not saved by this program.
     """
 
     storage: Storage
     step_dir: str
-    items: dict[str, SavedItem] = field(default_factory=dict)
+    items: Mapping[str, SavedItem | RestoredItem] = field(default_factory=dict)
+    was_restored: bool = False
+
+
+def restored(storage: Storage, step_dir: str, manifest: Manifest) -> LastSave | None:
+    """Return what a save may share with a step that was restored; None if its files are not there.
+
+    Args:
+        storage: The root.
+        step_dir: Name of its directory.
+        manifest: Its manifest.
+    """
+    if manifest.format != OWN_FORMAT or manifest.folder or VIRTUAL in manifest.requires:
+        return None
+    items = {}
+    for name, entry in manifest.items.items():
+        files = {path: manifest.files.get(f"{name}/{path}") for path in entry.data_files}
+        known = {path: file for path, file in files.items() if file is not None}
+        if len(known) == len(files):
+            items[name] = RestoredItem(entry, known)
+    return LastSave(storage, step_dir, items, was_restored=True)
 
 
 def saved_item(

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from ckpt._arguments import check_step, one_of, shown, true_or_false
 from ckpt._engine.engine import Engine
+from ckpt._engine.last_save import restored
 from ckpt._engine.restore.pipeline import restore_items
 from ckpt._engine.verify.file_selection import read_limits
 from ckpt._engine.verify.pipeline import verify_step_dir
@@ -334,6 +335,8 @@ class StepReader:
                 nbytes = sum(context.moved)
                 if manifest.parent is not None:
                     self._begins_from(manifest.parent)
+                if self._may_write and (engine.last_save is None or engine.last_save.was_restored):
+                    engine.last_save = restored(self._storage, opened.step_dir, manifest)
                 self._recorder("restore", manifest.step).end(began, "ok", nbytes=nbytes)
                 seconds = (time.perf_counter_ns() - began) / 1e9
                 logger.info(

@@ -109,7 +109,7 @@ class EngineItemWriter:
             )
             known = None
             if parts is None:
-                known = known_item(session, self._item, plan.save)
+                known = await known_item(session, self._item, plan.save)
                 self._arrays, self._whole = references(structure.leaves), plan.save
             if known is not None:
                 plan = await self._take_over(plan, known, structure.leaves)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ckpt._engine.last_save import SavedItem
+from ckpt._engine.last_save import RestoredItem, SavedItem
 from ckpt._engine.save.session import SaveSession
 from ckpt._plan.item_reports import ItemReport
 from ckpt._plan.save_plan import SavePlan
 from ckpt._plan.unchanged.kept_chunks import in_files
+from ckpt._runtime.threads import run_in_thread
 from ckpt.storage._base import SharesFiles
 
 
-def known_item(session: SaveSession, item: str, plan: SavePlan) -> SavedItem | None:
+async def known_item(session: SaveSession, item: str, plan: SavePlan) -> SavedItem | None:
     """Return the item as the step before has it, if files of that can be taken over.
 
     Args:
@@ -21,9 +22,11 @@ def known_item(session: SaveSession, item: str, plan: SavePlan) -> SavedItem | N
         plan: The plan for all its chunks.
     """
     known = None if session.last is None else session.last.items.get(item)
-    if known is None or known.plan is not plan or not isinstance(session.storage, SharesFiles):
+    if known is None or not isinstance(session.storage, SharesFiles):
         return None
-    return known
+    if isinstance(known, RestoredItem):
+        return await run_in_thread(known.as_saved, plan)
+    return known if known.plan is plan else None
 
 
 async def take_over(

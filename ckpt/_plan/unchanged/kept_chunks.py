@@ -62,7 +62,8 @@ class EarlierChunks:
             return False
         rows = self._rows_of(batch)
         nbytes = np.array([chunk.stored_nbytes for chunk in batch.chunks], np.int64)
-        expected = nbytes[(rows >= 0) & self._same[rows]].sum()
+        known = rows >= 0
+        expected = nbytes[known][self._same[rows[known]]].sum()
         return bool(2 * expected >= nbytes.sum())
 
     def of_digests(self, batch: WriteBatch, digests: Sequence[str]) -> ItemReport:
@@ -73,18 +74,21 @@ class EarlierChunks:
             digests: The digests of its chunks.
         """
         rows = self._rows_of(batch)
-        known = rows >= 0
         own = np.frombuffer(bytes.fromhex("".join(digests)), np.uint8).reshape(-1, DIGEST_BYTES)
-        known &= (self.report.digests[rows] == own).all(axis=1)
         wanted = np.zeros(len(self.report.rows), np.bool_)
-        wanted[rows[known]] = True
+        wanted[rows[self._are_equal(rows, own)]] = True
         return self._kept(wanted)
 
     def same_again(self, report: ItemReport) -> Array:
         """Return which chunks of a later report are the same; `[rows of that report] bool`."""
         rows = self._rows(_keys(report.rows["leaf"], report.rows["number"]))
-        same: Array = (rows >= 0) & (self.report.digests[rows] == report.digests).all(axis=1)
-        return same
+        return self._are_equal(rows, report.digests)
+
+    def _are_equal(self, rows: Array, digests: Array) -> Array:
+        """Return for each row whether there is one, and it has that digest."""
+        equal: Array = rows >= 0
+        equal[equal] = (self.report.digests[rows[equal]] == digests[equal]).all(axis=1)
+        return equal
 
     def _kept(self, wanted: Array) -> ItemReport:
         """Return the wanted rows, of the files that are worth keeping for them."""

@@ -299,3 +299,40 @@ def test_random_keys_and_scalars_are_those_of_each_step(tmp_path: Path) -> None:
             assert bool(jnp.all(jax.random.key_data(found["key"]) == jax.random.key_data(key)))
             other = jax.random.key_data(jax.random.key(step))
             assert bool(jnp.all(jax.random.key_data(found["other"]) == other))
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_the_first_save_after_a_restore_shares_with_the_step_that_was_restored(
+    tmp_path: Path, compressed: bool
+) -> None:
+    formats = {"base.kernel": ckpt.ArrayFormat(compression="zstd")} if compressed else None
+    first = {"base": base(), "adapter": adapter(0)}
+    with ckpt.sync.CheckpointManager(tmp_path, formats=formats) as mgr:
+        mgr.save(0, first).result()
+    with ckpt.sync.CheckpointManager(tmp_path, formats=formats) as mgr:
+        state = mgr.restore(like=first)
+        later = {**state, "adapter": adapter(1)}
+        for step in (1, 2):
+            mgr.save(step, later).result()
+            shared, written = stored(tmp_path, step)
+            assert shared > 5_000_000
+            assert written < 200_000
+        mgr.delete(0)
+        for step in (1, 2):
+            assert mgr.verify(step).ok
+            assert_same(mgr.restore(step), later)
+
+
+def test_after_a_restore_other_shapes_dtypes_and_formats_are_written(tmp_path: Path) -> None:
+    first = {"a": jnp.array(values(1, 512, 1024)), "b": jnp.array(values(2, 512, 1024))}
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        mgr.save(0, first).result()
+    formats = {"b": ckpt.ArrayFormat(dtype="bfloat16")}
+    with ckpt.sync.CheckpointManager(tmp_path, formats=formats) as mgr:
+        found = mgr.restore()
+        mgr.save(1, {"a": found["a"].reshape(1024, 512), "b": found["b"]}).result()
+        assert stored(tmp_path, 1)[0] == 0
+        assert mgr.verify(1).ok
+        restored = mgr.restore(1)
+        assert restored["a"].shape == (1024, 512)
+        assert restored["b"].dtype == jnp.bfloat16
