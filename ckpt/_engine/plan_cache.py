@@ -113,7 +113,9 @@ class ForOthers:
         if plan.group is not None or plan.is_encoded or not stores_arrays:
             return None
         if self._index is None:
-            report = report_chunks(plan.batches, [""] * len(plan.batches))
+            # The real names are put in when it is encoded, in this order.
+            names = [str(number) for number in range(len(plan.batches))]
+            report = report_chunks(plan.batches, names)
             if self._kept is not None:
                 report = joined([self._kept, report])
             self._index = index_over(plan.leaves, report)
