@@ -23,7 +23,7 @@ from ckpt._plan import virtual_arrays
 from ckpt._plan.adapt import Transform
 from ckpt._plan.targets import stored_text
 from ckpt._plan.virtual_arrays import VirtualArray, concatenated, cut, drop_axis, insert_axis
-from ckpt._tree.leaf_specs import ARRAY_KINDS
+from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._tree.patterns import Pattern, compile_pattern, fill_stars, natural_key
 from ckpt._tree.suggestions import suggestion
 from ckpt.errors import InvalidArgumentError, TargetMismatchError

@@ -27,8 +27,8 @@ from ckpt._steps.opened import OpenedStep, open_step
 from ckpt._steps.restore_requests import context_of
 from ckpt._steps.wrong_paths import explained
 from ckpt._tree.boxes import unboxed_names
+from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._tree.leaf_names import escape_slashes
-from ckpt._tree.leaf_specs import ARRAY_KINDS
 from ckpt._tree.suggestions import suggestion
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.storage._base import Storage

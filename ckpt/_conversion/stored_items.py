@@ -31,7 +31,8 @@ from ckpt._plan.orbax_view import ABOUT_FILE
 from ckpt._plan.slices.array_slices import ArraySlice
 from ckpt._plan.targets import ArrayRead, ArrayTarget, default_device
 from ckpt._tree.flatten import Structure
-from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, LeafSpec, StoredLeaf, decode_scalar
+from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, decode_scalar
+from ckpt._tree.leaf_specs import LeafSpec, StoredLeaf
 from ckpt.errors import UnsupportedFormatError, located
 
 Array = np.ndarray[Any, Any]

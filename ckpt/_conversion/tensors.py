@@ -13,8 +13,9 @@ from ckpt._conversion.stored_items import StoredItem
 from ckpt._format.dtypes import DTYPES
 from ckpt._format.regions import Region, chunk_grid, chunk_region
 from ckpt._tree.boxes import unboxed_names
+from ckpt._tree.leaf_kinds import CALLABLE
 from ckpt._tree.leaf_names import escape_slashes, unescape_key
-from ckpt._tree.leaf_specs import CALLABLE, LeafSpec, StoredLeaf
+from ckpt._tree.leaf_specs import LeafSpec, StoredLeaf
 from ckpt._tree.suggestions import suggestion
 from ckpt.errors import WHOLE_ITEM, InvalidArgumentError, UnsupportedLeafError
 

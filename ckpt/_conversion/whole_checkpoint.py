@@ -20,7 +20,7 @@ from ckpt._plan.format_rules import Formats
 from ckpt._settings import Staging
 from ckpt._steps.factory import make_engine
 from ckpt._steps.saves.one_shot import prepared
-from ckpt._tree.leaf_specs import ARRAY_KINDS
+from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt.storage._base import Storage
 
 

@@ -36,7 +36,8 @@ from ckpt._plan.save_plan import SavePlan, plan_rest, plan_save
 from ckpt._plan.unchanged.kept_chunks import joined
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.flatten import Structure
-from ckpt._tree.leaf_specs import ARRAY_KINDS, SHAREABLE, Classifier, LeafSpec
+from ckpt._tree.leaf_kinds import ARRAY_KINDS
+from ckpt._tree.leaf_specs import SHAREABLE, Classifier, LeafSpec
 from ckpt.errors import CheckpointError
 
 # How many problems of one tree one error names.

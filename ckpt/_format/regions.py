@@ -6,9 +6,12 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import jax
 from msgspec import Struct
+
+if TYPE_CHECKING:
+    import jax
 
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]

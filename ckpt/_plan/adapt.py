@@ -15,7 +15,7 @@ from ckpt._format.manifest import ItemEntry
 from ckpt._plan.targets import same_category
 from ckpt._plan.virtual_arrays import VirtualArray
 from ckpt._tree.boxes import unboxed_names
-from ckpt._tree.leaf_specs import ARRAY_KINDS
+from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._tree.patterns import PathRule, compile_pattern, compile_rule, fill_stars
 from ckpt._tree.suggestions import suggestion
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMismatchError

@@ -2,13 +2,18 @@
 
 `plan_chunk_reads` finds the stored chunks that the arrays need, each once. `plan_requests` turns
 them into read requests: small chunks that are neighbours in a file are read at once.
+
+Neither knows of devices: an array says which regions of it are needed. So the same plan is made for
+a process that restores and for one that exists only on paper. This module needs no jax.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -16,7 +21,6 @@ from ckpt._format.dtypes import parse_dtype
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.regions import (
     Region,
-    addressable_regions,
     chunk_grid,
     chunk_region,
     chunks_touching,
@@ -25,7 +29,7 @@ from ckpt._format.regions import (
 )
 from ckpt._plan.slices.array_slices import ArraySlice
 from ckpt._plan.slices.strides import Stride
-from ckpt._plan.targets import ArrayRead
+from ckpt._plan.write_batches import BATCH_BYTES
 from ckpt.errors import TargetMismatchError
 
 # Larger chunks get a request of their own, straight into their place in memory. Up to this size a
@@ -34,7 +38,31 @@ COALESCED_BYTES = 1 << 20
 # The largest gap that is read along with its neighbours; shorter reads would not be faster.
 _LARGEST_GAP = 64 << 10
 
+# Requests in progress, of all items: enough to keep the cores and the queue of a disk busy. What is
+# compressed is decoded by the thread that has read it.
+CONCURRENT_REQUESTS = max(4, min(os.cpu_count() or 1, 16))
+
 _Places = dict[tuple[int, ...], list["Use"]]
+
+
+class NeededArray(Protocol):
+    """An array of which a process needs regions."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    @property
+    def leaf(self) -> int | None:
+        """Number of the stored leaf that it is as a whole, or None."""
+
+    @property
+    def pieces(self) -> tuple[ArraySlice, ...]:
+        """Otherwise the slices that it is made of."""
+
+    @property
+    def regions(self) -> Sequence[Region]:
+        """The distinct regions that the process needs."""
 
 
 # Not frozen, nor is `ChunkRead`: there may be a hundred thousand, and frozen ones take three times
@@ -117,14 +145,6 @@ class ReadRequest(Struct, frozen=True):
     nbytes: int
 
 
-def regions_of(read: ArrayRead) -> list[Region]:
-    """Return the distinct regions of an array that this process needs."""
-    target = read.target
-    if target.kind in ("jax", "key") and target.sharding is not None:
-        return [region for region, _ in addressable_regions(target.sharding, read.shape)]
-    return [whole(read.shape)]
-
-
 def is_read_whole(leaf: LeafEntry) -> bool:
     """Tell whether a leaf is read as one region, however the array is sharded.
 
@@ -133,7 +153,7 @@ def is_read_whole(leaf: LeafEntry) -> bool:
     return leaf.packed and bool(leaf.digests)
 
 
-def plan_chunk_reads(leaves: Sequence[LeafEntry], reads: Sequence[ArrayRead]) -> list[ChunkRead]:
+def plan_chunk_reads(leaves: Sequence[LeafEntry], reads: Sequence[NeededArray]) -> list[ChunkRead]:
     """Return the chunks that `reads` need, each once: those of packed leaves, then all others.
 
     Both are in the order of the first array that needs each leaf.
@@ -159,7 +179,7 @@ def plan_chunk_reads(leaves: Sequence[LeafEntry], reads: Sequence[ArrayRead]) ->
                     known.uses = (*known.uses, use)
                 continue
             pieces = (ArraySlice(read.leaf, everything, everything),)
-        for position, region in enumerate(regions_of(read)):
+        for position, region in enumerate(read.regions):
             for piece in pieces:
                 places = wanted.setdefault(piece.leaf, {})
                 _add_uses(places, leaves[piece.leaf], piece, number, position, region)
@@ -240,6 +260,11 @@ def _nbytes(dtype: str | None, shape: tuple[int, ...]) -> int:
 def _is_contiguous(inside: tuple[int, ...], chunk: tuple[int, ...]) -> bool:
     """Tell whether the corner of shape `inside` is one run of the memory of a chunk."""
     return inside == chunk or Region((0,) * len(chunk), inside).is_contiguous_in(chunk)
+
+
+def request_bytes(budget: int) -> int:
+    """Return the most bytes of a coalesced request of a process with this budget of memory."""
+    return min(BATCH_BYTES, budget // CONCURRENT_REQUESTS)
 
 
 def plan_requests(

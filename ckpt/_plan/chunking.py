@@ -21,7 +21,7 @@ from ckpt._format.regions import (
 )
 from ckpt._format.zarr import choose_chunk, chunk_key, zarr_metadata_bytes
 from ckpt._plan.ownership import ArrayPlacement, Partitioner, ProcessGroup, ReplicaGroup
-from ckpt._plan.write_batches import CHUNK_ALIGNMENT, SECTOR, Chunk, ChunkPart
+from ckpt._plan.write_batches import BATCH_BYTES, CHUNK_ALIGNMENT, SECTOR, Chunk, ChunkPart
 from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import UnsupportedLeafError
 
@@ -30,14 +30,12 @@ Shape = tuple[int, ...]
 # A leaf up to this size is packed. Gathering a whole leaf costs a few microseconds; a larger one is
 # worth a chunk for every shard, so that each owner writes its own.
 PACKED_BYTES = 256 << 10
-# A batch must be large against the few milliseconds that a file costs, and small enough that
-# several fit the budget and every lane has some; a chunk must be small enough for resharded reads.
-# A large item has larger batches, so that it has no more than about this number of files.
-BATCH_BYTES = 48 << 20
+# A chunk must be small enough for resharded reads.
 CHUNK_BYTES = 32 << 20
 # Chunks to be compressed are smaller: each keeps one thread busy, and is held three times
 # meanwhile.
 COMPRESSED_CHUNK_BYTES = 8 << 20
+# A large item has larger batches, so that it has no more than about this number of files.
 _MOST_FILES = 256
 METADATA_KEY = "zarr.json"
 _NO_FORMAT = ArrayFormat()

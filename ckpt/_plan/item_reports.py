@@ -24,7 +24,8 @@ from ckpt._format.shardings import describe_sharding
 from ckpt._plan.chunking import METADATA_KEY, LeafPlan, has_chunks
 from ckpt._plan.ownership import holders_of
 from ckpt._plan.write_batches import FileSpans, WriteBatch
-from ckpt._tree.leaf_specs import ARRAY_KINDS, SCALAR_KINDS, LeafSpec, StoredLeaf, encode_scalar
+from ckpt._tree.leaf_kinds import ARRAY_KINDS, SCALAR_KINDS
+from ckpt._tree.leaf_specs import LeafSpec, StoredLeaf, encode_scalar
 from ckpt.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]

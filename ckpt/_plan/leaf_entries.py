@@ -13,7 +13,7 @@ from ckpt._format.dtypes import parse_dtype
 from ckpt._format.leaf_table import LeafForm, LeafTable
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.regions import chunk_grid
-from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, SCALAR_KINDS, decode_scalar
+from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, SCALAR_KINDS, decode_scalar
 from ckpt.errors import CorruptCheckpointError
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]

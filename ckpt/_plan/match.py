@@ -31,15 +31,9 @@ from ckpt._plan.targets import (
 from ckpt._plan.virtual_arrays import VirtualArray, resize
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.flatten import Structure
+from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, decode_scalar
 from ckpt._tree.leaf_names import ROOT
-from ckpt._tree.leaf_specs import (
-    ARRAY_KINDS,
-    CALLABLE,
-    decode_scalar,
-    is_function,
-    kind_of_type,
-    scalar_kind,
-)
+from ckpt._tree.leaf_specs import is_function, kind_of_type, scalar_kind
 from ckpt._tree.suggestions import near_miss
 from ckpt.errors import InvalidArgumentError
 

@@ -18,8 +18,9 @@ import numpy as np
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import ItemEntry, Node, ShardingEntry
 from ckpt._format.metrics import json_metrics
+from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, decode_scalar
 from ckpt._tree.leaf_names import sibling_names
-from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, decode_scalar, scalar_array
+from ckpt._tree.leaf_specs import scalar_array
 from ckpt._tree.static_values import decode_key
 
 # Orbax stores private Python paths as handler names; both of its APIs resolve these.

@@ -26,7 +26,8 @@ from ckpt._plan.chunking import (
 )
 from ckpt._plan.ownership import ArrayPlacement, Ownership, Partitioner, ProcessGroup
 from ckpt._plan.write_batches import SECTOR, Chunk, WriteBatch, pack_chunks, to_encode
-from ckpt._tree.leaf_specs import ARRAY_KINDS, LeafSpec
+from ckpt._tree.leaf_kinds import ARRAY_KINDS
+from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import InvalidArgumentError
 
 # A chunk takes about 55 bytes of the manifest, a file 130; it may have 256 MiB in all.

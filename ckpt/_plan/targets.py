@@ -12,9 +12,10 @@ from msgspec import Struct
 
 from ckpt._format.dtypes import DTYPES, UNROUNDED, storable_dtype
 from ckpt._format.leaf_table import LeafEntry
+from ckpt._format.regions import Region, addressable_regions, whole
 from ckpt._plan.slices.array_slices import ArraySlice
 from ckpt._plan.virtual_arrays import VirtualArray
-from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE
+from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE
 from ckpt.errors import CorruptCheckpointError
 
 # Python scalars that arrays without dimensions can be restored as.
@@ -69,6 +70,14 @@ class ArrayRead(Struct, frozen=True, gc=False):
     path: str = ""
     pieces: tuple[ArraySlice, ...] = ()
     value: np.ndarray[Any, Any] | None = None
+
+    @property
+    def regions(self) -> list[Region]:
+        """The distinct regions of it that this process needs."""
+        target = self.target
+        if target.kind in ("jax", "key") and target.sharding is not None:
+            return [region for region, _ in addressable_regions(target.sharding, self.shape)]
+        return [whole(self.shape)]
 
 
 def array_target(leaf: Any, entry: LeafEntry) -> tuple[ArrayTarget, Shape] | None:

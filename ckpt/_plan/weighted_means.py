@@ -14,7 +14,7 @@ from ckpt._arguments import invalid, shown
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.manifest import ItemEntry
 from ckpt._tree.boxes import unboxed_names
-from ckpt._tree.leaf_specs import ARRAY_KINDS
+from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt.errors import InvalidArgumentError, TargetMismatchError
 
 logger = logging.getLogger("ckpt")

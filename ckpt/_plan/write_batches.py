@@ -15,6 +15,9 @@ from ckpt._format.regions import Region
 CHUNK_ALIGNMENT = 64
 SECTOR = 4096
 DIRECT_BYTES = 1 << 20
+# A batch must be large against the few milliseconds that a file costs, and small enough that
+# several fit the budget and every lane has some.
+BATCH_BYTES = 48 << 20
 # Beside a chunk in its block: the memory that it is encoded into, and the bytes cut from that.
 _ENCODING_COPIES = 2
 

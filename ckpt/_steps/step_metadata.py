@@ -17,7 +17,7 @@ from ckpt._format.leaf_table import LeafForm
 from ckpt._format.manifest import ItemEntry, JsonValue, Manifest, ShardingEntry
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._tree.boxes import unboxed_names
-from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, decode_scalar
+from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, decode_scalar
 from ckpt._tree.shardings import ShardingTree, spread
 from ckpt._tree.table import LeafRow, html_table, sharding_text, size_text, text_table
 from ckpt._tree.unflatten import unflatten

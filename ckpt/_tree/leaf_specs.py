@@ -18,21 +18,14 @@ from msgspec import Struct
 
 from ckpt._format.array_format import ArrayFormat
 from ckpt._format.dtypes import DTYPES
-from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import ShardingEntry
 from ckpt._format.regions import Region, whole
-from ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
+from ckpt._tree.leaf_kinds import CALLABLE
+from ckpt.errors import UnsupportedLeafError
 
-# `key` is a typed PRNG key: the array of its key data.
-ARRAY_KINDS = frozenset({"jax", "key", "numpy", "numpy_scalar"})
-SCALAR_KINDS = frozenset(
-    {"bool", "int", "float", "complex", "str", "bytes", "numpy_str", "numpy_bytes"}
-)
 # Kinds of which one object may be at several places in a tree, and is stored once.
 SHAREABLE = frozenset({"jax", "key", "numpy"})
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-# A function among the leaves: only its name is stored, and a target has to provide it.
-CALLABLE = "callable"
 
 _SCALAR_KINDS_OF: dict[type, str] = {
     **{kind: kind.__name__ for kind in (bool, int, float, complex, str, bytes)},
@@ -349,37 +342,3 @@ def encode_scalar(kind: str, value: Any) -> str | bool:
     if kind in ("bytes", "numpy_bytes"):
         return base64.b64encode(value).decode()
     return repr(value)
-
-
-def decode_scalar(entry: LeafEntry) -> Any:
-    """Return the Python scalar of a manifest entry; the inverse of `encode_scalar`.
-
-    Raises:
-        CorruptCheckpointError: The text is not a value of its kind.
-    """
-    value = entry.value
-    try:
-        match entry.kind, value:
-            case "bool", bool():
-                return value
-            case "str", str():
-                return value
-            case "int", str():
-                return int(value, 0)
-            case "float", str():
-                return float(value)
-            case "complex", str():
-                return complex(value)
-            case "bytes", str():
-                return base64.b64decode(value, validate=True)
-            case "numpy_str", str():
-                return np.str_(value)
-            case "numpy_bytes", str():
-                return np.bytes_(base64.b64decode(value, validate=True))
-    except ValueError as error:
-        raise CorruptCheckpointError(
-            f"the stored value {value!r:.60} is not a {entry.kind}", leaf=entry.name
-        ) from error
-    raise CorruptCheckpointError(
-        f"a stored leaf of kind {entry.kind!r:.60} has the value {value!r:.60}", leaf=entry.name
-    )

@@ -24,7 +24,8 @@ from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.slices.strides import stored_view, target_view
 from ckpt._plan.targets import ArrayRead
 from ckpt._tree.flatten import describe
-from ckpt._tree.leaf_specs import ARRAY_KINDS, SCALAR_KINDS, LeafSpec, classify, encode_scalar
+from ckpt._tree.leaf_kinds import ARRAY_KINDS, SCALAR_KINDS
+from ckpt._tree.leaf_specs import LeafSpec, classify, encode_scalar
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedLeafError
 from ckpt.handlers._base import ItemReader
 from ckpt.handlers._pytree import PyTreeHandler

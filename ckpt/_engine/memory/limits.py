@@ -10,7 +10,6 @@ import jax
 
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.leaf_table import LeafEntry
-from ckpt._plan.chunk_reads import regions_of
 from ckpt._plan.targets import ArrayRead, ArrayTarget
 from ckpt._settings import host_memory_bytes
 from ckpt.errors import InvalidArgumentError
@@ -56,4 +55,4 @@ def _stays_on_host(target: ArrayTarget) -> bool:
 
 
 def _local_bytes(read: ArrayRead) -> int:
-    return sum(region.size for region in regions_of(read)) * parse_dtype(read.stored).itemsize
+    return sum(region.size for region in read.regions) * parse_dtype(read.stored).itemsize

@@ -21,7 +21,8 @@ from ckpt._format.dtypes import DTYPES
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.write_batches import Chunk, ChunkPart, WriteBatch
 from ckpt._settings import StagingMode
-from ckpt._tree.leaf_specs import ARRAY_KINDS, LeafSpec, StoredLeaf, scalar_array
+from ckpt._tree.leaf_kinds import ARRAY_KINDS
+from ckpt._tree.leaf_specs import LeafSpec, StoredLeaf, scalar_array
 from ckpt.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]

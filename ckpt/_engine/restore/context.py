@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Awaitable, Callable
 
 import anyio
@@ -13,14 +12,12 @@ from ckpt._engine.restore.shared_reads import Broadcast
 from ckpt._engine.restore.step_files import OwnFiles, StepFiles
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.manifest import Manifest
+from ckpt._plan.chunk_reads import CONCURRENT_REQUESTS
 from ckpt._settings import ArrayMemory
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import lies_in
 
-# Requests in progress, of all items: enough to keep the cores and the queue of a disk busy. What is
-# compressed is decoded by the thread that has read it.
-CONCURRENT_REQUESTS = max(4, min(os.cpu_count() or 1, 16))
-# Of shared ones, of which the sizes have to be the same in all processes.
+# Shared requests in progress, of which the sizes have to be the same in all processes.
 SHARED_REQUESTS = 4
 
 

@@ -13,11 +13,12 @@ from msgspec import Struct
 from ckpt._engine.codecs import decode_chunk
 from ckpt._engine.memory.buffers import Buffers
 from ckpt._engine.memory.pages import choose_pages
+from ckpt._engine.memory.thresholds import LEAST_BLANK, LESS_THAN_A_BYTE, MOST_LENT
 from ckpt._engine.restore.blank_arrays import Blank, Devices, blank_arrays, memory_of
 from ckpt._engine.restore.checks import DamagedLeaves, check_chunk
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.regions import Region, addressable_regions, whole
-from ckpt._plan.chunk_reads import ChunkRead, ReadRequest, Use, regions_of
+from ckpt._plan.chunk_reads import ChunkRead, ReadRequest, Use
 from ckpt._plan.slices.strides import is_one_run, stored_view, target_view
 from ckpt._plan.targets import ArrayRead, ArrayTarget, default_device
 from ckpt._settings import ArrayMemory
@@ -27,12 +28,6 @@ Array = np.ndarray[Any, Any]
 
 # What stands for a part of a file that is not mapped yet.
 _NOTHING = np.empty(0, np.uint8)
-# Of the buffers of larger arrays, jax may take over the memory.
-_MOST_LENT = 64 << 20
-# For less, the compiler that makes blank arrays costs more time and memory than copies do.
-_LEAST_BLANK = 128 << 20
-# A numpy array has a byte for each value of these, and an array of jax may have less.
-_LESS_THAN_A_BYTE = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
 
 
 # Thousands of them, without cycles, would set off full runs of the garbage collector.
@@ -70,7 +65,7 @@ class Destination(Struct, gc=False):
             # Packed leaves are read into the arena.
             return self.packed and self.memory == "buffers"
         nbytes = math.prod(self.read.shape) * parse_dtype(self.read.stored).itemsize
-        return self.packed or (nbytes <= _MOST_LENT and _is_on_cpu(self.read.target))
+        return self.packed or (nbytes <= MOST_LENT and _is_on_cpu(self.read.target))
 
     @property
     def is_placed(self) -> bool:
@@ -89,11 +84,11 @@ class Destination(Struct, gc=False):
             return False
         value = self.read.value
         if value is not None:
-            self.regions = [(region, _view(value, region)) for region in regions_of(self.read)]
+            self.regions = [(region, _view(value, region)) for region in self.read.regions]
             return False
         kind = parse_dtype(self.read.stored)
         if self.memory == "files":
-            self.regions = [(region, _NOTHING) for region in regions_of(self.read)]
+            self.regions = [(region, _NOTHING) for region in self.read.regions]
             return False
         if self.blanks:
             held = addressable_regions(self.read.target.sharding, self.read.shape)
@@ -102,9 +97,7 @@ class Destination(Struct, gc=False):
                 for region, (first, *_) in held
             ]
             return self.is_padded
-        self.regions = [
-            (region, buffers.empty(region.shape, kind)) for region in regions_of(self.read)
-        ]
+        self.regions = [(region, buffers.empty(region.shape, kind)) for region in self.read.regions]
         return self.is_padded
 
     def clear(self) -> None:
@@ -146,7 +139,7 @@ def add_blanks(destinations: Sequence[Destination]) -> None:
             devices, (shape, dtype) = found
             groups.setdefault(devices, []).append((each, (shape, dtype)))
             nbytes += len(devices) * math.prod(shape) * dtype.itemsize
-    if nbytes < _LEAST_BLANK:
+    if nbytes < LEAST_BLANK:
         return
     for devices, members in groups.items():
         made = blank_arrays([blank for _, blank in members], devices)
@@ -165,7 +158,7 @@ def map_files(destinations: Sequence[Destination], chunks: Sequence[ChunkRead]) 
             destination = destinations[use.read]
             is_part = chunk.is_plain and use.source.shape == chunk.covered.shape
             if not destination.packed and is_part:
-                region = regions_of(destination.read)[use.region]
+                region = destination.read.regions[use.region]
                 is_part = use.target.shape == region.shape
             (whole_chunks if is_part else others).add(use.read)
     for number in whole_chunks - others:
@@ -180,7 +173,7 @@ def _blank_of(read: ArrayRead) -> tuple[Devices, Blank] | None:
         target.kind != "jax"
         or target.weak_type
         or target.dtype != dtype
-        or dtype.name in _LESS_THAN_A_BYTE
+        or dtype.name in LESS_THAN_A_BYTE
         or read.value is not None
         or not math.prod(read.shape)
     ):

@@ -18,7 +18,7 @@ import numpy as np
 
 from ckpt._engine.memory.limits import check_memory
 from ckpt._engine.restore.checks import DamagedLeaves
-from ckpt._engine.restore.context import CONCURRENT_REQUESTS, SHARED_REQUESTS, RestoreContext
+from ckpt._engine.restore.context import SHARED_REQUESTS, RestoreContext
 from ckpt._engine.restore.destinations import (
     Destination,
     add_blanks,
@@ -36,8 +36,8 @@ from ckpt._plan.chunk_reads import (
     is_read_whole,
     plan_chunk_reads,
     plan_requests,
+    request_bytes,
 )
-from ckpt._plan.chunking import BATCH_BYTES
 from ckpt._plan.multihost.per_process import ProcessPart, own_path
 from ckpt._plan.multihost.read_groups import Grouping
 from ckpt._plan.targets import ArrayRead
@@ -156,7 +156,7 @@ class EngineItemReader:
         if memory == "files":
             map_files(work.destinations, chunks)
         add_blanks(work.destinations)
-        limit = min(BATCH_BYTES, self._restore.engine.arena.capacity // CONCURRENT_REQUESTS)
+        limit = request_bytes(self._restore.engine.arena.capacity)
         limits: dict[Grouping | None, int] = {None: limit}
         groupings: dict[str, Grouping] = {}
         broadcast = self._restore.broadcast

@@ -26,7 +26,6 @@ from ckpt._format.dtypes import parse_dtype
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import JsonValue
 from ckpt._plan.chunk_reads import ReadRequest
-from ckpt._plan.chunking import BATCH_BYTES
 from ckpt._plan.multihost.read_groups import (
     BatchRead,
     Grouping,
@@ -36,6 +35,7 @@ from ckpt._plan.multihost.read_groups import (
     shares_key,
 )
 from ckpt._plan.targets import ArrayRead
+from ckpt._plan.write_batches import BATCH_BYTES
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
 from ckpt.coordination._collectives import gathered, together

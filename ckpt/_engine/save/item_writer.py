@@ -27,7 +27,8 @@ from ckpt._plan.multihost.tree_fingerprint import value_fingerprint
 from ckpt._plan.save_plan import SavePlan
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.flatten import describe
-from ckpt._tree.leaf_specs import ARRAY_KINDS, StoredLeaf
+from ckpt._tree.leaf_kinds import ARRAY_KINDS
+from ckpt._tree.leaf_specs import StoredLeaf
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import FileData
 

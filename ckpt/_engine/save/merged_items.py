@@ -23,7 +23,7 @@ from ckpt._plan.merged_parts import TreeParts, merge_parts
 from ckpt._plan.multihost.tree_fingerprint import TreeFingerprint
 from ckpt._plan.multihost.write_reports import ProcessReport, disagreement
 from ckpt._plan.orbax_view import item_view
-from ckpt._tree.leaf_specs import ARRAY_KINDS
+from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt.errors import CoordinationError, InvalidArgumentError, located
 
 # Larger arrays that every process has for itself are not compared: on accelerators they

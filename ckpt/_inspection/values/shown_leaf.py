@@ -147,7 +147,7 @@ def _find(checkpoint: Checkpoint, text: str) -> tuple[str, int, LeafRecord, str 
 
 
 def _value(checkpoint: Checkpoint, item: str, number: int) -> Any:
-    from ckpt._tree.leaf_specs import CALLABLE, decode_scalar
+    from ckpt._tree.leaf_kinds import CALLABLE, decode_scalar
 
     leaf = checkpoint.opened.manifest.items[item].leaves.bare(number)
     value = leaf.value if leaf.kind == CALLABLE else decode_scalar(leaf)

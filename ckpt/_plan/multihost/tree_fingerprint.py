@@ -21,7 +21,8 @@ from ckpt._format.digests import digest
 from ckpt._format.manifest import Node
 from ckpt._format.shardings import describe_sharding
 from ckpt._plan.save_plan import SavePlan
-from ckpt._tree.leaf_specs import ARRAY_KINDS, CALLABLE, SCALAR_KINDS, LeafSpec, encode_scalar
+from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, SCALAR_KINDS
+from ckpt._tree.leaf_specs import LeafSpec, encode_scalar
 from ckpt._tree.table import sharding_text
 from ckpt.errors import CheckpointError
 

@@ -47,7 +47,7 @@ def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lis
     """Large arrays are read in place, or copied. What jax made blank, of the former."""
     found: list[Any] = []
     least = 0 if request.param == "blank" else 1 << 62
-    monkeypatch.setattr(destinations, "_LEAST_BLANK", least)
+    monkeypatch.setattr(destinations, "LEAST_BLANK", least)
 
     def blank(*args: Any) -> Any:
         arrays = blank_arrays.blank_arrays(*args)
@@ -148,7 +148,7 @@ def test_options_that_look_at_the_content_of_arrays(
         return made[-1]
 
     monkeypatch.setattr(destinations, "blank_arrays", blank)
-    monkeypatch.setattr(destinations, "_LEAST_BLANK", 0)
+    monkeypatch.setattr(destinations, "LEAST_BLANK", 0)
     saved = state()
     ckpt.sync.save(tmp_path / "x", saved)
     jax.config.update(option, True)
@@ -196,7 +196,7 @@ def test_larger_arrays_may_take_over_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy would take the memory twice; their values are safe all the same."""
-    monkeypatch.setattr(destinations, "_MOST_LENT", 1 << 20)
+    monkeypatch.setattr(destinations, "MOST_LENT", 1 << 20)
     saved = state()
     with ckpt.sync.CheckpointManager(tmp_path) as mgr:
         mgr.save(1, saved).result()

@@ -27,7 +27,8 @@ from ckpt._plan.match import Match, match_as_saved, match_target
 from ckpt._plan.save_plan import plan_save
 from ckpt._plan.targets import ArrayTarget
 from ckpt._tree.flatten import describe
-from ckpt._tree.leaf_specs import ARRAY_KINDS, classify
+from ckpt._tree.leaf_kinds import ARRAY_KINDS
+from ckpt._tree.leaf_specs import classify
 from ckpt.errors import CheckpointError, CorruptCheckpointError, TargetMismatchError
 from ckpt.testing.compare import differences
 from ckpt.testing.strategies import Pair, trees

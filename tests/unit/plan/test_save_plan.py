@@ -22,7 +22,8 @@ from ckpt._plan.chunking import PACKED_BYTES
 from ckpt._plan.item_reports import key_values, merge_reports, report_chunks
 from ckpt._plan.save_plan import SavePlan, plan_save
 from ckpt._plan.write_batches import CHUNK_ALIGNMENT, SECTOR, aligned
-from ckpt._tree.leaf_specs import ARRAY_KINDS, LeafSpec
+from ckpt._tree.leaf_kinds import ARRAY_KINDS
+from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import UnsupportedLeafError
 
 MIB = 1 << 20

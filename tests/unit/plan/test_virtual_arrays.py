@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.regions import Region, chunk_grid, whole
-from ckpt._plan.chunk_reads import plan_chunk_reads, regions_of
+from ckpt._plan.chunk_reads import plan_chunk_reads
 from ckpt._plan.slices.array_slices import ArraySlice
 from ckpt._plan.slices.strides import boxes_between, stored_view, target_view
 from ckpt._plan.targets import ArrayRead, ArrayTarget
@@ -66,7 +66,7 @@ def read(
         for source, target in wanted
     ]
     buffers = [
-        [(region, np.zeros(region.shape, DTYPE)) for region in regions_of(each)] for each in reads
+        [(region, np.zeros(region.shape, DTYPE)) for region in each.regions] for each in reads
     ]
     written = [[np.zeros(region.shape, int) for region, _ in each] for each in buffers]
     chunks = plan_chunk_reads(leaves, reads)
@@ -304,12 +304,12 @@ def test_every_device_reads_only_the_chunks_that_hold_its_part(
         source, wanted = step(name, source, wanted, data)
     target = ArrayTarget("jax", DTYPE, data.draw(shardings(wanted.shape)))
     each = ArrayRead(target, source.shape, "int32", source.leaf, "", source.pieces)
-    found: dict[int, set[int]] = {number: set() for number in range(len(regions_of(each)))}
+    found: dict[int, set[int]] = {number: set() for number in range(len(each.regions))}
     for chunk in plan_chunk_reads(leaves, [each]):
         for use in chunk.uses:
             found[use.region].add(chunk.number)
     grid, sides = chunk_grid(leaves[0].shape, leaves[0].chunks), leaves[0].chunks
-    for number, region in enumerate(regions_of(each)):
+    for number, region in enumerate(each.regions):
         # The elements are numbers of their places, but for one, and padding is zero.
         part = wanted[region.slices]
         places = np.array([value - 1 for value in part.reshape(-1) if value], int)

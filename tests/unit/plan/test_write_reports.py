@@ -41,7 +41,8 @@ from ckpt._plan.multihost.tree_fingerprint import (
 from ckpt._plan.multihost.write_reports import ProcessReport, disagreement, pack, unpack
 from ckpt._plan.save_plan import SavePlan
 from ckpt._plan.write_batches import FileSpan
-from ckpt._tree.leaf_specs import ARRAY_KINDS, LeafSpec
+from ckpt._tree.leaf_kinds import ARRAY_KINDS
+from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import CheckpointError, CorruptCheckpointError
 from tests.unit.plan.simulated_jobs import MIB, Job, chunks_in, jobs, values_of
 
