@@ -24,6 +24,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "show": ("PATH", "params.embed"),
     "diff": ("PATH", "PATH"),
     "du": ("PATH",),
+    "explain": ("PATH",),
     "log": ("PATH",),
     "verify": ("PATH",),
     "cp": ("PATH", "OUT"),

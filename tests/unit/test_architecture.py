@@ -196,6 +196,7 @@ def test_threads_are_asked_for_in_one_place() -> None:
         "ckpt._inspection.listed_steps",
         "ckpt._inspection.leaf_records",
         "ckpt._inspection.summary",
+        "ckpt._inspection.restores.explanation",
         "ckpt._inspection.times.save_times",
         "ckpt._inspection.times.followed_run",
         "ckpt._inspection.times.recorded_trace",

@@ -18,6 +18,7 @@ NAMES = (
     "show",
     "diff",
     "du",
+    "explain",
     "log",
     "verify",
     "cp",

@@ -7,8 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 import ckpt
 import ckpt.sync
-from ckpt.storage._local.storage import LocalStorage
 from ckpt.testing.compare import differences
+from tests.support.counted_reads import Reads
 from tests.support.paths import PROGRAMS, ROOT
 from tests.support.trees import P, bits
 
@@ -214,37 +212,6 @@ def test_keys_and_weak_types_on_a_mesh(tmp_path: Path) -> None:
 
 
 # -- what is read -----------------------------------------------------------------------------
-
-
-class Reads:
-    """What is read of the data files, as the storage is asked for it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.parts: list[tuple[str, int, int]] = []
-        real = LocalStorage.read_block
-        parts = self.parts
-
-        async def read_block(
-            self: LocalStorage,
-            step_dir: str,
-            path: str,
-            offset: int,
-            target: memoryview,
-            then: Callable[[], None] | None = None,
-        ) -> None:
-            parts.append((path, offset, target.nbytes))
-            await real(self, step_dir, path, offset, target, then)
-
-        monkeypatch.setattr(LocalStorage, "read_block", read_block)
-
-    def take(self) -> int:
-        """Bytes that were read since; no byte of them twice."""
-        taken, self.parts[:] = list(self.parts), []
-        end: Counter[str] = Counter()
-        for path, offset, nbytes in sorted(taken):
-            assert offset >= end[path], f"{path}: read again before {end[path]}"
-            end[path] = offset + nbytes
-        return sum(nbytes for _, _, nbytes in taken)
 
 
 @pytest.fixture

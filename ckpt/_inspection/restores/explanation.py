@@ -1,0 +1,193 @@
+"""A restore explained: who would read what, and how much memory that would take.
+
+All of it follows from the manifest, and from what the caller says of the devices.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from ckpt._format.manifest import ItemEntry
+from ckpt._format.manifest_head import OWN_DISKS
+from ckpt._inspection.places import Checkpoint
+from ckpt._inspection.restores.item_plans import WantedArray, WantedItem
+from ckpt._inspection.restores.placements import AsSaved, OnMesh, Placements, TargetMesh, refuse
+from ckpt._inspection.restores.records import OtherItem, RestoreExplanation
+from ckpt._inspection.restores.tally import ReadTally
+from ckpt._plan.chunk_reads import CONCURRENT_REQUESTS
+from ckpt._plan.leaf_entries import check_leaves
+from ckpt._settings import Staging
+from ckpt._steps.opened import OpenedStep
+from ckpt._tree.boxes import unboxed_names
+from ckpt._tree.leaf_kinds import ARRAY_KINDS
+from ckpt._tree.patterns import compile_pattern
+from ckpt._tree.suggestions import suggestion
+from ckpt.errors import InvalidArgumentError, UnsupportedFormatError, located
+
+# By the number of a leaf that is an array.
+_Paths = Mapping[int, str]
+
+
+def explain_restore(
+    checkpoint: Checkpoint,
+    mesh: TargetMesh | None = None,
+    *,
+    processes: int | None = None,
+    items: Sequence[str] = (),
+    select: Sequence[str] = (),
+    budget: int | None = None,
+    platform: str | None = None,
+) -> RestoreExplanation:
+    """Return what a restore would read; reads nothing but the manifest.
+
+    Args:
+        checkpoint: What would be restored.
+        mesh: The mesh to restore onto; None for a restore as saved.
+        processes: Over how many processes the devices are divided. None means one on a mesh, and
+            without a mesh as many as have saved.
+        items: Names of items; none for all.
+        select: Patterns of leaf paths; none for all leaves.
+        budget: Budget of host memory of each process; None for that of a manager on this machine.
+        platform: Platform of the devices; None for that on which most was saved.
+
+    Raises:
+        InvalidArgumentError: There is no such item, a pattern covers nothing, or the mesh cannot
+            be divided.
+        TargetMismatchError: An array cannot be cut as its spec says.
+        CorruptCheckpointError: The manifest contradicts itself.
+        UnsupportedFormatError: Every process has a part of the step on a disk of its own.
+    """
+    manifest = checkpoint.opened.manifest
+    if OWN_DISKS in manifest.requires:
+        raise UnsupportedFormatError(
+            "every process has a part of this step on a disk of its own, and can restore that part "
+            "only: there is nothing to plan",
+            step=manifest.step,
+        )
+    entries = _entries(checkpoint, items)
+    chosen = _chosen(entries, select)
+    count = processes or (manifest.process_count if mesh is None else 1)
+    placements: Placements
+    if mesh is None:
+        placements = AsSaved(manifest, count)
+    else:
+        paths = [path for numbers in chosen.values() for path in numbers.values()]
+        placements = OnMesh(manifest, mesh, count, paths)
+    wanted = [_wanted(name, entry, chosen[name], placements) for name, entry in entries.items()]
+    with located(step=manifest.step):
+        refuse(placements.problems())
+        platform = platform or _platform(entries.values())
+        capacity = Staging(budget).effective_budget
+        tally = ReadTally(
+            wanted,
+            count,
+            capacity,
+            in_memory=_in_memory(checkpoint.opened),
+            platform=platform,
+        )
+    readers = tally.processes(placements.devices, manifest)
+    leaves = tally.leaves(manifest.unnamed)
+    return RestoreExplanation(
+        path=checkpoint.location,
+        step=manifest.step,
+        mesh=None if mesh is None else mesh.axes,
+        platform=platform,
+        arrays=sum(len(item.arrays) for item in wanted),
+        nbytes=tally.nbytes,
+        stored=tally.stored,
+        read=sum(each.read for each in readers),
+        requests=sum(each.requests for each in readers),
+        shared=tally.shared,
+        budget=capacity,
+        concurrent=CONCURRENT_REQUESTS,
+        processes=readers,
+        leaves=leaves,
+        advice=tally.advice(manifest),
+        others=[
+            OtherItem(name, entry.handler, entry.nbytes)
+            for name, entry in manifest.items.items()
+            if not entry.leaves and (not items or name in items)
+        ],
+        notes=placements.notes(),
+    )
+
+
+def _entries(checkpoint: Checkpoint, items: Sequence[str]) -> dict[str, ItemEntry]:
+    """Return the items that have a tree, checked."""
+    manifest = checkpoint.opened.manifest
+    for name in items:
+        if name not in manifest.items:
+            raise InvalidArgumentError(
+                f"there is no item {name!r:.80}; the checkpoint has {', '.join(manifest.items)}",
+                step=manifest.step,
+            )
+    found: dict[str, ItemEntry] = {}
+    for name, entry in manifest.items.items():
+        if entry.leaves and (not items or name in items):
+            with located(step=manifest.step, item=None if manifest.unnamed else name):
+                check_leaves(entry)
+            found[name] = entry
+    return found
+
+
+def _chosen(entries: Mapping[str, ItemEntry], select: Sequence[str]) -> dict[str, _Paths]:
+    """Return the arrays of each item that are selected."""
+    found: dict[str, dict[int, str]] = {}
+    for name, entry in entries.items():
+        paths = unboxed_names(entry.nodes, entry.leaves.names)
+        kinds = [form.kind in ARRAY_KINDS for form in entry.leaves.forms]
+        forms = entry.leaves.form.tolist()
+        found[name] = {
+            number: path
+            for number, (path, form) in enumerate(zip(paths, forms, strict=True))
+            if kinds[form]
+        }
+    if not select:
+        return dict(found)
+    every = [path for paths in found.values() for path in paths.values()]
+    covering = [(text, compile_pattern(text)) for text in select]
+    for text, pattern in covering:
+        if not any(pattern.covers(path) for path in every):
+            raise InvalidArgumentError(
+                f"--select: {text!r:.80} covers none of the {len(every)} arrays"
+                f"{suggestion(text, every)}"
+            )
+    return {
+        name: {
+            number: path
+            for number, path in paths.items()
+            if any(pattern.covers(path) for _, pattern in covering)
+        }
+        for name, paths in found.items()
+    }
+
+
+def _wanted(name: str, entry: ItemEntry, paths: _Paths, placements: Placements) -> WantedItem:
+    leaves = list(entry.leaves)
+    arrays: list[WantedArray] = []
+    known: set[int] = set()
+    for number, path in paths.items():
+        leaf = leaves[number]
+        source = number if leaf.same_as is None else leaf.same_as
+        if source in known and placements.keeps_identity:
+            continue
+        known.add(source)
+        arrays.append(WantedArray(path, source, leaf, placements.of(name, path, leaf)))
+    return WantedItem(name, leaves, arrays, [f"{name}/{path}" for path in entry.data_files])
+
+
+def _platform(entries: Iterable[ItemEntry]) -> str:
+    """Return the platform on which most shardings were."""
+    counts = Counter(each.platform for entry in entries for each in entry.shardings)
+    return counts.most_common(1)[0][0] if counts else "cpu"
+
+
+def _in_memory(opened: OpenedStep) -> Collection[str]:
+    """Return the data files that were read when the checkpoint was opened."""
+    if opened.foreign is None:
+        return ()
+    # Whoever reads such files has imported jax already.
+    from ckpt._interop.foreign import ForeignFiles
+
+    return opened.foreign.kept if isinstance(opened.foreign, ForeignFiles) else ()

@@ -1,0 +1,347 @@
+"""Placements: which part of every array each process of a job would hold after a restore.
+
+Either all lies as it did when it was saved, or on a mesh that the caller describes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from ckpt._format.leaf_table import LeafEntry
+from ckpt._format.manifest import Manifest, ShardingEntry
+from ckpt._inspection.restores.device_grid import (
+    DeviceGrid,
+    HeldPart,
+    Shape,
+    Spec,
+    everything,
+    grid_of,
+    shard_shape,
+    spec_problem,
+)
+from ckpt._tree.patterns import compile_pattern
+from ckpt._tree.suggestions import suggestion
+from ckpt.errors import InvalidArgumentError, TargetMismatchError
+
+_SHOWN = 8
+# Arrays of jax.
+_ON_DEVICES = frozenset({"jax", "key"})
+
+
+class HeldParts(Struct, frozen=True, eq=False):
+    """What the processes of a job hold of an array.
+
+    Attributes:
+        parts: By the number of the process.
+        on_devices: Whether it is an array of jax; else it is in host memory.
+        is_shared: Whether it is one array over several processes; else each has one of its own.
+    """
+
+    parts: Sequence[HeldPart]
+    on_devices: bool
+    is_shared: bool
+
+
+class TargetMesh(Struct, frozen=True):
+    """A mesh to restore onto.
+
+    Attributes:
+        axes: Sizes of its axes, by name.
+        specs: Specs of leaves by pattern; the first pattern that covers a leaf counts.
+    """
+
+    axes: Mapping[str, int]
+    specs: Sequence[tuple[str, Spec]] = ()
+
+
+class Placements(Protocol):
+    """Tells what each process would hold of arrays."""
+
+    @property
+    def keeps_identity(self) -> bool:
+        """Whether one array that is at several places is restored as one.
+
+        A restore as saved does so. A target has an array of its own at each place.
+        """
+
+    @property
+    def devices(self) -> Sequence[int]:
+        """How many devices each process has."""
+
+    def of(self, item: str, path: str, leaf: LeafEntry) -> HeldParts:
+        """Return what each process would hold of an array."""
+
+    def problems(self) -> Sequence[str]:
+        """Return which arrays cannot be placed, and why."""
+
+    def notes(self) -> list[str]:
+        """Return what was assumed of the arrays so far, as sentences."""
+
+
+class AsSaved:
+    """All lies where it did when it was saved, in a job that is like the one that saved it."""
+
+    keeps_identity = True
+
+    def __init__(self, manifest: Manifest, processes: int) -> None:
+        """Divide the devices that the manifest names among the processes, by their ids."""
+        entries = {
+            (name, number): entry
+            for name, item in manifest.items.items()
+            for number, entry in enumerate(item.shardings)
+        }
+        ids = sorted({each for entry in entries.values() for each in entry.device_ids})
+        self._processes = processes
+        self._is_divided = processes > 1 and bool(ids) and len(ids) % processes == 0
+        each = len(ids) // processes if self._is_divided else max(len(ids), 1)
+        self._owners = {device: number // each for number, device in enumerate(ids)}
+        self._entries = entries
+        self._grids = {key: self._grid(entry) for key, entry in entries.items()}
+        self._lost: list[str] = []
+        self._problems: list[str] = []
+        self._known: dict[tuple[str, int, Shape], HeldParts] = {}
+        self._wholes: dict[tuple[Shape, bool], HeldParts] = {}
+
+    @property
+    def devices(self) -> Sequence[int]:
+        """How many devices each process has."""
+        counts = Counter(self._owners.values())
+        if not self._is_divided:
+            return [max(counts[0], 1)] * self._processes
+        return [counts[number] for number in range(self._processes)]
+
+    def of(self, item: str, path: str, leaf: LeafEntry) -> HeldParts:
+        """Return what each process would hold of an array."""
+        shape = tuple(leaf.shape)
+        on_devices = leaf.kind in _ON_DEVICES
+        if leaf.sharding is None or not leaf.committed or not on_devices:
+            return self._whole(shape, on_devices)
+        grid = self._grids[item, leaf.sharding]
+        if grid is None:
+            self._lost.append(path)
+            return self._whole(shape, True)
+        spec = _stored_spec(self._entries[item, leaf.sharding])
+        key = item, leaf.sharding, shape
+        if key in self._known:
+            return self._known[key]
+        reason = spec_problem(shape, spec, grid.axes)
+        if reason is not None:
+            self._problems.append(f"{path}: {reason}")
+            return self._whole(shape, True)
+        held = grid.held(shape, spec)
+        # One that a single process had, every process has on devices of its own.
+        is_own = len(held) == 1
+        parts = [held[min(held) if is_own else number] for number in range(self._processes)]
+        self._known[key] = HeldParts(parts, True, not is_own)
+        return self._known[key]
+
+    def _whole(self, shape: Shape, on_devices: bool) -> HeldParts:
+        key = shape, on_devices
+        if key not in self._wholes:
+            self._wholes[key] = HeldParts([everything(shape)] * self._processes, on_devices, False)
+        return self._wholes[key]
+
+    def problems(self) -> Sequence[str]:
+        """Return which arrays cannot be placed, and why."""
+        return self._problems
+
+    def notes(self) -> list[str]:
+        """Return what was assumed of the arrays so far, as sentences."""
+        found = []
+        if self._processes > 1 and self._owners:
+            found.append(
+                "devices are divided among the processes in the order of their ids"
+                if self._is_divided
+                else f"the {len(self._owners)} devices that the manifest names cannot be divided "
+                f"among {self._processes} processes; each process is taken to have such devices"
+            )
+        if self._lost:
+            found.append(
+                f"the shardings of {_few(self._lost)} cannot be made again; a restore puts these "
+                "arrays whole on the default device of each process"
+            )
+        return found
+
+    def _grid(self, entry: ShardingEntry) -> DeviceGrid | None:
+        """Return the devices of a stored sharding; None where a restore could not make it again."""
+        axes = dict(zip(entry.axis_names, entry.axis_sizes, strict=False))
+        if entry.kind == "single":
+            axes = {}
+        elif entry.kind != "named" or len(axes) != len(entry.axis_sizes):
+            return None
+        sizes = list(axes.values())
+        known = {name for over in _stored_spec(entry) for name in over} <= set(axes)
+        if not known or any(size < 1 for size in sizes):
+            return None
+        if math.prod(sizes) != len(entry.device_ids):
+            return None
+        owners = tuple(self._owners[device] for device in entry.device_ids)
+        # Of an array of some processes, the others could use nothing.
+        is_usable = len(set(owners)) in (1, self._processes)
+        return DeviceGrid(axes, owners) if is_usable else None
+
+
+class OnMesh:
+    """All lies on one mesh: by the specs given, else by the stored ones, else on every device.
+
+    Arrays of numpy for which no spec is given are in the memory of every process.
+    """
+
+    keeps_identity = False
+
+    def __init__(
+        self, manifest: Manifest, mesh: TargetMesh, processes: int, paths: Iterable[str]
+    ) -> None:
+        """Divide the devices of the mesh among the processes, in their order.
+
+        Args:
+            manifest: What is restored.
+            mesh: The mesh.
+            processes: How many processes there are.
+            paths: The leaf paths of all arrays.
+
+        Raises:
+            InvalidArgumentError: The mesh cannot be divided, or a spec is for no array.
+        """
+        self._grid = grid_of(mesh.axes, processes)
+        self._processes = processes
+        self._shardings = {name: item.shardings for name, item in manifest.items.items()}
+        self._chosen = _chosen(mesh, list(paths))
+        self._unknown_axes: Counter[str] = Counter()
+        self._other: list[str] = []
+        self._problems: list[str] = []
+        self._known: dict[tuple[Shape, Spec | None], HeldParts] = {}
+
+    @property
+    def devices(self) -> Sequence[int]:
+        """How many devices each process has."""
+        return [len(self._grid.owners) // self._processes] * self._processes
+
+    def of(self, item: str, path: str, leaf: LeafEntry) -> HeldParts:
+        """Return what each process would hold of an array."""
+        shape, spec = tuple(leaf.shape), self._chosen.get(path)
+        if spec is None and leaf.kind in _ON_DEVICES:
+            stored = None if leaf.sharding is None else self._shardings[item][leaf.sharding]
+            spec = self._kept(path, stored)
+        reason = None if spec is None else spec_problem(shape, spec, self._grid.axes)
+        if reason is not None:
+            self._problems.append(f"{path}: {reason}")
+            spec = None
+        if (shape, spec) not in self._known:
+            self._known[shape, spec] = self._held(shape, spec)
+        return self._known[shape, spec]
+
+    def _held(self, shape: Shape, spec: Spec | None) -> HeldParts:
+        if spec is None:
+            return HeldParts([everything(shape)] * self._processes, False, False)
+        held = self._grid.held(shape, spec)
+        parts = [held[number] for number in range(self._processes)]
+        return HeldParts(parts, True, self._processes > 1)
+
+    def problems(self) -> Sequence[str]:
+        """Return which arrays cannot be placed, and why."""
+        return self._problems
+
+    def notes(self) -> list[str]:
+        """Return what was assumed of the arrays so far, as sentences."""
+        found = [
+            f"the mesh has no axis {name!r:.60}, over which {count:,} "
+            f"{'array was' if count == 1 else 'arrays were'} cut; it is left out of their specs"
+            for name, count in self._unknown_axes.items()
+        ]
+        if self._other:
+            found.append(
+                f"the shardings of {_few(self._other)} have no partition spec; these arrays are "
+                "on every device"
+            )
+        return found
+
+    def _kept(self, path: str, stored: ShardingEntry | None) -> Spec:
+        """Return what is left of a stored spec on this mesh."""
+        if stored is None or stored.kind == "single":
+            return ()
+        if stored.kind != "named":
+            self._other.append(path)
+            return ()
+        spec = _stored_spec(stored)
+        self._unknown_axes.update(
+            {name for over in spec for name in over if name not in self._grid.axes}
+        )
+        return tuple(tuple(name for name in over if name in self._grid.axes) for over in spec)
+
+
+def stored_shard(entry: ShardingEntry | None, shape: Shape) -> Shape:
+    """Return the shape of the shards in which an array was saved; all of it if that is not known.
+
+    Nothing relies on it.
+    """
+    if entry is None or entry.kind != "named":
+        return shape
+    axes = dict(zip(entry.axis_names, entry.axis_sizes, strict=False))
+    spec = _stored_spec(entry)
+    if any(axes.get(name, 0) < 1 for over in spec for name in over):
+        return shape
+    return shape if spec_problem(shape, spec, axes) else shard_shape(shape, spec, axes)
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raise if arrays cannot be placed.
+
+    Raises:
+        TargetMismatchError: There are problems; lists them.
+    """
+    if not problems:
+        return
+    count = len(problems)
+    shown = "; ".join(problems[:_SHOWN])
+    more = f"; and {count - _SHOWN} more" if count > _SHOWN else ""
+    raise TargetMismatchError(
+        f"{count} {'array does' if count == 1 else 'arrays do'} not fit the devices, and jax "
+        f"refuses them, too: {shown}{more}. Give another mesh, or other specs with --shard",
+        problems=tuple(problems),
+    )
+
+
+def _stored_spec(entry: ShardingEntry) -> Spec:
+    if entry.kind != "named":
+        return ()
+    return tuple(
+        () if part is None else (part,) if isinstance(part, str) else tuple(part)
+        for part in entry.spec
+    )
+
+
+def _chosen(mesh: TargetMesh, paths: Sequence[str]) -> dict[str, Spec]:
+    """Return the specs of arrays by their paths."""
+    found: dict[str, Spec] = {}
+    for text, spec in mesh.specs:
+        for name in {name for over in spec for name in over}:
+            if name not in mesh.axes:
+                raise InvalidArgumentError(
+                    f"--shard {text}: the mesh has no axis {name!r:.60}, only "
+                    f"{', '.join(mesh.axes)}"
+                )
+        pattern = compile_pattern(text)
+        covered = [path for path in paths if pattern.covers(path)]
+        if not covered:
+            raise InvalidArgumentError(
+                f"--shard: {text!r:.80} covers none of the {len(paths)} arrays"
+                f"{suggestion(text, paths)}"
+            )
+        if all(path in found for path in covered):
+            raise InvalidArgumentError(
+                f"--shard: {text!r:.80} has no effect, since patterns before it cover the same "
+                "arrays. Put it first"
+            )
+        for path in covered:
+            found.setdefault(path, spec)
+    return found
+
+
+def _few(paths: Sequence[str]) -> str:
+    return paths[0] if len(paths) == 1 else f"{len(paths):,} arrays ({paths[0]}, ...)"
