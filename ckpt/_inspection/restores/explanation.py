@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.manifest_head import OWN_DISKS
 from ckpt._inspection.places import Checkpoint
+from ckpt._inspection.restores.device_grid import MOST_DEVICES
 from ckpt._inspection.restores.item_plans import WantedArray, WantedItem
 from ckpt._inspection.restores.placements import AsSaved, OnMesh, Placements, TargetMesh, refuse
 from ckpt._inspection.restores.records import OtherItem, RestoreExplanation
@@ -68,6 +69,10 @@ def explain_restore(
     entries = _entries(checkpoint, items)
     chosen = _chosen(entries, select)
     count = processes or (manifest.process_count if mesh is None else 1)
+    if not 1 <= count <= MOST_DEVICES:
+        raise InvalidArgumentError(
+            f"{count:,} processes; expected 1 to {MOST_DEVICES:,}", step=manifest.step
+        )
     placements: Placements
     if mesh is None:
         placements = AsSaved(manifest, count)

@@ -175,8 +175,8 @@ class AsSaved:
         elif entry.kind != "named" or len(axes) != len(entry.axis_sizes):
             return None
         sizes = list(axes.values())
-        known = {name for over in _stored_spec(entry) for name in over} <= set(axes)
-        if not known or any(size < 1 for size in sizes):
+        names = [name for over in _stored_spec(entry) for name in over]
+        if len(set(names)) < len(names) or not set(names) <= set(axes) or min(sizes, default=1) < 1:
             return None
         if math.prod(sizes) != len(entry.device_ids):
             return None
