@@ -15,7 +15,7 @@ from ckpt._api.oneshot import Call
 from ckpt._arguments import check_step, invalid, one_of, shown, true_or_false, whole_number
 from ckpt._conversion.export import ExportTarget
 from ckpt._conversion.export_folder import export_path
-from ckpt._conversion.stored_items import StoredItem, stored_items
+from ckpt._conversion.stored_items import StoredItem, items_of
 from ckpt._conversion.weighted_mean import merged
 from ckpt._conversion.whole_checkpoint import CheckpointTarget
 from ckpt._conversion.written import Target
@@ -24,16 +24,12 @@ from ckpt._plan.format_rules import Formats
 from ckpt._plan.weighted_means import check_weights, heaviest
 from ckpt._redaction import redact
 from ckpt._runtime.loop import run_once
-from ckpt._settings import MIN_BUDGET_BYTES, Staging
-from ckpt._steps.factory import make_engine
 from ckpt._steps.opened import OpenedStep
-from ckpt._steps.restore_requests import context_of
 from ckpt._steps.wrong_paths import opened_checkpoint
 from ckpt._tree.table import size_text
 from ckpt.errors import InvalidArgumentError
 from ckpt.exports import Safetensors, Zarr
 from ckpt.step_names import Standard, StepNames
-from ckpt.storage._base import Storage
 from ckpt.storage._resolve import PathLike, open_root, open_step_dir
 
 logger = logging.getLogger("ckpt")
@@ -163,7 +159,7 @@ def convert_call(
             if where in steps:
                 raise InvalidArgumentError(f"source: {where} is given twice, under two names")
             steps[where] = await opened_checkpoint(path, storage, name)
-            found[where] = await _items(steps[where], storage, share)
+            found[where] = await items_of(steps[where], storage, share)
         main = heaviest(list(steps), list(weights.values()))
         items = (
             merged(found, list(weights.values())) if isinstance(source, Mapping) else found[main]
@@ -215,9 +211,3 @@ def _target(
         return CheckpointTarget(*open_step_dir(target), None, overwrite, formats)
     step_dir = (step_names or Standard()).name(check_step(step))
     return CheckpointTarget(open_root(target), step_dir, step, overwrite, formats)
-
-
-async def _items(opened: OpenedStep, storage: Storage, budget: int) -> dict[str, StoredItem]:
-    engine = make_engine(Staging(max(budget // 2, MIN_BUDGET_BYTES)), ())
-    context = context_of(opened, storage, engine, 0, 1)
-    return await stored_items(context, budget // 2)

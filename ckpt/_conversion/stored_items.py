@@ -30,10 +30,15 @@ from ckpt._plan.multihost.per_process import ProcessPart
 from ckpt._plan.orbax_view import ABOUT_FILE
 from ckpt._plan.slices.array_slices import ArraySlice
 from ckpt._plan.targets import ArrayRead, ArrayTarget, default_device
+from ckpt._settings import MIN_BUDGET_BYTES, Staging
+from ckpt._steps.factory import make_engine
+from ckpt._steps.opened import OpenedStep
+from ckpt._steps.restore_requests import context_of
 from ckpt._tree.flatten import Structure
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, decode_scalar
 from ckpt._tree.leaf_specs import LeafSpec, StoredLeaf
 from ckpt.errors import UnsupportedFormatError, located
+from ckpt.storage._base import Storage
 
 Array = np.ndarray[Any, Any]
 
@@ -56,6 +61,22 @@ class StoredItem(Struct, frozen=True, eq=False):
     tree: Structure | None
     files: tuple[str, ...]
     read_file: Callable[[str], Any]
+
+
+async def items_of(opened: OpenedStep, storage: Storage, budget: int) -> dict[str, StoredItem]:
+    """Return the items of a checkpoint, which are read within a budget of memory.
+
+    Args:
+        opened: The checkpoint.
+        storage: Where it is.
+        budget: Bytes of memory; half of them for arrays that are read at once.
+
+    Raises:
+        CheckpointError: As by `stored_items`.
+    """
+    engine = make_engine(Staging(max(budget // 2, MIN_BUDGET_BYTES)), ())
+    context = context_of(opened, storage, engine, 0, 1)
+    return await stored_items(context, budget // 2)
 
 
 async def stored_items(context: RestoreContext, small_bytes: int) -> dict[str, StoredItem]:

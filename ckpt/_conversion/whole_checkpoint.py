@@ -34,6 +34,7 @@ class CheckpointTarget(Struct, frozen=True):
         overwrite: Whether an existing one is replaced.
         formats: How arrays are stored.
         observers: Receive the events of the save.
+        keeps_times: Whether it stands for the step that it is made of, with its times and lineage.
     """
 
     storage: Storage
@@ -42,6 +43,7 @@ class CheckpointTarget(Struct, frozen=True):
     overwrite: bool
     formats: Formats | None
     observers: tuple[Observer, ...] = ()
+    keeps_times: bool = False
 
     @property
     def format(self) -> str:
@@ -60,6 +62,8 @@ class CheckpointTarget(Struct, frozen=True):
             None if old.metrics is None else json_metrics(old.metrics),
             old.metadata,
             self.overwrite,
+            parent=old.parent if self.keeps_times else None,
+            times_ns=(old.created_ns, old.committed_ns) if self.keeps_times else None,
         )
         processes = SoloSave(engine.arena.capacity)
         whole = await prepared(self.storage, request, processes)

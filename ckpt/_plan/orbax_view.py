@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -103,14 +103,27 @@ def step_view(
         "commit_timestamp_nsecs": committed_ns,
         "custom_metadata": custom,
     }
-    success = f"Checkpoint commit was successful to {step_dir}".encode()
     if in_store:
-        files |= {f"{name}/{_SUCCESS}": success for name in handlers}
+        files |= item_marks(step_dir, handlers)
     return files | {
         "_CHECKPOINT_METADATA": _json(document),
-        _SUCCESS: success,
+        _SUCCESS: _success(step_dir),
         "orbax.checkpoint": b"",
     }
+
+
+def item_marks(step_dir: str, items: Iterable[str]) -> dict[str, bytes]:
+    """Return the marks that Orbax looks for in the items of a step in a store.
+
+    Args:
+        step_dir: Name of the step's directory.
+        items: The items that Orbax knows of; its metrics are one.
+    """
+    return {f"{name}/{_SUCCESS}": _success(step_dir) for name in items}
+
+
+def _success(step_dir: str) -> bytes:
+    return f"Checkpoint commit was successful to {step_dir}".encode()
 
 
 def item_view(item: ItemEntry) -> dict[str, bytes]:

@@ -176,7 +176,11 @@ async def pins(storage: Storage) -> Mapping[int, tuple[Pin, ...]]:
 
 
 async def hold(
-    storage: Storage, step: int, look: Callable[[], Awaitable[T | None]]
+    storage: Storage,
+    step: int,
+    look: Callable[[], Awaitable[T | None]],
+    *,
+    seconds: float | None = None,
 ) -> tuple[PinLease, T] | None:
     """Pin a step for a while.
 
@@ -184,9 +188,11 @@ async def hold(
         storage: The root.
         step: The step.
         look: Returns what is to be known of the step, or None where it is not there.
+        seconds: How long the lease lasts without being renewed; None for `lease_seconds` of the
+            root.
 
     Returns:
-        The lease, which must be renewed within `lease_seconds` of the root, and what `look` has
+        The lease, which must be renewed within that time, and what `look` has
         found; None where the step is not there or is going.
 
     Raises:
@@ -194,9 +200,10 @@ async def hold(
 
     Cancellation: nothing stays pinned.
     """
-    note = _note(step, f"lease-{_note_suffix(storage)}")
+    seconds = storage.lease_seconds if seconds is None else seconds
+    note = _note(step, f"lease-{_note_suffix(seconds)}")
     # It must not run out before anybody renews it.
-    deadline = anyio.current_time() + storage.lease_seconds / 3
+    deadline = anyio.current_time() + seconds / 3
     found = None
     try:
         await storage.put_note(note, _owner(), replace=False, durable=False)
@@ -232,7 +239,7 @@ async def deletion_of(storage: Storage, step: int) -> AsyncIterator[tuple[Pin, .
     Raises:
         StorageError: The mark could not be written, or pins not be read.
     """
-    mark = _note(step, f"deleting-{_note_suffix(storage)}")
+    mark = _note(step, f"deleting-{_note_suffix(storage.lease_seconds)}")
     try:
         try:
             await storage.put_note(mark, _owner(), replace=False, durable=False)
@@ -328,9 +335,9 @@ def _note(step: int, name: str) -> str:
     return f"{_FOLDER}/{step}.{name}"
 
 
-def _note_suffix(storage: Storage) -> str:
+def _note_suffix(seconds: float) -> str:
     # In the name, so that a list of the folder shows which notes count.
-    return f"{storage.lease_seconds:.3f}-{uuid.uuid4().hex}"
+    return f"{seconds:.3f}-{uuid.uuid4().hex}"
 
 
 def _owner() -> bytes:

@@ -10,9 +10,18 @@ import pytest
 
 import ckpt
 from ckpt import errors
-from ckpt._conversion.copies import CopiedStep, StepsToCopy, committed_steps, copy_steps
+from ckpt._conversion.copies.steps import (
+    CopiedStep,
+    CopyRules,
+    StepsToCopy,
+    committed_steps,
+    copy_steps,
+)
+from ckpt._events import Event
+from ckpt._format.manifest import Manifest
 from ckpt._runtime.loop import call_once
 from ckpt._steps.index import StepIndex
+from ckpt.storage._manifests import read_manifest
 from ckpt.storage._resolve import open_root
 from tests.stores.places import Place
 
@@ -29,8 +38,13 @@ class Counted:
     def move(self, nbytes: int) -> None:
         self.moved += nbytes
 
+    def __call__(self, event: Event) -> None:
+        pass
 
-def copied(source: Any, target: Any, *, overwrite: bool = False) -> list[CopiedStep]:
+
+def copied(
+    source: Any, target: Any, *, overwrite: bool = False, select: tuple[str, ...] = ()
+) -> list[CopiedStep]:
     """Copy a root."""
     counted = Counted()
 
@@ -39,10 +53,9 @@ def copied(source: Any, target: Any, *, overwrite: bool = False) -> list[CopiedS
         steps, _ = await committed_steps(StepIndex(storage))
         return await copy_steps(
             StepsToCopy(storage, steps, open_root(target)),
-            overwrite=overwrite,
-            write_whole=None,
-            progress=counted,
-            told=lambda _: None,
+            CopyRules(overwrite, select=select),
+            counted,
+            lambda _: None,
         )
 
     done = call_once(copy)
@@ -84,6 +97,45 @@ def test_a_root_goes_into_a_bucket_and_comes_back(place: Place, tmp_path: Path) 
     assert names == {
         path.relative_to(tmp_path / "back") for path in (tmp_path / "back/1").rglob("*")
     }
+
+
+def files_named(root: Any, step: str) -> set[str]:
+    """The files that the manifest of a step names, relative to its folder."""
+
+    async def read() -> Manifest:
+        return await read_manifest(open_root(root), step)
+
+    return set(call_once(read).files)
+
+
+def test_a_copy_in_a_store_has_the_marks_of_a_save_there(place: Place, tmp_path: Path) -> None:
+    make_run(tmp_path / "a")
+    with ckpt.sync.CheckpointManager(place.root("saved")) as mgr:
+        mgr.save(1, {"w": np.arange(300_000) + 1}, metrics={"loss": 1})
+    copied(tmp_path / "a", place.root("run"))
+    found, wanted = files_named(place.root("run"), "1"), files_named(place.root("saved"), "1")
+    marks = {path for path in wanted if path.endswith("/commit_success.txt")}
+    assert len(marks) == 2
+    assert {path for path in found if path.endswith("/commit_success.txt")} == marks
+
+
+def test_a_part_goes_into_a_bucket(place: Place, tmp_path: Path) -> None:
+    with ckpt.sync.CheckpointManager(tmp_path / "a") as mgr:
+        for step in (1, 2):
+            mgr.save(step, items={"model": {"w": np.ones(9), "b": np.zeros(9)}, "config": {}})
+    for select, wanted in ((("model",), ["b", "w"]), (("model/w",), ["w"])):
+        root = place.root(f"run-{len(wanted)}")
+        assert outcomes(copied(tmp_path / "a", root, select=select)) == ["copied"] * 2
+        assert outcomes(copied(tmp_path / "a", root, select=select)) == ["there"] * 2
+        with ckpt.sync.CheckpointManager(root) as mgr:
+            assert mgr.verify(2).ok
+            assert {name: sorted(tree) for name, tree in mgr.restore(2).items()} == {
+                "model": wanted
+            }
+        assert "model/commit_success.txt" in files_named(root, "1")
+        back = tmp_path / f"back-{len(wanted)}"
+        assert outcomes(copied(root, back)) == ["copied"] * 2
+        assert ckpt.sync.verify(back / "1").ok
 
 
 def test_what_is_damaged_there_is_copied_again(bucket: Place, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import ckpt.orbax
 import ckpt.sync
 from ckpt import errors
 from tests.stores.places import Place
+from tests.stores.test_store_copies import copied
 from tests.support.paths import ROOT
 
 CHILD = Path(__file__).with_name("use_orbax.py")
@@ -76,6 +77,16 @@ def save(place: Place, *steps: int) -> None:
     with ckpt.sync.CheckpointManager(place.root("run")) as mgr:
         for step in steps:
             mgr.save(step, state(step), metrics={"loss": float((step - 2) ** 2)}, durable=True)
+
+
+def test_its_manager_restores_what_was_copied_from_a_disk(bucket: Place, tmp_path: Path) -> None:
+    with ckpt.sync.CheckpointManager(tmp_path / "a") as mgr:
+        mgr.save(1, state(1), metrics={"loss": 1.0})
+    copied(tmp_path / "a", bucket.root("run"))
+    found = orbax(bucket, "manager", 1)
+    assert found["steps"] == [1]
+    assert found["metrics"] == {"loss": 1.0}
+    assert found["plain"] == found["target"] == sums(1)
 
 
 def test_its_manager_lists_and_restores_them(bucket: Place) -> None:

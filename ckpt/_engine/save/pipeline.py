@@ -74,7 +74,7 @@ async def save_step(
     Cancellation: input and output under way is waited for, the attempt is removed, and nothing of
     it is visible, unless publishing had begun: then the step is whole.
     """
-    created_ns = engine.now_ns()
+    created_ns = engine.now_ns() if request.times_ns is None else request.times_ns[0]
     recorder = EventRecorder("save", request.step, engine.observers)
     try:
         with (

@@ -28,6 +28,8 @@ class SaveRequest(Struct, frozen=True):
         overwrite: Whether an existing step directory is replaced.
         deadline: Seconds after its call at which the save is given up; None never does.
         parent: The checkpoint that the run has begun from, or None.
+        times_ns: Of the copy of another step, when its save began and when it was committed, in
+            Unix nanoseconds; None for the times of this save.
     """
 
     step_dir: str
@@ -39,6 +41,7 @@ class SaveRequest(Struct, frozen=True):
     overwrite: bool
     deadline: float | None = None
     parent: Parent | None = None
+    times_ns: tuple[int, int] | None = None
 
 
 def _do_nothing() -> None:

@@ -94,7 +94,7 @@ async def write_manifest(
         # Such a step could not be read.
         raise InvalidArgumentError("there is no item to save: a step has at least one")
     attempt = await session.opened()
-    committed_ns = engine.now_ns()
+    committed_ns = engine.now_ns() if request.times_ns is None else request.times_ns[1]
     files: dict[str, bytes] = {}
     # Orbax would read zeros where the chunks are on other disks.
     if not session.processes.own_disks:

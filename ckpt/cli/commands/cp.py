@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import anyio
 import click
 from msgspec import Struct
 
@@ -23,15 +24,23 @@ from ckpt.cli import exit_status, options
 from ckpt.cli.output import note, printable, show_json, show_lines
 from ckpt.cli.progress import ProgressLine, progress
 from ckpt.cli.text import count_text, size_text
-from ckpt.errors import InvalidArgumentError, NotACheckpointError, StepNotFoundError, StorageError
-from ckpt.step_names import Standard
+from ckpt.errors import (
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    NotACheckpointError,
+    StepNotFoundError,
+    StorageError,
+    UnsupportedFormatError,
+)
 from ckpt.storage._resolve import local_path, open_root, open_step_dir
 
 if TYPE_CHECKING:
-    from ckpt._conversion.copies import CopiedStep
-    from ckpt._conversion.step_copy import CopyPlace
+    from ckpt._conversion.copies.place import CopyPlace
+    from ckpt._conversion.copies.steps import CopiedStep, CopyRules
 
 _SHOWN = 3
+# Between two looks whether a run has begun.
+_PAUSE_SECONDS = 0.5
 
 
 class _Copied(Struct, frozen=True):
@@ -40,7 +49,7 @@ class _Copied(Struct, frozen=True):
     Attributes:
         source: From where.
         target: To where.
-        ok: Whether nothing was left out because it is damaged.
+        ok: Whether no step is left out because it, or what is in its place, is damaged.
         nbytes: Bytes that were copied.
         steps: What has become of each step.
         skipped: Steps that another library wrote.
@@ -54,24 +63,18 @@ class _Copied(Struct, frozen=True):
     skipped: list[int]
 
 
-class _OneName(Struct, frozen=True):
-    """The name that a step has in its root."""
-
-    text: str
-    number: int
-
-    def name(self, step: int) -> str:
-        return self.text
-
-    def step(self, name: str) -> int | None:
-        return self.number if name == self.text else None
-
-
 @click.command()
 @click.argument("source", type=options.PATH)
 @click.argument("target", type=options.PATH)
 @click.option("--overwrite", is_flag=True, help="Replace other steps of the same names.")
 @click.option("--whole", is_flag=True, help="Copy the arrays of virtual steps, too.")
+@click.option(
+    "--select",
+    metavar="PATTERN",
+    multiple=True,
+    help="Copy only leaves and items that fit, such as 'params'. Several add up.",
+)
+@click.option("--verify", is_flag=True, help="Read what is there already, and replace damage.")
 @click.option("--follow", is_flag=True, help="Go on with the steps that a live run saves.")
 @click.option(
     "--until", type=click.IntRange(0), metavar="STEP", help="End --follow after this step."
@@ -82,6 +85,8 @@ def cp(
     target: str,
     overwrite: bool,
     whole: bool,
+    select: tuple[str, ...],
+    verify: bool,
     follow: bool,
     until: int | None,
     as_json: bool,
@@ -92,10 +97,13 @@ def cp(
     those that are there already are passed over, so a copy that was interrupted is continued by the
     same command. A TARGET that is a directory, or ends with '/', gets a step under its own name.
     """
+    from ckpt._conversion.copies.steps import CopyRules
+
     if until is not None and not follow:
         raise click.UsageError("--until is for --follow.")
+    rules = CopyRules(overwrite, whole, select, verify)
     with progress("copy") as line:
-        work = _Copy(source, target, overwrite, whole, line, as_json)
+        work = _Copy(source, target, rules, line, as_json)
         copied = work.follow(until) if follow else work.once()
     if as_json:
         show_json(copied)
@@ -111,18 +119,17 @@ class _Copy:
         self,
         source: str,
         target: str,
-        overwrite: bool,
-        whole: bool,
+        rules: CopyRules,
         line: ProgressLine,
         as_json: bool,
     ) -> None:
         self._source = source
         self._target = target
-        self._overwrite = overwrite
-        self._whole = whole
+        self._rules = rules
         self._line = line
         self._as_json = as_json
-        self._said_others = False
+        # What is said once, of all steps.
+        self._said: set[str] = set()
 
     def once(self) -> _Copied:
         """Copy what is there."""
@@ -135,31 +142,39 @@ class _Copy:
         import ckpt.sync
         from ckpt._runtime.loop import call_once
 
-        root = call_once(self._awaited_root)
+        root = call_once(self._begun_root)
         steps: list[CopiedStep] = []
         skipped: list[int] = []
-        done: _Copied | None = None
+        target = open_root(self._target).location
         with ckpt.sync.watch(self._source, until=until, step_names=root.names, pin=False) as found:
-            for info in found:
+            while True:
+                try:
+                    info = next(found)
+                except StopIteration:
+                    break
+                except (CorruptCheckpointError, UnsupportedFormatError) as error:
+                    # The watch goes on with the next one.
+                    steps.append(self._left(error.step, target, error.message))
+                    continue
                 assert info.step is not None
                 done = call_once(partial(self._one_of_root, info.step))
                 steps += done.steps
                 skipped += done.skipped
-        target = open_root(self._target).location if done is None else done.target
         return _result(root.location, target, steps, skipped)
 
-    async def _awaited_root(self) -> RunRoot:
-        try:
-            found = await look_at(self._source)
-        except (NotACheckpointError, StepNotFoundError):
-            # A run that has not begun.
-            storage = open_root(self._source, create=False)
-            from ckpt._steps.index import StepIndex
-
-            return RunRoot(storage, Standard(), StepIndex(storage, missing="awaited"))
-        if isinstance(found, RunRoot):
-            return found
-        raise InvalidArgumentError(f"--follow is for a root of steps; {found.location} is one")
+    async def _begun_root(self) -> RunRoot:
+        """Return the root once it has a step, whose name says how the others are called."""
+        while True:
+            # A run that has not begun has no directory, or an empty one.
+            with contextlib.suppress(NotACheckpointError, StepNotFoundError):
+                found = await look_at(self._source)
+                if isinstance(found, Checkpoint):
+                    raise InvalidArgumentError(
+                        f"--follow is for a root of steps; {found.location} is one"
+                    )
+                if await found.index.latest() is not None:
+                    return found
+            await anyio.sleep(_PAUSE_SECONDS)
 
     async def _one_of_root(self, step: int) -> _Copied:
         # Opened anew: each call has an event loop of its own.
@@ -168,27 +183,32 @@ class _Copy:
         return await self._root(root, {step: names[0]} if names else {}, [])
 
     async def _once(self) -> _Copied:
-        from ckpt._conversion.copies import CopiedStep, committed_steps
+        from ckpt._conversion.copies.steps import committed_steps
 
         found = await look_at(self._source)
         if isinstance(found, Checkpoint):
             return await self._checkpoint(found)
         await refuse_doubled(found)
         steps, skipped = await committed_steps(found.index)
-        for each in skipped:
-            self._say(f"step {each} was not copied: Orbax wrote it; 'ckpt convert' takes it")
+        for step in skipped:
+            self._say(f"step {step} was not copied: Orbax wrote it; 'ckpt convert' takes it")
         copied = await self._root(found, steps, skipped)
         # What is named like a step and cannot be read as one; a warning has said why.
         lost = [each for each in found.index.unreadable if each.kind not in ("orbax", "other")]
-        for unreadable in lost:
-            path = f"{copied.target}/{unreadable.step}"
-            left = CopiedStep(unreadable.step, path, "damaged", reason=unreadable.reason)
-            self._told(left)
-            copied.steps.append(left)
+        for each in lost:
+            copied.steps.append(self._left(each.step, copied.target, each.reason))
         return _result(found.location, copied.target, copied.steps, skipped)
 
+    def _left(self, step: int | None, target: str, reason: str) -> CopiedStep:
+        """Tell of a step that cannot be read, and return what has become of it."""
+        from ckpt._conversion.copies.steps import CopiedStep
+
+        left = CopiedStep(step, f"{target}/{step}", "damaged", reason=reason)
+        self._told(left)
+        return left
+
     async def _root(self, root: RunRoot, steps: dict[int, str], skipped: list[int]) -> _Copied:
-        from ckpt._conversion.copies import StepsToCopy, copy_steps, refuse_same
+        from ckpt._conversion.copies.steps import StepsToCopy, copy_steps, refuse_same
 
         target = open_root(self._target)
         refuse_same(root.storage, target)
@@ -207,17 +227,13 @@ class _Copy:
             self._line.name(f"copy ({done} of {len(steps)})")
 
         copied = await copy_steps(
-            StepsToCopy(root.storage, steps, target),
-            overwrite=self._overwrite,
-            write_whole=self._write_whole if self._whole else None,
-            progress=self._line,
-            told=told,
+            StepsToCopy(root.storage, steps, target), self._rules, self._line, told
         )
         return _result(root.location, target.location, copied, skipped)
 
     async def _checkpoint(self, found: Checkpoint) -> _Copied:
-        from ckpt._conversion.copies import copy_checkpoint
-        from ckpt._conversion.step_copy import CopyPlace
+        from ckpt._conversion.copies.place import CopyPlace
+        from ckpt._conversion.copies.steps import copy_checkpoint
 
         name, step = found.opened.step_dir, found.opened.manifest.step
         if found.opened.foreign is not None:
@@ -229,13 +245,7 @@ class _Copy:
         if step is not None:
             await self._check_name(target, step)
         source = CopyPlace(found.storage, name)
-        copied = await copy_checkpoint(
-            source,
-            target,
-            overwrite=self._overwrite,
-            write_whole=self._write_whole if self._whole else None,
-            progress=self._line,
-        )
+        copied = await copy_checkpoint(source, target, self._rules, self._line)
         self._told(copied)
         return _result(found.location, target.location, [copied], [])
 
@@ -261,41 +271,40 @@ class _Copy:
 
     async def _place_for(self, name: str) -> CopyPlace:
         """Return where a step of that name goes."""
-        from ckpt._conversion.step_copy import CopyPlace
+        from ckpt._conversion.copies.place import CopyPlace
 
-        place = None if self._target.endswith("/") else await _place_at(self._target)
+        try:
+            place = None if self._target.endswith("/") else await _place_at(self._target)
+        except CorruptCheckpointError:
+            # It is in the place of the copy, and may be what is left of one.
+            return CopyPlace(*open_step_dir(self._target))
         local = local_path(self._target)
         is_folder = place is None and local is not None and local.is_dir()
         if self._target.endswith("/") or isinstance(place, RunRoot) or is_folder:
             return CopyPlace(open_root(self._target), name)
         return CopyPlace(*open_step_dir(self._target))
 
-    async def _write_whole(self, source: CopyPlace, step: int | None, target: CopyPlace) -> Any:
-        from ckpt._api.conversion import convert_call
-
-        names = None if step is None else _OneName(target.name, step)
-        place = target.location if step is None else target.storage.location
-        budget = 256 << 20
-        return await convert_call(
-            source.location,
-            place,
-            "ckpt",
-            None,
-            None,
-            step,
-            names,
-            self._overwrite,
-            budget,
-            (self._line,),
-        )()
-
     def _told(self, copied: CopiedStep) -> None:
-        if copied.others and not self._said_others:
-            self._said_others = True
+        if copied.others:
             shown = ", ".join(copied.others[:_SHOWN])
-            self._say(f"files that are not of the steps are not copied, such as {shown}")
+            self._say_once(f"files that are not of the steps are not copied, such as {shown}")
+        if copied.left_out:
+            shown = ", ".join(copied.left_out[:_SHOWN])
+            more = ", ..." if len(copied.left_out) > _SHOWN else ""
+            self._say_once(f"left out, since not selected: {shown}{more}")
+        if copied.is_reshaped:
+            self._say_once(
+                "lists, tuples and objects that lost a part of their leaves are dicts in the copy"
+            )
         if not self._as_json:
             show_lines(_line(copied))
+
+    def _say_once(self, text: str) -> None:
+        """Say what is true of many steps, with the names in the first one."""
+        about = text.partition(":")[0].partition(",")[0]
+        if about not in self._said:
+            self._said.add(about)
+            self._say(text)
 
     def _say(self, text: str) -> None:
         note(f"ckpt: {text}")
@@ -309,7 +318,7 @@ async def _place_at(path: str) -> RunRoot | Checkpoint | None:
 
 
 def _result(source: str, target: str, steps: list[CopiedStep], skipped: list[int]) -> _Copied:
-    ok = all(each.outcome != "damaged" for each in steps)
+    ok = all(each.outcome not in ("damaged", "blocked") for each in steps)
     nbytes = sum(each.nbytes for each in steps)
     return _Copied(redact(source), redact(target), ok, nbytes, steps, skipped)
 

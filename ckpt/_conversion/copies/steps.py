@@ -5,20 +5,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Literal
 
 import anyio
 from msgspec import Struct
+from msgspec.structs import replace
 
-from ckpt._conversion.step_copy import (
-    CopyPlace,
-    CopyProgress,
-    StepCopier,
-    copied_meanwhile,
-    others_in,
-    presence_of,
-)
+from ckpt._conversion.copies.place import CopyPlace, copied_meanwhile, presence_of
+from ckpt._conversion.copies.rewritten_copy import write_anew
+from ckpt._conversion.copies.selection import Selection, nothing_selected, selected, unmatched
+from ckpt._conversion.copies.step_copy import CopyProgress, StepCopier, others_in
 from ckpt._format.manifest import Manifest
 from ckpt._steps.index import StepIndex
 from ckpt._steps.pins import PinLease, hold, pin, pins, refuse_pinned
@@ -36,12 +33,30 @@ from ckpt.errors import (
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import read_manifest
 
-_RENEWALS = 6
+# The lease of a step that is copied is short: that of a killed copy keeps others from deleting.
+_LEASE_SECONDS, _RENEWALS = 60.0, 6
 _NAMED = 5
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
-# Writes a virtual step anew, with its arrays.
-WritesWhole = Callable[[CopyPlace, int | None, CopyPlace], Awaitable[object]]
+
+class CopyRules(Struct, frozen=True):
+    """What is copied of every step, and what is done about what is there.
+
+    Attributes:
+        overwrite: Whether other steps of the same names are replaced.
+        whole: Whether the arrays of virtual steps are copied, too.
+        select: Patterns of what is copied; empty for everything.
+        verify: Whether every byte of what is there already is compared with its digest.
+    """
+
+    overwrite: bool = False
+    whole: bool = False
+    select: tuple[str, ...] = ()
+    verify: bool = False
+
+    def writes_anew(self, selection: Selection) -> bool:
+        """Tell whether a selection has arrays that cannot be copied with their files."""
+        return bool(selection.cut) or (self.whole and bool(selection.manifest.sources))
 
 
 class CopiedStep(Struct, frozen=True):
@@ -50,20 +65,25 @@ class CopiedStep(Struct, frozen=True):
     Attributes:
         step: Its number, or None.
         path: Where it was to be copied to.
-        outcome: `copied`; `there`, if it was; `damaged`, if it was not copied because of that; or
-            `deleted`, if it was deleted before it was copied.
+        outcome: `copied`; `there`, if it was; `damaged`, if it was not copied because of that;
+            `deleted`, if it was deleted before it was copied; `blocked`, if what is in its place
+            was not replaced; or `unselected`, if nothing of it was to be copied.
         nbytes: Bytes that were copied.
         is_virtual: Whether its arrays stay where they are.
         others: Files in its directory that are not of the step, and were not copied.
+        left_out: What of it was not selected, for people.
+        is_reshaped: Whether containers have become dicts, since they lost some of their children.
         reason: Why it was not copied, or None.
     """
 
     step: int | None
     path: str
-    outcome: Literal["copied", "there", "damaged", "deleted"]
+    outcome: Literal["copied", "there", "damaged", "deleted", "blocked", "unselected"]
     nbytes: int = 0
     is_virtual: bool = False
     others: Sequence[str] = ()
+    left_out: Sequence[str] = ()
+    is_reshaped: bool = False
     reason: str | None = None
 
 
@@ -85,12 +105,7 @@ class StepsToCopy(Struct, frozen=True):
 
 
 async def copy_steps(
-    work: StepsToCopy,
-    *,
-    overwrite: bool,
-    write_whole: WritesWhole | None,
-    progress: CopyProgress,
-    told: Told,
+    work: StepsToCopy, rules: CopyRules, progress: CopyProgress, told: Told
 ) -> list[CopiedStep]:
     """Copy steps of a root, ascending, with their pins and the metadata of the root.
 
@@ -99,24 +114,23 @@ async def copy_steps(
 
     Args:
         work: The steps.
-        overwrite: Whether other steps of the same names are replaced.
-        write_whole: Writes virtual steps; None copies them as virtual ones.
+        rules: What is copied of them.
         progress: Told of the bytes.
         told: Told of each step.
 
     Raises:
         StepExistsError: Another step has the name of one; nothing was copied.
-        InvalidArgumentError: The target is a checkpoint.
+        InvalidArgumentError: A pattern fits nothing in any step; nothing was copied.
+        StepPinnedError: A step that would be replaced is pinned; nothing was copied.
         StorageError: A storage refused.
 
     Cancellation: the steps that were copied stay, of others nothing is left behind.
     """
     target = work.target
-    if not overwrite:
-        await _refuse_others(work, virtual=write_whole is None)
+    await _look_ahead(work, rules)
     await target.prepare()
-    if overwrite:
-        await _refuse_pinned(work)
+    if rules.overwrite:
+        await _refuse_pinned(work, rules)
     await target.sweep()
     with contextlib.suppress(CorruptCheckpointError):
         metadata = await read_root_metadata(work.storage)
@@ -127,7 +141,7 @@ async def copy_steps(
     try:
         for step, name in work.steps.items():
             source, place = CopyPlace(work.storage, name), CopyPlace(target, name)
-            copied = await _copy_one(copier, source, step, place, overwrite, write_whole)
+            copied = await _copy_one(copier, source, step, place, rules, progress)
             if copied.outcome in ("copied", "there"):
                 await _copy_pins(work.storage, step, place)
             told(copied)
@@ -138,38 +152,39 @@ async def copy_steps(
 
 
 async def copy_checkpoint(
-    source: CopyPlace,
-    target: CopyPlace,
-    *,
-    overwrite: bool,
-    write_whole: WritesWhole | None,
-    progress: CopyProgress,
+    source: CopyPlace, target: CopyPlace, rules: CopyRules, progress: CopyProgress
 ) -> CopiedStep:
     """Copy a step, or a checkpoint by itself; see `copy_steps`.
 
     Raises:
         StepExistsError: There is another checkpoint.
         CorruptCheckpointError: The checkpoint is damaged.
+        InvalidArgumentError: A pattern fits nothing in it.
         StorageError: A storage refused.
 
     Cancellation: nothing is left behind.
     """
-    step = (await read_manifest(source.storage, source.name)).step
+    manifest = await read_manifest(source.storage, source.name)
+    step = manifest.step
+    for pattern in unmatched(manifest, rules.select):
+        raise nothing_selected(source.location, manifest, pattern)
     await target.storage.prepare()
     await target.storage.sweep()
-    if overwrite and step is not None:
+    if rules.overwrite and step is not None and source.name == target.name:
         work = StepsToCopy(source.storage, {step: source.name}, target.storage)
-        if source.name == target.name:
-            await _refuse_pinned(work)
+        await _refuse_pinned(work, rules)
     copier = StepCopier(progress)
     try:
-        copied = await _copy_one(copier, source, step, target, overwrite, write_whole)
+        copied = await _copy_one(copier, source, step, target, rules, progress)
     finally:
         copier.close()
-    if copied.outcome == "damaged":
-        raise CorruptCheckpointError(copied.reason or "", step=step)
-    if copied.outcome == "deleted":
-        raise StepDeletedError(copied.reason or "", step=step)
+    error = {
+        "damaged": CorruptCheckpointError,
+        "deleted": StepDeletedError,
+        "blocked": StepExistsError,
+    }.get(copied.outcome)
+    if error is not None:
+        raise error(copied.reason or "", step=step)
     return copied
 
 
@@ -191,22 +206,25 @@ async def committed_steps(index: StepIndex) -> tuple[dict[int, str], list[int]]:
     return own, [each.step for each in found if each.is_foreign]
 
 
-async def _refuse_others(work: StepsToCopy, *, virtual: bool) -> None:
-    """Raise if other steps have the names of some.
+async def _look_ahead(work: StepsToCopy, rules: CopyRules) -> None:
+    """Raise if other steps have the names of some, or if a pattern fits nothing.
 
     Raises:
         StepExistsError: They have; names them.
+        InvalidArgumentError: It fits nothing in any step.
     """
-    taken = []
+    taken, left = [], list(rules.select)
+    last: Manifest | None = None
     for step, name in work.steps.items():
         with contextlib.suppress(StepNotFoundError, CorruptCheckpointError, UnsupportedFormatError):
             manifest = await read_manifest(work.storage, name, step=step)
-            place = CopyPlace(work.target, name)
-            found = await presence_of(manifest, place)
-            # What is damaged there is moved aside, or refused, when its turn comes.
-            is_whole = found == "other" and await _is_whole(place)
-            if is_whole or (found == "same" and manifest.sources and not virtual):
+            left, last = unmatched(manifest, left), manifest
+            if not rules.overwrite and await _is_taken(
+                manifest, CopyPlace(work.target, name), rules
+            ):
                 taken.append(step)
+    if left and last is not None:
+        raise nothing_selected(work.storage.location, last, left[0])
     if taken:
         shown = ", ".join(map(str, taken[:_NAMED])) + (", ..." if len(taken) > _NAMED else "")
         raise StepExistsError(
@@ -215,7 +233,16 @@ async def _refuse_others(work: StepsToCopy, *, virtual: bool) -> None:
         )
 
 
-async def _refuse_pinned(work: StepsToCopy) -> None:
+async def _is_taken(manifest: Manifest, place: CopyPlace, rules: CopyRules) -> bool:
+    """Tell whether another step is in the place of one."""
+    selection = selected(manifest, rules.select)
+    if selection is None:
+        return False
+    anew = rules.writes_anew(selection)
+    return await presence_of(selection.manifest, place, whole=anew) == "other"
+
+
+async def _refuse_pinned(work: StepsToCopy, rules: CopyRules) -> None:
     """Raise if a step that would be replaced is pinned.
 
     Raises:
@@ -227,16 +254,8 @@ async def _refuse_pinned(work: StepsToCopy) -> None:
             continue
         with contextlib.suppress(StepNotFoundError, CorruptCheckpointError, UnsupportedFormatError):
             manifest = await read_manifest(work.storage, name, step=step)
-            if await presence_of(manifest, CopyPlace(work.target, name)) == "other":
+            if await _is_taken(manifest, CopyPlace(work.target, name), rules):
                 refuse_pinned(work.target, step, pinned)
-
-
-async def _is_whole(place: CopyPlace) -> bool:
-    try:
-        await read_manifest(place.storage, place.name)
-    except CorruptCheckpointError:
-        return False
-    return True
 
 
 async def _copy_one(
@@ -244,35 +263,51 @@ async def _copy_one(
     source: CopyPlace,
     step: int | None,
     target: CopyPlace,
-    overwrite: bool,
-    write_whole: WritesWhole | None,
+    rules: CopyRules,
+    progress: CopyProgress,
 ) -> CopiedStep:
     if source.location == target.location:
         refuse_same(source.storage, target.storage)
+    where = target.location
     try:
         async with _held(source, step) as manifest:
-            is_virtual = bool(manifest.sources) and write_whole is None
-            others = await others_in(source, manifest)
-            found = await presence_of(manifest, target)
-            if found == "same" and (is_virtual or not manifest.sources):
-                return CopiedStep(
-                    step, target.location, "there", is_virtual=is_virtual, others=others
-                )
-            if write_whole is not None and manifest.sources:
-                await write_whole(source, step, target)
-            else:
-                replaces = overwrite or found == "damaged"
-                try:
-                    await copier.copy(source, manifest, target, overwrite=replaces)
-                except StepExistsError as error:
-                    await copied_meanwhile(error, manifest, target)
-            nbytes = sum(file.size for file in manifest.files.values())
-            return CopiedStep(step, target.location, "copied", nbytes, is_virtual, others)
+            selection = selected(manifest, rules.select)
+            if selection is None:
+                return CopiedStep(step, where, "unselected", reason="nothing of it is selected")
+            wanted, anew = selection.manifest, rules.writes_anew(selection)
+            copied = CopiedStep(
+                step,
+                where,
+                "copied",
+                is_virtual=bool(wanted.sources) and not anew,
+                others=await others_in(source, manifest),
+                left_out=selection.left_out,
+                is_reshaped=selection.is_reshaped,
+            )
+            found = await presence_of(wanted, target, whole=anew, deep=rules.verify)
+            if found == "same":
+                return replace(copied, outcome="there")
+            replaces = rules.overwrite or found == "damaged"
+            try:
+                if anew:
+                    nbytes = await write_anew(
+                        source, wanted, target, overwrite=replaces, observers=(progress,)
+                    )
+                else:
+                    nbytes = await copier.copy(
+                        source, manifest, selection, target, overwrite=replaces
+                    )
+            except StepExistsError as error:
+                await copied_meanwhile(error, wanted, target, whole=anew)
+                nbytes = 0
+            return replace(copied, nbytes=nbytes)
     except (StepNotFoundError, StepDeletedError):
         reason = f"{source.location} was deleted before it was copied"
-        return CopiedStep(step, target.location, "deleted", reason=reason)
+        return CopiedStep(step, where, "deleted", reason=reason)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
-        return CopiedStep(step, target.location, "damaged", reason=error.message)
+        return CopiedStep(step, where, "damaged", reason=error.message)
+    except StepExistsError as error:
+        return CopiedStep(step, where, "blocked", reason=error.message)
 
 
 @contextlib.asynccontextmanager
@@ -293,7 +328,7 @@ async def _held(source: CopyPlace, step: int | None) -> AsyncIterator[Manifest]:
     manifest = None
     if step is not None:
         try:
-            held = await hold(source.storage, step, look)
+            held = await hold(source.storage, step, look, seconds=_lease_seconds(source.storage))
         except StorageError as error:
             if error.errno not in _READ_ONLY:
                 raise
@@ -308,10 +343,14 @@ async def _held(source: CopyPlace, step: int | None) -> AsyncIterator[Manifest]:
         yield manifest
         return
     try:
-        async with _renewed(lease, source.storage.lease_seconds / _RENEWALS):
+        async with _renewed(lease, _lease_seconds(source.storage) / _RENEWALS):
             yield manifest
     finally:
         await lease.drop()
+
+
+def _lease_seconds(storage: Storage) -> float:
+    return min(_LEASE_SECONDS, storage.lease_seconds)
 
 
 @contextlib.asynccontextmanager

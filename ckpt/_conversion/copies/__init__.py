@@ -1,0 +1,1 @@
+"""Copies of checkpoints, steps and roots between disks and stores."""

@@ -1,0 +1,171 @@
+"""Where a copy goes, and what is there already: nothing, the same step, or another one.
+
+The question is answered from manifests and lists of files, without reading arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from msgspec import Struct
+
+from ckpt._engine.verify.damage import role_of
+from ckpt._engine.verify.pipeline import verify_step_dir
+from ckpt._format.leaf_table import DIGEST_BYTES, LeafTable
+from ckpt._format.manifest import ItemEntry, Manifest
+from ckpt._runtime.threads import run_in_thread
+from ckpt.errors import (
+    CorruptCheckpointError,
+    NotACheckpointError,
+    StepExistsError,
+    UnsupportedFormatError,
+)
+from ckpt.storage._base import Storage
+from ckpt.storage._manifests import read_manifest
+
+# What is where a copy goes: nothing; the same step; the same one, damaged or without its arrays;
+# another one; or something damaged of which it is not known whether it was the same.
+Presence = Literal["nothing", "same", "damaged", "other", "unknown"]
+
+
+class CopyPlace(Struct, frozen=True):
+    """A step directory, or the place of one.
+
+    Attributes:
+        storage: The root.
+        name: Its name there.
+    """
+
+    storage: Storage
+    name: str
+
+    @property
+    def location(self) -> str:
+        """Its path or URL."""
+        return f"{self.storage.location}/{self.name}"
+
+
+async def presence_of(
+    wanted: Manifest, target: CopyPlace, *, whole: bool, deep: bool = False
+) -> Presence:
+    """Return what is at a place where a step is to be copied to.
+
+    Args:
+        wanted: What the manifest of the step says of what is to be there.
+        target: The place.
+        whole: Whether the arrays of a virtual step are to be there, too.
+        deep: Read every byte of what is there; otherwise names and sizes are compared.
+    """
+    try:
+        found = await read_manifest(target.storage, target.name)
+    except NotACheckpointError:
+        return "nothing"
+    except UnsupportedFormatError:
+        return "other"
+    except CorruptCheckpointError:
+        return "damaged" if await _has_files_of(wanted, target) else "unknown"
+    if not await run_in_thread(is_copy, wanted, found):
+        return "other"
+    if whole and found.sources:
+        return "damaged"
+    report = await verify_step_dir(target.storage, target.name, None, deep, (), may_write=False)
+    return "same" if report.ok else "damaged"
+
+
+async def copied_meanwhile(
+    error: StepExistsError, wanted: Manifest, target: CopyPlace, *, whole: bool
+) -> None:
+    """Raise the error of a copy, unless another process has just made the same one."""
+    if await presence_of(wanted, target, whole=whole) != "same":
+        raise error
+
+
+async def _has_files_of(wanted: Manifest, target: CopyPlace) -> bool:
+    """Tell whether a damaged step has data files of another one: their names are random."""
+    names = {
+        f"{name}/{path}" for name, item in wanted.items.items() for path in item.data_files
+    } & wanted.files.keys()
+    found = await target.storage.files(target.name)
+    # In stores they are in a folder.
+    return any(path in names or path.partition("/")[2] in names for path in found)
+
+
+def is_copy(wanted: Manifest, found: Manifest) -> bool:
+    """Tell whether a manifest is that of a copy of a step, made file by file or written anew.
+
+    A copy has the times of the save, to the nanosecond, and the digests of all chunks that are cut
+    as they were. Where the files are, and how they are divided, does not matter.
+    """
+    return (
+        _identity(wanted) == _identity(found)
+        and wanted.items.keys() == found.items.keys()
+        and all(_is_same(item, found.items[name]) for name, item in wanted.items.items())
+        and _handler_files(wanted) == _handler_files(found)
+    )
+
+
+def _identity(manifest: Manifest) -> tuple[Any, ...]:
+    return (
+        manifest.step,
+        manifest.unnamed,
+        manifest.metrics,
+        manifest.metadata,
+        manifest.parent,
+        manifest.created_ns,
+        manifest.committed_ns,
+        manifest.save,
+    )
+
+
+def _handler_files(manifest: Manifest) -> Mapping[str, str]:
+    """Return the digests of the files that handlers have written."""
+    found = {}
+    for path, file in manifest.files.items():
+        name, _, rest = path.partition("/")
+        item = manifest.items.get(name)
+        if item is not None and role_of(item, rest) == "handler":
+            found[path] = file.digest
+    return found
+
+
+def _is_same(wanted: ItemEntry, found: ItemEntry) -> bool:
+    return (
+        wanted.handler == found.handler
+        and wanted.data == found.data
+        and wanted.nodes == found.nodes
+        and _are_same(wanted.leaves, found.leaves)
+    )
+
+
+def _are_same(wanted: LeafTable, found: LeafTable) -> bool:
+    if (
+        list(wanted.names) != list(found.names)
+        or wanted.same_as != found.same_as
+        or wanted.values != found.values
+        or _kinds(wanted) != _kinds(found)
+    ):
+        return False
+    return not any(_differ(wanted, found, number) for number in range(len(wanted)))
+
+
+def _kinds(table: LeafTable) -> Sequence[tuple[Any, ...]]:
+    kinds = [(each.kind, each.dtype, each.shape, each.weak_type, each.impl) for each in table.forms]
+    return [kinds[number] for number in table.form.tolist()]
+
+
+def _differ(wanted: LeafTable, found: LeafTable, number: int) -> bool:
+    """Tell whether digests say that the contents of a leaf differ."""
+    tables = wanted, found
+    if len({each.forms[int(each.form[number])].chunks for each in tables}) > 1:
+        return False
+    digests = []
+    for each in tables:
+        first, end = (DIGEST_BYTES * int(place) for place in each.firsts[number : number + 2])
+        digests.append(np.frombuffer(each.digests[first:end], np.uint64).reshape(-1, 2))
+    if len(digests[0]) != len(digests[1]):
+        return True
+    # Zeros stand for digests that are not known.
+    known = digests[0].any(axis=1) & digests[1].any(axis=1)
+    return bool((digests[0] != digests[1])[known].any())

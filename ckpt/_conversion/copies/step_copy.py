@@ -1,0 +1,279 @@
+"""The copy of one step: its files as they are, compared with their digests on the way.
+
+It is an attempt like that of a save: published whole, or not at all. The manifest stays as it is,
+byte by byte, unless items are left out, or the files are in a folder in one of the two places and
+not in the other. In stores Orbax wants a mark in every item, which is added there and taken away on
+the way back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol
+
+import anyio
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ckpt._conversion.copies.place import CopyPlace
+from ckpt._conversion.copies.selection import Selection
+from ckpt._engine.save.republication import republish
+from ckpt._engine.save.request import SaveRequest
+from ckpt._engine.save.step_manifest import features
+from ckpt._events import Event
+from ckpt._format.digests import digest, new_digest
+from ckpt._format.manifest import Manifest, encode, sizes
+from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, OWN_DISKS, VIRTUAL, FileEntry, peek
+from ckpt._plan.orbax_view import item_marks, step_view
+from ckpt._runtime.threads import run_in_thread
+from ckpt._steps.saves.overwrite import make_way
+from ckpt.errors import CorruptCheckpointError, StepDeletedError, StorageError, located
+from ckpt.storage._base import Attempt, Storage, WritesParts
+from ckpt.storage._manifests import lies_in, while_read
+
+# Four of these are all the memory that a copy takes, whatever the size of the files: while one is
+# read, others are written.
+_LANES, _PIECE_BYTES = 4, 16 << 20
+# What a disk says of one file that cannot be read.
+_UNREADABLE = (errno.EIO, errno.EACCES, errno.EPERM)
+
+
+class CopyProgress(Protocol):
+    """Who is told how a copy goes on."""
+
+    def expect(self, nbytes: int) -> None:
+        """Count on that many bytes more."""
+
+    def move(self, nbytes: int) -> None:
+        """Count bytes that were copied."""
+
+    def __call__(self, event: Event) -> None:
+        """Take an event of the save that writes a step anew."""
+
+
+class _NewFiles(Struct, frozen=True):
+    """The files of a copy.
+
+    Attributes:
+        copied: Those that are copied.
+        written: Those that are written anew.
+    """
+
+    copied: Mapping[str, FileEntry]
+    written: Mapping[str, bytes]
+
+    @property
+    def entries(self) -> dict[str, FileEntry]:
+        made = {
+            path: FileEntry(size=len(data), digest=digest(data))
+            for path, data in self.written.items()
+        }
+        return {**self.copied, **made}
+
+
+class StepCopier:
+    """Copies steps, one at a time; closing it frees its memory."""
+
+    def __init__(self, progress: CopyProgress) -> None:
+        """Tell `progress` of the bytes."""
+        self._progress = progress
+        self._regions = [mmap.mmap(-1, _PIECE_BYTES) for _ in range(_LANES)]
+        self._large = anyio.Lock()
+
+    def close(self) -> None:
+        """Free the memory."""
+        for region in self._regions:
+            # An error in flight may still refer to it; then it is freed with the error.
+            with contextlib.suppress(BufferError):
+                region.close()
+
+    async def copy(
+        self,
+        source: CopyPlace,
+        manifest: Manifest,
+        selection: Selection,
+        target: CopyPlace,
+        *,
+        overwrite: bool,
+    ) -> int:
+        """Copy a step, or whole items of one.
+
+        Args:
+            source: The step.
+            manifest: Its manifest.
+            selection: What of it is copied.
+            target: Where it goes.
+            overwrite: Whether what is there is replaced.
+
+        Returns:
+            The bytes of the files.
+
+        Raises:
+            CorruptCheckpointError: A file of it is damaged, or cannot be read; names it.
+            StepDeletedError: It was deleted or replaced meanwhile.
+            StepExistsError: There is something where it goes.
+            StorageError: A storage refused.
+
+        Cancellation: nothing is left behind, unless the step was just being published.
+        """
+        write = partial(self._write, source, manifest, selection, target)
+        nbytes = sum(file.size for file in selection.manifest.files.values())
+        with located(step=manifest.step):
+            await make_way(
+                target.storage,
+                SaveRequest(target.name, manifest.step, {}, False, None, None, overwrite),
+            )
+            self._progress.expect(nbytes)
+            async with while_read(source.storage, source.name, manifest):
+                with located(step=manifest.step):
+                    await republish(target.storage, target.name, write, overwrite=overwrite)
+        return nbytes
+
+    async def _write(
+        self,
+        source: CopyPlace,
+        manifest: Manifest,
+        selection: Selection,
+        target: CopyPlace,
+        attempt: Attempt,
+    ) -> Mapping[str, int]:
+        """Write all files of an attempt; return their sizes."""
+        encoded = await source.storage.read(source.name, FILE_NAME, MAX_BYTES)
+        head = None if encoded is None else await run_in_thread(peek, encoded)
+        if encoded is None or head is None or head.attempt != manifest.attempt:
+            raise StepDeletedError(f"{source.location} was deleted or replaced while it was copied")
+        new = _new_files(selection, target.name, in_store=bool(attempt.folder))
+        placed = selection.manifest
+        same_files = not new.written and new.copied.keys() == manifest.files.keys()
+        if attempt.folder or manifest.folder or not same_files:
+            placed = _placed(placed, attempt, new)
+            encoded = await run_in_thread(encode, placed)
+        place = CopyPlace(source.storage, lies_in(source.name, manifest))
+        # The largest first, so that no lane is busy with a large one when the others have ended.
+        files = iter(sorted(new.copied.items(), key=lambda each: -each[1].size))
+
+        async def lane(region: mmap.mmap) -> None:
+            for path, file in files:
+                await self._copy_file(place, path, file, target.storage, attempt, region)
+
+        async with anyio.create_task_group() as lanes:
+            for region in self._regions:
+                lanes.start_soon(lane, region)
+            for path, data in new.written.items():
+                lanes.start_soon(target.storage.write, attempt, path, data)
+        await target.storage.write(attempt, FILE_NAME, encoded)
+        return sizes(placed, encoded)
+
+    async def _copy_file(
+        self,
+        source: CopyPlace,
+        path: str,
+        file: FileEntry,
+        target: Storage,
+        attempt: Attempt,
+        region: mmap.mmap,
+    ) -> None:
+        """Copy a file, and compare it with its digest before its last byte is written."""
+        # A store without parts takes an object at once, and its client holds all of it.
+        if isinstance(target, WritesParts) or file.size <= _PIECE_BYTES:
+            await self._move(source, path, file, target, attempt, memoryview(region))
+            return
+        # One at a time, so that memory is bounded by the largest file and not by several of them.
+        async with self._large:
+            memory = mmap.mmap(-1, file.size)
+            await self._move(source, path, file, target, attempt, memoryview(memory))
+
+    async def _move(
+        self,
+        source: CopyPlace,
+        path: str,
+        file: FileEntry,
+        target: Storage,
+        attempt: Attempt,
+        memory: memoryview,
+    ) -> None:
+        digester = new_digest()
+        start = 0
+        while True:
+            piece = memory[: min(len(memory), file.size - start)]
+            end = start + len(piece)
+            # In the thread that has read them, while they are in its cache.
+            await _read(source, path, start, piece, partial(digester.update, piece))
+            if end == file.size and digester.hexdigest() != file.digest:
+                raise CorruptCheckpointError(
+                    f"{source.location}/{path} was changed after it was saved, so the step was not "
+                    "copied. verify says what is hit"
+                )
+            if isinstance(target, WritesParts):
+                is_last = end == file.size
+                await target.write_part(attempt, path, start, piece, is_last=is_last)
+            else:
+                await target.write_block(attempt, path, piece)
+            self._progress.move(len(piece))
+            start = end
+            if start == file.size:
+                return
+
+
+async def _read(
+    source: CopyPlace, path: str, start: int, piece: memoryview, then: Callable[[], None]
+) -> None:
+    try:
+        await source.storage.read_block(source.name, path, start, piece, then)
+    except StorageError as error:
+        # A store says so of all that it has; a disk of one file, and others can be copied.
+        if source.storage.keeps_others or error.errno not in _UNREADABLE:
+            raise
+        raise CorruptCheckpointError(f"{error.message}; the step was not copied") from error
+
+
+def _new_files(selection: Selection, step_dir: str, *, in_store: bool) -> _NewFiles:
+    """Return the files of a copy: those of the selection, and what Orbax wants of them there."""
+    kept = selection.manifest
+    items = [*kept.items, *(["metrics"] if kept.metrics is not None else [])]
+    marks = item_marks(step_dir, items)
+    written: Mapping[str, bytes] = {}
+    if not {OWN_DISKS, VIRTUAL} & set(kept.requires):
+        if not selection.is_all:
+            written = step_view(
+                step_dir,
+                kept.items,
+                kept.metrics,
+                kept.metadata,
+                kept.created_ns,
+                kept.committed_ns,
+                kept.files,
+                in_store=in_store,
+            )
+        elif in_store:
+            written = {path: data for path, data in marks.items() if path not in kept.files}
+    dropped = frozenset(written) | frozenset(() if in_store else marks)
+    copied = {path: file for path, file in kept.files.items() if path not in dropped}
+    return _NewFiles(copied, written)
+
+
+def _placed(manifest: Manifest, attempt: Attempt, new: _NewFiles) -> Manifest:
+    """Return the manifest of a copy, whose files are where an attempt has them."""
+    requires = features(
+        manifest.items,
+        attempt.folder,
+        own_disks=OWN_DISKS in manifest.requires,
+        virtual=VIRTUAL in manifest.requires,
+    )
+    return replace(
+        manifest,
+        attempt=attempt.id,
+        folder=attempt.folder,
+        requires=requires,
+        files=new.entries,
+    )
+
+
+async def others_in(source: CopyPlace, manifest: Manifest) -> list[str]:
+    """Return the files in a step directory that are not of the step."""
+    found = await source.storage.files(source.name)
+    return sorted(found.keys() - manifest.sizes.keys() - {FILE_NAME})
