@@ -268,13 +268,24 @@ def refuse_pinned(storage: Storage, step: int, pinned: Sequence[Pin]) -> None:
         )
 
 
-async def forget_expired(storage: Storage) -> None:
-    """Remove the leases and marks of a root that have run out.
+async def forget_expired(storage: Storage) -> list[int]:
+    """Remove the leases and marks of a root that have run out; return their steps.
 
     Raises:
         StorageError: They cannot be listed.
     """
-    await _found(storage, forget=True)
+    found = await _found(storage, forget=True)
+    return sorted(each.step for each in found if not each.is_live)
+
+
+async def has_leases(storage: Storage) -> bool:
+    """Tell whether a root has leases or marks that have not run out.
+
+    Raises:
+        StorageError: They cannot be listed.
+    """
+    found = await _found(storage)
+    return any(each.is_live and each.seconds is not None for each in found)
 
 
 async def _marks_on(storage: Storage, step: int) -> set[str]:

@@ -13,22 +13,23 @@ from msgspec import Struct
 
 from ckpt._inspection.places import RunRoot, open_as_root, root_at
 from ckpt._inspection.retention.removals import trash_at
-from ckpt._steps.pins import forget_expired
+from ckpt._steps.pins import forget_expired, has_leases
 from ckpt.storage._base import AttemptEntry, Storage
 
-LeftoverKind = Literal["attempt", "removal", "trash", "other"]
+LeftoverKind = Literal["attempt", "removal", "lease", "trash", "other"]
 # How often a store is looked at while its writers are watched.
 _LOOKS = 4
 _LONGEST_PAUSE_SECONDS = 30.0
 
 
 class Leftover(Struct, frozen=True):
-    """What a dead writer left, or a step in the trash.
+    """What a dead process left, or a step in the trash.
 
     Attributes:
-        name: The step directory that it is of; empty if that is not known.
-        kind: `attempt`: a save that was not finished; `removal`: a deletion; `trash`: a step in the
-            trash; `other`: something else that a sweep has removed.
+        name: The step directory that it is of, or the step; empty if that is not known.
+        kind: `attempt`: a save that was not finished; `removal`: a deletion; `lease`: what kept a
+            step, or said that it is being deleted; `trash`: a step in the trash; `other`: something
+            else that a sweep has removed.
         nbytes: Its bytes; None where counting them is not cheap.
         age_seconds: How long ago it was begun or deleted; None if that is not known.
         owner: Host and process of its writer; empty if that is not known.
@@ -75,7 +76,7 @@ async def collect(
         path: The root.
         trash: Its trash; None for that of the run.
         older_than: Steps go that were deleted so many seconds ago; None leaves the trash alone.
-        wait: For how many seconds writers are watched, where that is needed.
+        wait: For how many seconds writers and readers are watched, where that is needed.
         dry_run: Only look.
 
     Raises:
@@ -86,17 +87,23 @@ async def collect(
     swept: list[str] = []
     found = await _dead(storage)
     attempts = await storage.attempts()
+    expired: list[int] = []
     if not dry_run:
         swept += await storage.sweep()
-        await forget_expired(storage)
-    if any(each.is_live is None for each in attempts) and wait:
+        expired += await forget_expired(storage)
+    if wait and await _is_unsure(storage):
         with anyio.move_on_after(wait):
             # Time itself is waited for.
-            while any(each.is_live is None for each in await storage.attempts()):  # noqa: ASYNC110
+            while await _is_unsure(storage):  # noqa: ASYNC110
                 await anyio.sleep(min(wait / _LOOKS, _LONGEST_PAUSE_SECONDS))
         found |= await _dead(storage)
-        swept += [] if dry_run else await storage.sweep()
+        if not dry_run:
+            swept += await storage.sweep()
+            expired += await forget_expired(storage)
     leftovers = [_leftover(each, swept) for each in found.values()]
+    leftovers += [
+        Leftover(str(step), "lease", None, None, "", removed=True) for step in sorted(set(expired))
+    ]
     leftovers += [
         Leftover(name, "other", None, None, "", removed=True)
         for name in swept
@@ -108,6 +115,14 @@ async def collect(
         await root_at(path)
     unsure = sum(each.is_live is None for each in await storage.attempts())
     return Collection(storage.location, leftovers + removed, kept, unsure, done=not dry_run)
+
+
+async def _is_unsure(storage: Storage) -> bool:
+    """Tell whether some processes have to be watched, to learn whether they are dead."""
+    if any(each.is_live is None for each in await storage.attempts()):
+        return True
+    # A disk says how old a lease is; a store, only whether it was renewed since the first look.
+    return storage.keeps_others and await has_leases(storage)
 
 
 async def _dead(storage: Storage) -> dict[str, AttemptEntry]:

@@ -30,7 +30,7 @@ from ckpt.cli.text import age_text, count_text, size_text
     type=Duration(zero=True),
     metavar="DURATION",
     default="0s",
-    help="Watch the writers of an object store so long, to learn which are dead.",
+    help="Watch the writers and readers of an object store so long, to learn which are dead.",
 )
 @options.dry_run
 @options.as_json
@@ -50,6 +50,7 @@ def gc(
 _KINDS = {
     "attempt": "unfinished save",
     "removal": "unfinished deletion",
+    "lease": "lease of a dead process",
     "trash": "in the trash",
     "other": "of a dead writer",
 }
