@@ -258,3 +258,26 @@ def test_an_interrupt_ends_a_copy_that_follows(root: Path, tmp_path: Path) -> No
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (130, "ckpt: interrupted\n")
+
+
+def test_the_names_of_a_run_are_learned_once_it_begins(tmp_path: Path) -> None:
+    process = begin("cp", tmp_path / "a", tmp_path / "b", "--follow", "--until", 2)
+    names = ckpt.step_names.Standard("ckpt", 6)
+    with ckpt.sync.CheckpointManager(tmp_path / "a", step_names=names) as mgr:
+        for step in range(3):
+            mgr.save(step, {"w": jnp.full(100, step)}, durable=True)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert out.count(": copied, ") == 3
+    found = sorted(each.name for each in (tmp_path / "b").glob("ckpt_*"))
+    assert found == ["ckpt_000000", "ckpt_000001", "ckpt_000002"]
+
+
+def test_a_damaged_step_does_not_end_a_copy_that_follows(root: Path, tmp_path: Path) -> None:
+    flip(root / "10" / "ckpt.json", 900)
+    flip(*data_file(root / "20"))
+    ran = ckpt_command("cp", root, tmp_path / "b", "--follow", "--until", 30)
+    assert ran.status == 1
+    assert "10: not copied: " in ran.out
+    assert "20: not copied: " in ran.out
+    assert "30: copied, " in ran.out

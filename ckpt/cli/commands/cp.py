@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -160,6 +160,8 @@ class _Copy:
                 done = call_once(partial(self._one_of_root, info.step))
                 steps += done.steps
                 skipped += done.skipped
+        known = {each.step for each in steps}
+        steps += call_once(partial(self._lost_at_last, target, known))
         return _result(root.location, target, steps, skipped)
 
     async def _begun_root(self) -> RunRoot:
@@ -193,11 +195,23 @@ class _Copy:
         for step in skipped:
             self._say(f"step {step} was not copied: Orbax wrote it; 'ckpt convert' takes it")
         copied = await self._root(found, steps, skipped)
-        # What is named like a step and cannot be read as one; a warning has said why.
-        lost = [each for each in found.index.unreadable if each.kind not in ("orbax", "other")]
-        for each in lost:
-            copied.steps.append(self._left(each.step, copied.target, each.reason))
+        copied.steps.extend(self._lost(found, copied.target))
         return _result(found.location, copied.target, copied.steps, skipped)
+
+    def _lost(
+        self, root: RunRoot, target: str, known: Collection[int | None] = ()
+    ) -> list[CopiedStep]:
+        """Tell of what is named like a step and cannot be read as one; a warning has said why."""
+        lost = [each for each in root.index.unreadable if each.kind not in ("orbax", "other")]
+        return [
+            self._left(each.step, target, each.reason) for each in lost if each.step not in known
+        ]
+
+    async def _lost_at_last(self, target: str, known: Collection[int | None]) -> list[CopiedStep]:
+        # Only now: what could not be read may have been a copy that was under way.
+        root = await open_as_root(self._source)
+        await root.index.refresh()
+        return self._lost(root, target, known)
 
     def _left(self, step: int | None, target: str, reason: str) -> CopiedStep:
         """Tell of a step that cannot be read, and return what has become of it."""
