@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +12,25 @@ import pytest
 
 import ckpt
 from ckpt import errors
+from ckpt._conversion.copies import step_copy
+from ckpt._conversion.copies.place import CopyPlace
 from ckpt._conversion.copies.steps import (
     CopiedStep,
     CopyRules,
     StepsToCopy,
     committed_steps,
+    copy_checkpoint,
     copy_steps,
 )
 from ckpt._events import Event
 from ckpt._format.manifest import Manifest
 from ckpt._runtime.loop import call_once
 from ckpt._steps.index import StepIndex
+from ckpt.storage._base import Attempt
+from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._manifests import read_manifest
-from ckpt.storage._resolve import open_root
+from ckpt.storage._object.storage import ObjectStorage
+from ckpt.storage._resolve import open_root, open_step_dir
 from tests.stores.places import Place
 
 
@@ -157,3 +165,46 @@ def test_other_steps_in_a_bucket_stay(place: Place, tmp_path: Path) -> None:
         assert mgr.all_steps() == [2]
     assert outcomes(copied(tmp_path / "a", place.root("run"), overwrite=True)) == ["copied"] * 2
     assert ckpt.sync.verify(place.root("run/2")).ok
+
+
+@pytest.mark.parametrize(("budget", "at_once"), [(100 << 10, 1), (900 << 10, 2)])
+def test_large_files_are_within_a_budget(
+    budget: int, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store takes a file as a whole; more of them than fit into memory wait for each other."""
+    piece = 64 << 10
+    monkeypatch.setattr(step_copy, "_PIECE_BYTES", piece)
+    monkeypatch.setattr(step_copy, "_WHOLE_FILES_BYTES", budget)
+    arrays = {f"w{number}": np.arange(50_000.0) + number for number in range(4)}
+    ckpt.sync.save(tmp_path / "all", items={name: {"w": each} for name, each in arrays.items()})
+    sizes = [path.stat().st_size for path in (tmp_path / "all").rglob("*") if path.is_file()]
+    assert sum(size >= 400_000 for size in sizes) == 4
+    under_way, most = 0, 0
+    write_block, write_part = ObjectStorage.write_block, LocalStorage.write_part
+
+    async def write_whole(self: Any, attempt: Attempt, path: str, data: memoryview) -> None:
+        nonlocal under_way, most
+        is_large = len(data) > piece
+        under_way += is_large
+        most = max(most, under_way)
+        await write_block(self, attempt, path, data)
+        under_way -= is_large
+
+    async def write_one(self: Any, attempt: Attempt, path: str, *rest: Any, **last: Any) -> None:
+        assert len(rest[1]) <= piece
+        await write_part(self, attempt, path, *rest, **last)
+
+    monkeypatch.setattr(ObjectStorage, "write_block", write_whole)
+    monkeypatch.setattr(LocalStorage, "write_part", write_one)
+
+    async def copy(target: Any) -> CopiedStep:
+        place = CopyPlace(*open_step_dir(target))
+        source = CopyPlace(*open_step_dir(tmp_path / "all"))
+        return await copy_checkpoint(source, place, CopyRules(), Counted())
+
+    url = f"memory://{uuid.uuid4().hex}/all"
+    for target in (url, tmp_path / "copy"):
+        assert call_once(partial(copy, target)).outcome == "copied"
+        found = ckpt.sync.load(target)
+        assert all(np.array_equal(found[name]["w"], each) for name, each in arrays.items())
+    assert most == at_once

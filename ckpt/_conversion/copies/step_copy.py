@@ -19,6 +19,7 @@ import anyio
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ckpt._conversion.copies.allowance import Allowance
 from ckpt._conversion.copies.place import CopyPlace
 from ckpt._conversion.copies.selection import Selection
 from ckpt._engine.save.republication import republish
@@ -38,6 +39,9 @@ from ckpt.storage._manifests import lies_in, while_read
 # Four of these are all the memory that a copy takes, whatever the size of the files: while one is
 # read, others are written.
 _LANES, _PIECE_BYTES = 4, 16 << 20
+# What a store takes as a whole, while it is written: two or three files as a disk has them. The
+# client copies each several times.
+_WHOLE_FILES_BYTES = 96 << 20
 # What a disk says of one file that cannot be read.
 _UNREADABLE = (errno.EIO, errno.EACCES, errno.EPERM)
 
@@ -82,7 +86,7 @@ class StepCopier:
         """Tell `progress` of the bytes."""
         self._progress = progress
         self._regions = [mmap.mmap(-1, _PIECE_BYTES) for _ in range(_LANES)]
-        self._large = anyio.Lock()
+        self._whole_files = Allowance(_WHOLE_FILES_BYTES)
 
     def close(self) -> None:
         """Free the memory."""
@@ -182,8 +186,8 @@ class StepCopier:
         if isinstance(target, WritesParts) or file.size <= _PIECE_BYTES:
             await self._move(source, path, file, target, attempt, memoryview(region))
             return
-        # One at a time, so that memory is bounded by the largest file and not by several of them.
-        async with self._large:
+        # Memory is bounded by this, or by one file that is larger, and not by several of them.
+        async with self._whole_files.taken(file.size):
             memory = mmap.mmap(-1, file.size)
             await self._move(source, path, file, target, attempt, memoryview(memory))
 
