@@ -147,6 +147,9 @@ def _are_same(wanted: LeafTable, found: LeafTable) -> bool:
         or _kinds(wanted) != _kinds(found)
     ):
         return False
+    if wanted.digests == found.digests and np.array_equal(wanted.firsts, found.firsts):
+        # A copy file by file: thousands of leaves need not be looked at.
+        return True
     return not any(_differ(wanted, found, number) for number in range(len(wanted)))
 
 
