@@ -155,6 +155,26 @@ def test_what_is_damaged_there_is_copied_again(bucket: Place, tmp_path: Path) ->
     assert ckpt.sync.verify(bucket.root("run/2")).ok
 
 
+def test_a_damaged_manifest_there(bucket: Place, tmp_path: Path) -> None:
+    make_run(tmp_path / "a")
+    copied(tmp_path / "a", bucket.root("run"))
+    key = "run/1/ckpt.json"
+    bucket.put(key, bucket.objects()[key].replace(b'"step":1', b'"step":7'))
+    assert outcomes(copied(tmp_path / "a", bucket.root("run"))) == ["copied", "there"]
+    assert ckpt.sync.verify(bucket.root("run/1")).ok
+    # What may be another step stays, and the others are copied all the same.
+    with ckpt.sync.CheckpointManager(bucket.root("other")) as mgr:
+        mgr.save(1, {"mine": np.zeros(3)})
+    key = "other/1/ckpt.json"
+    damaged = bucket.objects()[key].replace(b'"step":1', b'"step":7')
+    bucket.put(key, damaged)
+    done = copied(tmp_path / "a", bucket.root("other"))
+    assert outcomes(done) == ["blocked", "copied"]
+    assert "and is damaged" in (done[0].reason or "")
+    assert bucket.objects()[key] == damaged
+    assert outcomes(copied(tmp_path / "a", bucket.root("other"), overwrite=True))[0] == "copied"
+
+
 def test_other_steps_in_a_bucket_stay(place: Place, tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     with ckpt.sync.CheckpointManager(place.root("run")) as mgr:

@@ -286,7 +286,9 @@ async def _copy_one(
             )
             found = await presence_of(wanted, target, whole=anew, deep=rules.verify)
             if found == "same":
-                return replace(copied, outcome="there")
+                # A virtual step is there also if its arrays are, too.
+                there = await read_manifest(target.storage, target.name)
+                return replace(copied, outcome="there", is_virtual=bool(there.sources))
             replaces = rules.overwrite or found == "damaged"
             try:
                 if anew:
