@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckpt
+from ckpt._conversion.copies import selection
 from ckpt.manifest import decode
 from tests.cli.test_copying import files_of
 from tests.cli.test_verifying import flip
@@ -179,7 +180,7 @@ def test_a_part_of_one_item(items: Path, tmp_path: Path, cp: Any) -> None:
         ("modle", "(is it 'model'?)"),
         ("model/embd", "has no leaf that fits 'embd' (is it 'embed'?)"),
         ("", "expected a leaf path"),
-        ("config.n", "has no item and no leaf that fits"),
+        ("config.n", "has no item and no leaf that fits (is it 'config/n'?)"),
     ],
 )
 def test_a_pattern_that_fits_nothing(
@@ -197,6 +198,31 @@ def test_nothing_of_a_root_fits(root: Path, tmp_path: Path, cp: Any) -> None:
     assert (ran.status, ran.out) == (2, "")
     assert "has no leaf that fits (is it 'params'?)" in ran.err
     assert not (tmp_path / "b").exists()
+
+
+def test_a_part_of_a_virtual_step_is_written(tmp_path: Path, cp: Any) -> None:
+    np.savez(tmp_path / "m.npz", a=np.arange(9.0), b=np.ones(3))
+    ckpt.sync.adopt(tmp_path / "m.npz", tmp_path / "a", step=0)
+    assert cp(tmp_path / "a", tmp_path / "b", "--select", "a").status == 0
+    assert cp(tmp_path / "a", tmp_path / "b", "--select", "a").out.endswith("already there\n")
+    (tmp_path / "m.npz").unlink()
+    assert np.array_equal(ckpt.sync.load(tmp_path / "b" / "0")["a"], np.arange(9.0))
+
+
+def test_what_a_handler_needs_whole_is_not_cut(
+    tmp_path: Path, cp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt.sync.save(tmp_path / "a", items={"rng": np.random.default_rng(0), "m": {"w": np.ones(3)}})
+    assert cp(tmp_path / "a", tmp_path / "b", "--select", "rng").status == 0
+    first = ckpt.sync.load(tmp_path / "a")["rng"]
+    assert ckpt.sync.load(tmp_path / "b")["rng"].random() == first.random()
+    # An item of a handler that keeps a tree: any other name than that of a plain one.
+    monkeypatch.setattr(selection, "_PLAIN_TREE", "another")
+    ckpt.sync.save(tmp_path / "c", items={"m": {"w": np.ones(3), "v": np.ones(3)}})
+    ran = cp(tmp_path / "c", tmp_path / "d", "--select", "m/w")
+    assert ran.status == 2
+    assert "can only be read whole. Select 'm' or none of it" in ran.err
+    assert not (tmp_path / "d").exists()
 
 
 def test_steps_without_it_are_named(tmp_path: Path, cp: Any) -> None:

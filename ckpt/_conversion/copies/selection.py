@@ -117,7 +117,12 @@ def nothing_selected(where: str, manifest: Manifest, pattern: str) -> InvalidArg
     names = [] if manifest.unnamed else list(manifest.items)
     for item in manifest.items.values():
         names += unboxed_names(item.nodes, item.leaves.names)
-    hint = suggestion(pattern.replace("/", "."), names)
+    # With a dot it would be a leaf path of every item.
+    dotted = next((name for name in manifest.items if pattern.startswith(f"{name}.")), None)
+    if dotted is not None and not manifest.unnamed:
+        hint = f" (is it {dotted + '/' + pattern[len(dotted) + 1 :]!r:.80}?)"
+    else:
+        hint = suggestion(pattern.replace("/", "."), names)
     what = "leaf" if manifest.unnamed else "item and no leaf"
     return InvalidArgumentError(f"--select {pattern!r:.80}: {where} has no {what} that fits{hint}")
 
