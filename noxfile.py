@@ -176,6 +176,17 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def changelog(session: nox.Session) -> None:
+    """Show what the files in changes/ will say in CHANGELOG.md; a wrong name fails.
+
+    Arguments after -- go to `towncrier build` instead: `--version 0.2.0` makes the release's part.
+    """
+    session.install(*group("changelog"))
+    draft = ("--draft", "--version", "next")
+    session.run("towncrier", "build", *(session.posargs or draft))
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation into site/; a broken link or reference fails."""
     # mkdocstrings reads the sources and imports nothing, so the package is not installed here.
