@@ -25,7 +25,7 @@ from ckpt.coordination._base import Coordinator
 from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike
 from ckpt.policies._deletion import Deletion
-from ckpt.policies._preservation import PreservationPolicyLike, PreserveAll, check_preservation
+from ckpt.policies._preservation import PreservationPolicyLike, check_preservation
 from ckpt.policies._save_policies import SavePolicyLike, check_save_policy
 from ckpt.step_names import Standard, StepNames, checked
 from ckpt.storage._resolve import PathLike, check_trash, open_root
@@ -109,9 +109,9 @@ class ManagerBase:
             check_save_policy(save_policy)
         if preservation is not None:
             check_preservation(preservation)
-        deletion = instance_of("deletion", deletion, Deletion) or Deletion()
+        deletion = instance_of("deletion", deletion, Deletion)
         names = checked(Standard() if step_names is None else step_names)
-        if deletion.trash is not None:
+        if deletion is not None and deletion.trash is not None:
             check_trash(root, deletion.trash, lambda name: names.step(name) is not None)
         staging = as_staging(staging)
         engine = make_engine(staging, handlers, observers, formats, clock)
@@ -130,7 +130,7 @@ class ManagerBase:
             storage,
             engine,
             save_policy=save_policy,
-            preservation=PreserveAll() if preservation is None else preservation,
+            preservation=preservation,
             deletion=deletion,
             names=names,
             metadata=None if metadata is None else plain_json("metadata", dict(metadata)),

@@ -30,7 +30,7 @@ from ckpt._steps.saves.queue import SaveQueue
 from ckpt.coordination._peers import Peers
 from ckpt.errors import InvalidArgumentError
 from ckpt.policies._deletion import Deletion, trash_of
-from ckpt.policies._preservation import PreservationPolicyLike
+from ckpt.policies._preservation import PreservationPolicyLike, PreserveAll
 from ckpt.policies._ranking import ranking_of
 from ckpt.policies._save_policies import SavePolicyLike
 from ckpt.step_names import StepNames
@@ -49,8 +49,8 @@ class RootService:
         engine: Engine,
         *,
         save_policy: SavePolicyLike | None,
-        preservation: PreservationPolicyLike,
-        deletion: Deletion,
+        preservation: PreservationPolicyLike | None,
+        deletion: Deletion | None,
         names: StepNames,
         metadata: Mapping[str, Any] | None,
         backlog: BacklogPolicy,
@@ -73,7 +73,8 @@ class RootService:
         retention = Retention(
             storage, index, preservation, deletion, engine.observers, engine.now_ns
         )
-        self.trash: StepTrash = StepTrash(storage, index, names, trash_of(deletion), engine.now_ns)
+        trash = None if deletion is None else trash_of(deletion)
+        self.trash: StepTrash = StepTrash(storage, index, names, trash, engine.now_ns)
         self.root: Root = Root(
             storage,
             names,
@@ -92,7 +93,7 @@ class RootService:
             storage,
             index,
             engine,
-            ranking_of(preservation),
+            ranking_of(PreserveAll() if preservation is None else preservation),
             processes,
             self.saves.history.begin_from,
             may_write=not read_only,

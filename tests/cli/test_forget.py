@@ -30,6 +30,7 @@ from ckpt.policies import (
     EveryNSteps,
     LatestDuration,
     LatestN,
+    PreserveAll,
     SavedStep,
     steps_kept,
 )
@@ -177,6 +178,38 @@ def test_a_note_is_written_only_when_it_changes(tmp_path: Path) -> None:
     assert (tmp_path / NOTE).stat().st_ino == before.st_ino
 
 
+def test_only_who_is_told_what_to_keep_changes_the_note(tmp_path: Path) -> None:
+    def noted() -> Any:
+        return json.loads((tmp_path / NOTE).read_bytes())
+
+    run_of(tmp_path, 1, preservation=LatestN(2), deletion=Deletion(trash="bin"))
+    first = noted()
+    # An evaluator that writes metrics, a program that adds a step, one that only reads.
+    run_of(tmp_path, 2)
+    with ckpt.sync.CheckpointManager(tmp_path, read_only=True, preservation=LatestN(1)):
+        pass
+    assert noted() == first
+    # A program that was told one of the two says nothing of the other.
+    run_of(tmp_path, deletion=Deletion(trash="other"))
+    assert noted()["preservation"] == first["preservation"]
+    assert noted()["deletion"]["trash"] == "other"
+    run_of(tmp_path, preservation=LatestN(3))
+    assert noted()["preservation"] == {"kind": "latest_n", "n": 3}
+    assert noted()["deletion"]["trash"] == "other"
+    # A run that stops deleting says so.
+    run_of(tmp_path, preservation=PreserveAll(), deletion=Deletion())
+    assert ckpt_command("ls", tmp_path, "--json").json["keeps"] == "all"
+    assert noted()["deletion"]["trash"] is None
+
+
+def test_a_damaged_note_stays_if_nobody_knows_better(tmp_path: Path) -> None:
+    run_of(tmp_path, 1, deletion=Deletion(trash="bin"))
+    (tmp_path / NOTE).write_bytes(b"{")
+    run_of(tmp_path, 2)
+    # Else `ckpt rm` would delete for good what goes to a trash.
+    assert ckpt_command("rm", tmp_path / "1").status == 2
+
+
 @pytest.mark.parametrize(
     "note",
     [
@@ -229,7 +262,7 @@ def test_texts_of_policies() -> None:
         EveryNSeconds(7200): "one in 2 h",
         LatestDuration(1.5): "within 1.5 s",
         BestN(2, "loss", "min"): "best 2 loss",
-        ckpt.policies.PreserveAll(): "all",
+        PreserveAll(): "all",
     }
     for policy, text in texts.items():
         assert preservation.text_of(policy) == text

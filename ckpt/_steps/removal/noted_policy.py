@@ -63,18 +63,23 @@ class NotedPolicy(Struct, frozen=True):
     deletion: Deletion | None
 
 
-async def note_policy(storage: Storage, policy: PreservationPolicyLike, deletion: Deletion) -> None:
+async def note_policy(
+    storage: Storage, policy: PreservationPolicyLike | None, deletion: Deletion | None
+) -> None:
     """Write down what a run keeps, unless that is known already; failures are of no matter.
 
-    A root in which everything is kept, as always, gets no note.
+    A root in which everything is kept, as always, gets no note. None is what nobody said: a program
+    that evaluates or adds a step need not know what its run keeps, and leaves that as it is noted.
     """
+    if policy is None and deletion is None:
+        return
     try:
-        data = _encoded(policy, deletion)
         try:
             known = await storage.read_note(_NOTE, _MAX_BYTES)
         except CorruptCheckpointError:
             known = b""
-        if known == data or (known is None and data == _encoded(PreserveAll(), Deletion())):
+        data = _encoded(policy, deletion, _parts(known or b""))
+        if known == data or (known is None and data == _encoded(PreserveAll(), Deletion(), {})):
             return
         await storage.put_note(_NOTE, data, replace=known is not None, durable=False)
     except Exception as error:
@@ -87,16 +92,26 @@ async def noted_policy(storage: Storage) -> NotedPolicy | None:
     Raises:
         StorageError: The root cannot be read.
     """
-    found: object = None
-    with contextlib.suppress(ValueError, RecursionError, CorruptCheckpointError):
+    try:
         encoded = await storage.read_note(_NOTE, _MAX_BYTES)
-        if encoded is None:
-            return None
-        found = json.loads(encoded)
-    if not isinstance(found, dict) or not isinstance(found.get("preservation"), dict):
+    except CorruptCheckpointError:
+        encoded = b""
+    if encoded is None:
+        return None
+    found = _parts(encoded)
+    data = found.get("preservation")
+    if not isinstance(data, dict):
         return NotedPolicy(None, "", None)
-    data = found["preservation"]
     return NotedPolicy(_policy(data), _text(data), _deletion(found.get("deletion")))
+
+
+def _parts(encoded: bytes) -> dict[str, Any]:
+    """Return what a note says; nothing if it cannot be read."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(encoded)
+        if isinstance(found, dict):
+            return found
+    return {}
 
 
 def _deletion(given: object) -> Deletion | None:
@@ -110,16 +125,29 @@ def _deletion(given: object) -> Deletion | None:
         return None
 
 
-def _encoded(policy: PreservationPolicyLike, deletion: Deletion) -> bytes:
-    how = {
+def _encoded(
+    policy: PreservationPolicyLike | None, deletion: Deletion | None, noted: dict[str, Any]
+) -> bytes:
+    """Return the note of a policy and a deletion; for what is None, that which is noted."""
+    kept, how = noted.get("preservation"), noted.get("deletion")
+    if policy is not None or not isinstance(kept, dict):
+        kept = _data(PreserveAll() if policy is None else policy)
+    if deletion is not None or _deletion(how) is None:
+        how = _how(Deletion() if deletion is None else deletion)
+    data = json.dumps({"preservation": kept, "deletion": how}).encode()
+    if len(data) <= _MAX_BYTES:
+        return data
+    short = {"kind": "custom", "text": _text(kept)} if policy is None else _custom(policy)
+    return json.dumps({"preservation": short, "deletion": how}).encode()
+
+
+def _how(deletion: Deletion) -> dict[str, Any]:
+    """Return a deletion as data."""
+    return {
         "keep_latest": deletion.keep_latest,
         "orbax_steps": deletion.orbax_steps,
         "trash": trash_of(deletion),
     }
-    data = json.dumps({"preservation": _data(policy), "deletion": how}).encode()
-    if len(data) <= _MAX_BYTES:
-        return data
-    return json.dumps({"preservation": _custom(policy), "deletion": how}).encode()
 
 
 def _data(policy: object) -> dict[str, Any]:

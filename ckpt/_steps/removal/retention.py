@@ -88,8 +88,8 @@ class Retention:
         self,
         storage: Storage,
         index: StepIndex,
-        policy: PreservationPolicyLike,
-        deletion: Deletion,
+        policy: PreservationPolicyLike | None,
+        deletion: Deletion | None,
         observers: tuple[Observer, ...],
         now_ns: Callable[[], int],
     ) -> None:
@@ -98,15 +98,16 @@ class Retention:
         Args:
             storage: The root.
             index: Its committed steps.
-            policy: Which of them to keep.
-            deletion: How the others go.
+            policy: Which of them to keep; None, if nobody said, keeps all.
+            deletion: How the others go; None, if nobody said, removes them for good.
             observers: Told of every deletion.
             now_ns: Tells the time, in Unix nanoseconds.
         """
         self._storage = storage
         self._index = index
-        self._policy = policy
-        self._how = deletion
+        self._told = (policy, deletion)
+        self._policy = PreserveAll() if policy is None else policy
+        deletion = Deletion() if deletion is None else deletion
         self._concurrency = deletion.concurrency
         self._keeps_latest = deletion.keep_latest
         self._spares_foreign = not deletion.orbax_steps
@@ -130,8 +131,8 @@ class Retention:
             await self._storage.prepare_trash(self._trash)
 
     async def write_down(self) -> None:
-        """Write down in the root what is kept, for people and tools that look at it."""
-        await note_policy(self._storage, self._policy, self._how)
+        """Write down in the root what was said of keeping, for people and tools that look at it."""
+        await note_policy(self._storage, *self._told)
 
     @property
     def keeps_all(self) -> bool:
