@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 from msgspec import Struct
 
 from ckpt._inspection.leaf_records import LeafRecord, leaf_records
-from ckpt._inspection.listed_steps import RootListing, list_root
+from ckpt._inspection.listed_steps import list_root
 from ckpt._inspection.places import Checkpoint, RunRoot
-from ckpt._inspection.summary import CheckpointSummary, summarize
-from ckpt.errors import CheckpointError
+from ckpt._inspection.summary import summarize
+from ckpt.errors import CheckpointError, StorageError
 
 # Of these many steps, the newest ones, the page shows where the time of the save went.
 _MOST_TIMED = 100
@@ -19,13 +25,15 @@ _POLL_SECONDS, _POLL_SECONDS_OF_STORES = 2.0, 20.0
 class RunRecord(Struct, frozen=True):
     """A run as the page shows it.
 
+    Numbers of steps are texts, also in the listing: a browser has no whole numbers above 2^53.
+
     Attributes:
-        listing: Its steps.
+        listing: Its steps: a `RootListing`.
         statistics: Where the time of the newest saves went, in seconds, by step.
         poll_seconds: How often the page asks again; 0 for a page that does not change.
     """
 
-    listing: RootListing
+    listing: dict[str, Any]
     statistics: dict[str, dict[str, float]]
     poll_seconds: float
 
@@ -34,11 +42,11 @@ class StepRecord(Struct, frozen=True):
     """One step as the page shows it.
 
     Attributes:
-        summary: The step in a few figures.
+        summary: The step in a few figures: a `CheckpointSummary`, its metadata as JSON.
         leaves: Its leaves.
     """
 
-    summary: CheckpointSummary
+    summary: dict[str, Any]
     leaves: list[LeafRecord]
 
 
@@ -60,9 +68,18 @@ class RunReader:
         """Return the run as it is now.
 
         Raises:
-            StorageError: The root cannot be read.
+            StorageError: The root cannot be read, or is gone.
         """
-        listing = await list_root(self._root)
+        try:
+            listing = await list_root(self._root)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            raise StorageError(
+                f"{self.location} is gone: it was deleted, moved or renamed since this page was "
+                "opened. If it comes back, the page goes on",
+                errno=errno.ENOENT,
+            ) from error
         timed: dict[str, dict[str, float]] = {}
         known: dict[tuple[str, object], dict[str, float]] = {}
         for each in reversed(listing.steps[-_MOST_TIMED:]):
@@ -74,7 +91,9 @@ class RunReader:
         self._statistics = known
         is_store = "://" in self._root.location
         poll = _POLL_SECONDS_OF_STORES if is_store else _POLL_SECONDS
-        return RunRecord(listing, timed, poll if is_live else 0.0)
+        shown = msgspec.to_builtins(listing)
+        _write_out(shown["steps"], shown["unreadable"], shown["attempts"])
+        return RunRecord(shown, timed, poll if is_live else 0.0)
 
     async def step(self, number: int) -> StepRecord:
         """Return one step.
@@ -85,7 +104,14 @@ class RunReader:
         """
         opened = await self._root.index.found(number)
         checkpoint = Checkpoint(self._root.storage, opened)
-        return StepRecord(summarize(checkpoint), list(leaf_records(opened.manifest)))
+        summary = msgspec.to_builtins(summarize(checkpoint))
+        _write_out([summary])
+        if summary["metadata"] is not None:
+            # Its numbers may be as large, and its texts anything that JSON has.
+            summary["metadata"] = json.dumps(
+                summary["metadata"], ensure_ascii=False, separators=(",", ":")
+            )
+        return StepRecord(summary, list(leaf_records(opened.manifest)))
 
     async def _statistics_of(self, number: int) -> dict[str, float]:
         try:
@@ -93,3 +119,10 @@ class RunReader:
         except CheckpointError:
             # Deleted or damaged since it was listed: the next list says so.
             return {}
+
+
+def _write_out(*lists: Sequence[dict[str, Any]]) -> None:
+    """Make texts of the numbers of steps."""
+    for records in lists:
+        for each in records:
+            each["step"] = str(each["step"])

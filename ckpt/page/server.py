@@ -15,6 +15,7 @@ import anyio
 
 from ckpt._inspection.json_values import json_text
 from ckpt.errors import CheckpointError, StepNotFoundError
+from ckpt.page.addresses import place_of, reachable
 from ckpt.page.document import ASSETS, asset, served_page
 from ckpt.page.records import RunReader
 from ckpt.step_names import Standard
@@ -48,7 +49,9 @@ class PageServer(ThreadingHTTPServer):
         self.token: str = secrets.token_urlsafe(24)
         # The index of a root is not for several threads at once.
         self.reading: threading.Lock = threading.Lock()
-        super().__init__((host, port), _Handler)
+        self.family, address = place_of(host, port)
+        self.address_family = self.family
+        super().__init__(address[:2], _Handler)
         self.cookie = f"{_COOKIE}-{self.server_address[1]}"
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -61,7 +64,8 @@ class PageServer(ThreadingHTTPServer):
     def url(self) -> str:
         """The address of the page, with its token."""
         host, port = self.server_address[:2]
-        return f"http://{host!s}:{port}/?token={self.token}"
+        place = f"{reachable(self.family, str(host))}:{port}"
+        return f"http://{place}/?token={self.token}"
 
 
 class _Handler(BaseHTTPRequestHandler):

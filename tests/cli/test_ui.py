@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import pytest
 
 import ckpt
-from tests.support.command import ckpt_command, environment
+from tests.support.command import ckpt_command, environment, in_this_process
 
 
 @contextmanager
@@ -74,11 +75,11 @@ def test_it_serves_the_run_to_who_has_the_token(run_root: Path) -> None:
         with_cookie = {"Cookie": cookie.partition(";")[0]}
         status, run, _ = get(url, "/run", None, **with_cookie)
         assert status == 200
-        assert [each["step"] for each in run["listing"]["steps"]] == [10, 20, 30]
+        assert [each["step"] for each in run["listing"]["steps"]] == ["10", "20", "30"]
         assert run["statistics"]["30"]["written"] > 0
         status, step, _ = get(url, "/step/20", token)
         assert status == 200
-        assert step["summary"]["step"] == 20
+        assert step["summary"]["step"] == "20"
         assert {leaf["path"] for leaf in step["leaves"]} >= {"params.embed", "epoch"}
 
 
@@ -133,7 +134,7 @@ def test_a_new_step_is_in_the_next_answer(tmp_path: Path) -> None:
             get(url, "/run", token_of(url))
             mgr.save(2, {"w": jnp.zeros(2)}, durable=True)
             _, run, _ = get(url, "/run", token_of(url))
-            assert [each["step"] for each in run["listing"]["steps"]] == [1, 2]
+            assert [each["step"] for each in run["listing"]["steps"]] == ["1", "2"]
 
 
 def test_two_runs_can_be_served_to_one_browser(run_root: Path) -> None:
@@ -172,11 +173,71 @@ def test_ctrl_c_ends_it(run_root: Path) -> None:
         assert "Traceback" not in err
 
 
-def test_another_address_than_loopback_is_warned_of(run_root: Path) -> None:
-    with served(run_root, "--host", "0.0.0.0") as (process, url):
-        assert url.startswith("http://0.0.0.0:")
+def has_ipv6() -> bool:
+    with socket.socket(socket.AF_INET6) as tried:
+        try:
+            tried.bind(("::1", 0))
+        except OSError:
+            return False
+    return True
+
+
+NEEDS_IPV6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+EVERYWHERE = ["0.0.0.0", pytest.param("::", marks=NEEDS_IPV6)]
+
+
+@pytest.mark.parametrize("host", EVERYWHERE)
+def test_of_all_addresses_one_is_printed_that_can_be_opened(host: str, run_root: Path) -> None:
+    with served(run_root, "--host", host) as (process, url):
+        assert not ip_address(urlsplit(url).hostname or "").is_unspecified
+        assert get(url, "/run", token_of(url))[0] == 200
         process.kill()
-        assert "warning" in process.communicate()[1]
+        assert "warning: everybody in the network" in process.communicate()[1]
+
+
+@NEEDS_IPV6
+def test_an_address_of_ipv6_is_served(run_root: Path) -> None:
+    with served(run_root, "--host", "::1") as (process, url):
+        assert url.startswith("http://[::1]:")
+        assert get(url, "/run", token_of(url))[0] == 200
+        process.kill()
+        assert "warning" not in process.communicate()[1]
+
+
+def test_a_host_that_is_none_is_refused(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran = in_this_process(capsys, "ui", run_root, "--host", "no such host")
+    assert (ran.status, len(ran.err.splitlines())) == (2, 2)
+    assert "cannot listen on no such host" in ran.err
+
+
+def test_a_root_that_is_gone_is_said_in_plain_words(run_root: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(run_root, tmp_path / "runs"))
+    with served(root) as (_, url):
+        assert get(url, "/run", token_of(url))[0] == 200
+        root.rename(tmp_path / "elsewhere")
+        status, told, _ = get(url, "/run", token_of(url))
+        assert status == 502
+        assert told["error"].startswith(f"{root} is gone")
+        assert "create=" not in told["error"]
+        (tmp_path / "elsewhere").rename(root)
+        assert get(url, "/run", token_of(url))[0] == 200
+
+
+def test_numbers_that_a_browser_does_not_have_are_sent_as_texts(tmp_path: Path) -> None:
+    """JavaScript has no whole numbers above 2^53."""
+    numbers = [2**53, 2**53 + 1, 10**18 + 1]
+    with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
+        for number in numbers:
+            mgr.save(number, {"count": number}, metadata={"seed": number})
+    file = tmp_path / "run.html"
+    assert ckpt_command("ui", tmp_path / "run", "--export", file).status == 0
+    data = embedded(file)
+    assert [each["step"] for each in data["run"]["listing"]["steps"]] == [*map(str, numbers)]
+    for number in map(str, numbers):
+        summary = data["steps"][number]["summary"]
+        assert summary["step"] == number
+        assert summary["metadata"] == f'{{"seed":{number}}}'
+        assert [each["value"] for each in data["steps"][number]["leaves"]] == [number]
 
 
 def test_a_port_that_is_taken_is_named(run_root: Path) -> None:
@@ -212,10 +273,11 @@ def test_an_export_is_one_file_that_asks_for_nothing(run_root: Path, tmp_path: P
     file = tmp_path / "run.html"
     ran = ckpt_command("ui", run_root, "--export", file, "--steps", "2")
     assert (ran.status, ran.err) == (0, "")
+    assert re.search(r": 3 steps, the leaves of 2, [1-9]\d*(\.\d+)? KiB\n$", ran.out)
     text = file.read_text()
     assert not re.search(r"""(src|href)=["'](?!#)""", text)
     data = embedded(file)
-    assert [each["step"] for each in data["run"]["listing"]["steps"]] == [10, 20, 30]
+    assert [each["step"] for each in data["run"]["listing"]["steps"]] == ["10", "20", "30"]
     assert sorted(data["steps"]) == ["20", "30"]
 
 

@@ -198,6 +198,24 @@ def test_what_cannot_be_compared_is_not_called_different(browser: Any, tmp_path:
     assert " B" not in opened.text("#about")
 
 
+def test_large_numbers_are_shown_as_they_are(browser: Any, tmp_path: Path) -> None:
+    numbers = [2**53, 2**53 + 1, 10**18 + 1]
+    with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
+        for number in numbers:
+            mgr.save(number, state_of(3), metadata={"seed": number})
+    opened = exported(browser, tmp_path / "run", tmp_path)
+    page = opened.page
+    assert page.locator("#steps button").all_inner_texts() == [*map(str, reversed(numbers))]
+    page.get_by_role("button", name=str(2**53 + 1), exact=True).click()
+    showing(page, "#step-title", f"Step {2**53 + 1}")
+    assert page.locator("#steps tr[aria-current]").count() == 1
+    assert f'{{"seed":{2**53 + 1}}}' in opened.text("#summary")
+    assert page.get_by_label("since step").input_value() == str(2**53)
+    page.keyboard.press("j")
+    showing(page, "#step-title", f"Step {2**53}")
+    assert opened.wrong == []
+
+
 def test_metrics_may_be_called_like_methods(browser: Any, tmp_path: Path) -> None:
     with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
         mgr.save(1, {"w": jnp.zeros(2)}, metrics={"toString": 1.0, "constructor": 2.0})
@@ -276,6 +294,16 @@ def test_an_exported_file_works_without_a_server(
     assert "Export more" in opened.text("#failure")
     assert opened.wrong == []
     assert [each for each in opened.asked if not each.startswith("file:")] == []
+
+
+def test_a_root_that_is_deleted_is_said(browser: Any, url: str, manager: Any) -> None:
+    opened = Opened(browser, url)
+    root = Path(manager.root)
+    root.rename(root.with_name("elsewhere"))
+    opened.page.wait_for_selector("#failure:not([hidden])")
+    assert f"{root} is gone" in opened.text("#failure")
+    root.with_name("elsewhere").rename(root)
+    opened.page.wait_for_selector("#failure[hidden]", state="attached")
 
 
 def test_a_server_that_is_gone_is_said(browser: Any, manager: Any) -> None:

@@ -11,6 +11,7 @@ import click
 from ckpt._inspection.places import RunRoot, root_at
 from ckpt.cli import options
 from ckpt.cli.output import note
+from ckpt.cli.text import count_text, size_text
 from ckpt.errors import CheckpointError, InvalidArgumentError
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -53,11 +54,12 @@ def _export(root: RunRoot, file: Path, most: int) -> None:
         reader = RunReader(root)
         run = await reader.run(is_live=False)
         found: dict[str, StepRecord] = {}
-        for each in run.listing.steps[-most:]:
+        for each in run.listing["steps"][-most:]:
+            number = each["step"]
             try:
-                found[str(each.step)] = await reader.step(each.step)
+                found[number] = await reader.step(int(number))
             except CheckpointError as error:
-                note(f"warning: step {each.step} is left out: {error}")
+                note(f"warning: step {number} is left out: {error}")
         return StaticData(run, found)
 
     data = anyio.run(read)
@@ -65,16 +67,19 @@ def _export(root: RunRoot, file: Path, most: int) -> None:
         file.write_text(single_page(data), encoding="utf-8")
     except OSError as error:
         raise InvalidArgumentError(f"--export {file}: {error.strerror}") from error
-    shown, total = len(data.steps), len(data.run.listing.steps)
-    click.echo(f"{file}: {total} steps, the leaves of {shown}, {file.stat().st_size / 1e6:.1f} MB")
+    steps = count_text(len(data.run.listing["steps"]), "step")
+    size = size_text(file.stat().st_size)
+    click.echo(f"{file}: {steps}, the leaves of {len(data.steps)}, {size}")
 
 
 def _serve(root: RunRoot, host: str, port: int, *, opens: bool) -> None:
+    from ckpt.page.addresses import is_everywhere
     from ckpt.page.records import RunReader
     from ckpt.page.server import PageServer
 
     if host not in _LOOPBACK:
-        note(f"warning: whoever can reach {host} and knows the address below can read the run")
+        who = "everybody in the network" if is_everywhere(host) else f"whoever can reach {host}"
+        note(f"warning: {who} can read the run with the address below, which holds the token")
     try:
         server = PageServer(RunReader(root), host, port)
     except OSError as error:

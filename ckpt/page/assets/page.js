@@ -12,7 +12,7 @@ const byId = (id) => document.getElementById(id);
 const embedded = byId("data") ? JSON.parse(byId("data").textContent) : null;
 
 let run = null;
-let chosen = null; // The number of the step that is shown, and its contents.
+let chosen = null; // The number of the step that is shown, and its contents. Numbers of steps are texts.
 let shown = null;
 let isPinned = false; // Whether the user has chosen a step; otherwise the latest is followed.
 let showsAll = false;
@@ -177,7 +177,7 @@ function showSteps(metrics) {
     const notes = each.pins.length ? [`pinned: ${each.pins.join(", ")}`] : [];
     if (each.writer !== "ckpt") notes.push(`written by ${each.writer}`);
     if (goes(each)) notes.push("is deleted next");
-    const button = make("button", { type: "button", click: () => choose(each.step) }, String(each.step));
+    const button = make("button", { type: "button", click: () => choose(each.step) }, each.step);
     return make(
       "tr", { "aria-current": each.step === chosen ? "true" : null },
       make("td", { class: "number" }, button),
@@ -242,7 +242,7 @@ async function choose(step) {
   chosen = step;
   showsAll = false;
   for (const row of byId("steps").children) {
-    const isIt = Number(row.querySelector("button").textContent) === step;
+    const isIt = row.querySelector("button").textContent === step;
     if (isIt) row.setAttribute("aria-current", "true");
     else row.removeAttribute("aria-current");
   }
@@ -287,7 +287,7 @@ function showSummary() {
     ["files", about.files ? `${count(about.files, "file")}, ${size(about.stored_bytes)}` : ""],
     ["items", about.unnamed ? "" : about.items.map((item) => `${item.name} (${item.handler})`).join(", ")],
     ["metrics", Object.entries(about.metrics).map(([name, value]) => `${name} = ${metric(value)}`).join(", ")],
-    ["metadata", about.metadata === null ? "" : JSON.stringify(about.metadata)],
+    ["metadata", about.metadata || ""],
     ["begun from", about.parent || ""],
     ["written by", Object.entries(about.writer).map(([name, version]) => `${name} ${version}`).join(", ")],
   ].filter((pair) => pair[1]);
@@ -320,7 +320,7 @@ function topBranches() {
 }
 
 function showSave() {
-  const times = run.statistics[String(chosen)] || shown.summary.statistics;
+  const times = run.statistics[chosen] || shown.summary.statistics;
   const has = times && times.written !== undefined;
   byId("save-title").hidden = byId("save").parentElement.hidden = !has;
   if (!has) return;
@@ -445,10 +445,10 @@ function search(text) {
 
 function showBases() {
   const others = run.listing.steps.map((each) => each.step).filter((each) => each !== chosen).reverse();
-  const before = others.find((each) => each < chosen) ?? others[0];
-  const kept = Number(byId("base").value);
-  options(byId("base"), others, others.includes(kept) && byId("base").dataset.of === String(chosen) ? kept : before);
-  byId("base").dataset.of = String(chosen);
+  const before = others.find((each) => BigInt(each) < BigInt(chosen)) ?? others[0];
+  const kept = byId("base").value;
+  options(byId("base"), others, others.includes(kept) && byId("base").dataset.of === chosen ? kept : before);
+  byId("base").dataset.of = chosen;
 }
 
 async function showDiff() {
@@ -456,7 +456,7 @@ async function showDiff() {
   if (!base || !shown) return;
   let before;
   try {
-    before = await contentsOf(Number(base));
+    before = await contentsOf(base);
   } catch (error) {
     byId("diff-text").textContent = error.message;
     byId("diff").replaceChildren();
