@@ -89,6 +89,13 @@ class Summary(Struct, frozen=True, omit_defaults=True):
         return sizes_in(self.folder, self.files)
 
 
+class Origin(Struct, frozen=True):
+    """What a manifest says of who wrote the step, as attributes of `Manifest`."""
+
+    writer: dict[str, str]
+    process_count: int
+
+
 class Version(Struct, frozen=True):
     """The part that decides whether the rest may be read at all."""
 
@@ -152,6 +159,23 @@ def peek(data: bytes, size: int | None = None) -> Summary | None:
     if found is None or not is_step(found.step):
         return None
     return Summary(format=found.format, version=found.version, step=found.step)
+
+
+def origin_of(data: bytes, size: int) -> Origin | None:
+    """Return who wrote a step, from its whole manifest; None if that is cut, changed, or unknown.
+
+    That stands behind the items, which are passed over and not decoded.
+
+    Args:
+        data: The file, or its beginning.
+        size: Bytes of the whole file.
+    """
+    if len(data) < size or not is_whole(data):
+        return None
+    try:
+        return msgspec.json.decode(data, type=Origin)
+    except INVALID:
+        return None
 
 
 def split_head(data: bytes) -> tuple[bytes | None, int]:

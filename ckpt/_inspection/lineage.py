@@ -6,14 +6,18 @@ from datetime import datetime
 
 from msgspec import Struct
 
+from ckpt._format.manifest_head import FILE_NAME, HEAD_BYTES, MAX_BYTES, Origin, origin_of
 from ckpt._format.metrics import flat_metrics
 from ckpt._inspection.json_values import finite, time_of
 from ckpt._inspection.places import Checkpoint, RunRoot, checkpoint_at, look_at, step_place
+from ckpt._steps.index import IndexedStep
 from ckpt._steps.opened import open_step
 from ckpt.errors import CheckpointError, StorageError
 
 # Runs that begin from each other in a circle would have no end.
 _MOST_PARENTS = 1000
+# What Orbax wrote does not say it.
+_FOREIGN = Origin({}, 1)
 
 
 class LoggedStep(Struct, frozen=True):
@@ -90,12 +94,33 @@ async def lineage_of(path: str) -> Lineage:
 
 
 async def _steps_of(root: RunRoot) -> list[LoggedStep]:
+    """Return the steps of a root, without decoding what their manifests say of items."""
+    found = list((await root.index.refresh()).values())
+    own = [each.step_dir for each in found if not each.is_foreign]
+    read = await root.storage.read_each(own, FILE_NAME, MAX_BYTES, HEAD_BYTES, origin_of)
+    origins = dict(zip(own, read, strict=True))
     steps = []
-    for each in (await root.index.refresh()).values():
+    for each in found:
+        origin = _FOREIGN if each.is_foreign else origins[each.step_dir]
+        if origin is not None:
+            steps.append(_indexed(root, each, origin))
+            continue
+        # It was deleted meanwhile, or is damaged or of a later version, which is an error.
         opened = await open_step(root.storage, each.step_dir, each.step)
         if opened is not None:
             steps.append(_logged(Checkpoint(root.storage, opened)))
     return steps
+
+
+def _indexed(root: RunRoot, step: IndexedStep, origin: Origin) -> LoggedStep:
+    return LoggedStep(
+        f"{root.location}/{step.step_dir}",
+        step.step,
+        time_of(step.committed_ns),
+        finite(step.metrics or {}),
+        origin.writer,
+        origin.process_count,
+    )
 
 
 async def _ancestors(checkpoint: Checkpoint) -> list[Ancestor]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import ckpt
-from tests.support.command import check_golden, ckpt_command, environment, settled
+from tests.support.command import check_golden, ckpt_command, environment, in_this_process, settled
 
 
 def run_from(root: Path, source: Path | None, *steps: int) -> None:
@@ -81,3 +81,18 @@ def test_a_reader_that_goes_away_is_no_error(command: str, run_root: Path) -> No
     )
     os.close(writing)
     assert (ran.returncode, ran.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("place", [b'"writer":{', b'"items":{', b'"process_count":1'])
+def test_of_a_damaged_step_nothing_is_told(
+    place: bytes, run_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who wrote the steps is read without what they hold; damage is found anywhere."""
+    root = Path(shutil.copytree(run_root, tmp_path / "runs"))
+    manifest = root / "20" / "ckpt.json"
+    data = manifest.read_bytes()
+    at = data.index(place) + len(place) - 1
+    manifest.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    ran = in_this_process(capsys, "log", root)
+    assert (ran.status, ran.out) == (1, "")
+    assert "step 20" in ran.err
