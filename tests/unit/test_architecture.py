@@ -22,7 +22,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 FLOORS = [
     {"_events", "_redaction"},
     {"errors"},
-    {"_arguments"},
+    {"_arguments", "_vitals"},
     {"_format", "_runtime", "_settings", "exports", "step_names"},
     {
         "_tree",

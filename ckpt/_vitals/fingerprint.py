@@ -1,0 +1,171 @@
+"""The fingerprint of an array, from the bytes of any boxes of it.
+
+The bytes of every row are 32-bit words. A word is folded, multiplied with its weight, and all are
+summed up modulo 2**32, in two lanes. So the sums of the boxes of an array, however it is cut, add
+up to its own. `docs/design/017-vital-signs.md` has the definition, and what it proves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from ckpt._vitals.weights import (
+    COLUMN_BITS,
+    COLUMNS,
+    LANES,
+    Words,
+    axis_factors,
+    column_factors,
+    high_factors,
+    row_factors,
+)
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+# Words that are summed at once: with the memory for them folded, they stay in a processor's cache.
+PIECE_WORDS = 1 << 16
+# Longer rows are cut into columns.
+_LONG_ROW = PIECE_WORDS
+# Shorter rows are joined: each costs as much as some hundreds of words.
+_SHORT_ROW = 512
+_MOST_JOINED = 1 << 14
+# Below this, multiplying every weight is less work than a loop for every row.
+_FEW_COLUMNS = 64
+_WORD_BYTES = 4
+
+
+class Piece(Struct, frozen=True, eq=False, gc=False):
+    """Consecutive bytes of a box, as a matrix of words.
+
+    Attributes:
+        start: The first byte, counted within the box.
+        rows: How many rows there are.
+        row_bytes: Bytes of each.
+        lead: Bytes of the first word of each that come before them, and count as 0.
+        row_factors: `[rows]`.
+        column_factors: `[2, words of a row]`.
+    """
+
+    start: int
+    rows: int
+    row_bytes: int
+    lead: int
+    row_factors: Words
+    column_factors: Words
+
+    @property
+    def stop(self) -> int:
+        """The byte after the last one."""
+        return self.start + self.rows * self.row_bytes
+
+
+def pieces_of(offset: Sequence[int], shape: Sequence[int], itemsize: int) -> Iterator[Piece]:
+    """Yield the pieces of a box, in the order of its bytes; together they are all of it.
+
+    Args:
+        offset: The first corner of the box within the array.
+        shape: Its shape.
+        itemsize: Bytes of an element.
+    """
+    if not math.prod(shape):
+        return
+    # A scalar is a row of one element.
+    *outer_offset, first = offset or (0,)
+    *outer_shape, length = shape or (1,)
+    begin, row_bytes = first * itemsize, length * itemsize
+    lead = begin % _WORD_BYTES
+    words = -(-(lead + row_bytes) // _WORD_BYTES)
+    if words > _LONG_ROW:
+        for row in range(math.prod(outer_shape)):
+            weight = row_factors(outer_offset, outer_shape, row, row + 1)
+            yield from _long_row(len(outer_shape), begin, row_bytes, row * row_bytes, weight)
+        return
+    columns = column_factors(len(outer_shape), begin // _WORD_BYTES, words)
+    if lead + row_bytes == words * _WORD_BYTES and not lead:
+        while outer_shape and words < _SHORT_ROW and words * outer_shape[-1] <= _MOST_JOINED:
+            # A row of the others, and all along this dimension.
+            axis = len(outer_shape) - 1
+            along = axis_factors(axis, outer_offset.pop(), outer_shape[-1])
+            columns = (along[:, None] * columns[:, None, :]).reshape(LANES, -1)
+            row_bytes *= outer_shape[-1]
+            words *= outer_shape.pop()
+    rows, step = math.prod(outer_shape), max(PIECE_WORDS // words, 1)
+    for row in range(0, rows, step):
+        stop = min(row + step, rows)
+        along = row_factors(outer_offset, outer_shape, row, stop)
+        yield Piece(row * row_bytes, stop - row, row_bytes, lead, along, columns)
+
+
+def _long_row(
+    dimension: int, begin: int, nbytes: int, start: int, weight: Words
+) -> Iterator[Piece]:
+    """Yield the pieces of a row of `nbytes` that is at byte `begin` of its row of the array."""
+    block = COLUMNS * _WORD_BYTES
+    end, at = begin + nbytes, begin
+    while at < end:
+        word, lead = divmod(at, _WORD_BYTES)
+        high, within = divmod(at, block)
+        if within or end - at < block:
+            # What is left of a block, or the beginning of one.
+            stop = min((high + 1) * block, end)
+            words = -(-(stop - at + lead) // _WORD_BYTES)
+            columns = column_factors(dimension, word, words)
+            yield Piece(start + at - begin, 1, stop - at, lead, weight, columns)
+        else:
+            rows = min((end - at) // block, PIECE_WORDS >> COLUMN_BITS)
+            stop = at + rows * block
+            along = weight * high_factors(dimension, np.arange(high, high + rows, dtype=np.uint64))
+            yield Piece(
+                start + at - begin, rows, block, 0, along, column_factors(dimension, 0, COLUMNS)
+            )
+        at = stop
+
+
+def sum_of(data: Bytes, piece: Piece, scratch: Words) -> tuple[int, int]:
+    """Return the weighted sums of a piece, one of each lane, modulo 2**32.
+
+    Args:
+        data: The bytes of the piece.
+        piece: What they are.
+        scratch: Memory for as many words as the piece has.
+    """
+    words = piece.column_factors.shape[1]
+    folded = folded_words(
+        data.reshape(piece.rows, piece.row_bytes), piece.lead, words, scratch
+    ).reshape(piece.rows, words)
+    along = piece.row_factors
+    # No product of matrices: numpy has threads of its own for those of floats, and none for these.
+    if piece.rows > 1 and words < _FEW_COLUMNS:
+        weights = (along[:, None] * piece.column_factors[:, None, :]).reshape(LANES, -1)
+        return _both(folded.reshape(-1), weights, 1)
+    if piece.rows > 1:
+        return _both(np.einsum("i,ij->j", along, folded), piece.column_factors, 1)
+    return _both(folded[0], piece.column_factors, int(along[0]))
+
+
+def _both(words: Words, weights: Words, factor: int) -> tuple[int, int]:
+    one, two = (int(np.einsum("i,i->", words, lane)) * factor & 0xFFFFFFFF for lane in weights)
+    return one, two
+
+
+def folded_words(rows: Bytes, lead: int, words: int, scratch: Words) -> Words:
+    """Return the words of rows of bytes, folded; `[rows, words]`, in `scratch` if that is enough.
+
+    A word `p` becomes `p + p // 2**16` modulo 2**32, so that its upper bits move the sum in as many
+    places as its lower ones.
+    """
+    count = len(rows) * words
+    out = scratch[:count] if count <= len(scratch) else np.empty(count, np.uint32)
+    if lead or rows.shape[1] != words * _WORD_BYTES:
+        whole = np.zeros((len(rows), words * _WORD_BYTES), np.uint8)
+        whole[:, lead : lead + rows.shape[1]] = rows
+        rows = whole
+    plain = rows.reshape(-1).view("<u4")
+    np.right_shift(plain, 16, out=out)
+    np.add(out, plain, out=out)
+    return out.reshape(len(rows), words)

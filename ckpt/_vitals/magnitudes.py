@@ -1,0 +1,222 @@
+"""Magnitudes: how many values of an array are not finite, their norm, and the largest of them.
+
+Values are taken in rows, whose sums of squares are those of 32-bit floats: within a row of 8192 the
+error is below a millionth. Rows where that does not do, since they have values that are not finite,
+very large or very small, are taken once more in 64 bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from msgspec import Struct
+
+Array = np.ndarray[Any, Any]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+# Rows of up to this many values are multiplied by BLAS, which has no threads of its own for them.
+ROW = 8192
+_SMALL_32, _LARGE_32 = 1e-12, 1e16
+_SMALL_64, _LARGE_64 = 1e-140, 1e150
+_ML_FLOATS = {
+    # Bits of the fraction, and the bias of the exponent, where doubling both halves of a float
+    # of 32 bits gives the values; the least pattern that is not finite.
+    "float16": (10, 15, 0x7C00),
+    "float8_e5m2": (2, 15, 0x7C),
+    "float8_e4m3": (3, 7, 0x78),
+    "float8_e4m3fn": (3, 7, 0x7F),
+    "float8_e3m4": (4, 3, 0x70),
+}
+_FLOATS_32 = frozenset({"bool", "int8", "uint8", "int16", "uint16"})
+
+
+class Magnitudes(Struct, frozen=True, eq=False, gc=False):
+    """The magnitudes of some rows, one value for each.
+
+    Attributes:
+        nonfinite: How many values are NaN or infinite.
+        norm: Square root of the sum of the squares of the finite ones.
+        absmax: The largest absolute value of those.
+    """
+
+    nonfinite: Array
+    norm: Floats
+    absmax: Floats
+
+
+def magnitudes(rows: Bytes, dtype: np.dtype[Any]) -> Magnitudes:
+    """Return the magnitudes of rows of values; those of an integer or a boolean are finite.
+
+    Args:
+        rows: `[rows, bytes] uint8`, contiguous, at least one value in each row.
+        dtype: The dtype of the values.
+    """
+    name = dtype.name
+    with np.errstate(all="ignore"):
+        if name in ("float32", "float64"):
+            return _of_floats(rows.view(dtype))
+        if name == "bfloat16":
+            return _of_bfloat16(rows)
+        if name in _ML_FLOATS:
+            return _of_small_floats(rows, name)
+        if name in _FLOATS_32:
+            return _of_floats(rows.view(dtype).astype(np.float32))
+        if name.startswith("complex"):
+            return _of_complex(rows.view(dtype))
+        if dtype.kind in "iu":
+            return _of_floats(rows.view(dtype).astype(np.float64))
+        return _of_floats(_table(name)[rows])
+
+
+def flat_magnitudes(data: Bytes, dtype: np.dtype[Any]) -> tuple[int, float, float]:
+    """Return the magnitudes of one array, given its bytes: nonfinite, norm and absmax."""
+    if dtype.name == "float32" and (found := _quick(data.view(dtype))) is not None:
+        return 0, *found
+    row = ROW * dtype.itemsize
+    whole = len(data) // row * row
+    found = []
+    if whole:
+        found.append(magnitudes(data[:whole].reshape(-1, row), dtype))
+    if whole < len(data):
+        found.append(magnitudes(data[whole:].reshape(1, -1), dtype))
+    if not found:
+        return 0, 0.0, 0.0
+    return (
+        sum(int(each.nonfinite.sum()) for each in found),
+        joined_norm(np.concatenate([each.norm for each in found])),
+        max(float(each.absmax.max()) for each in found),
+    )
+
+
+def _quick(values: Array) -> tuple[float, float] | None:
+    """Return norm and absmax of plain floats of 32 bits; None if they need a second look."""
+    if not len(values):
+        return None
+    with np.errstate(all="ignore"):
+        absmax = max(float(values.max()), -float(values.min()))
+        if not _SMALL_32 < absmax < _LARGE_32:
+            return None
+        whole = len(values) // ROW * ROW
+        rows = values[:whole].reshape(-1, ROW)
+        squares = float(np.vecdot(rows, rows).sum(dtype=np.float64))
+        squares += float(np.dot(values[whole:], values[whole:]))
+    return math.sqrt(squares), absmax
+
+
+def joined_norm(norms: Floats) -> float:
+    """Return the norm of what has these norms, without a square that is too large or too small."""
+    most = float(norms.max(initial=0.0))
+    if not most:
+        return 0.0
+    return _bounded(most * float(np.sqrt(np.square(norms / most).sum())))
+
+
+def _bounded(norm: float) -> float:
+    return min(norm, float(np.finfo(np.float64).max))
+
+
+def _squares(values: Array) -> Floats:
+    """Return the sum of squares of every row."""
+    if values.shape[1] <= ROW:
+        return np.vecdot(values, values).astype(np.float64)
+    return np.einsum("ij,ij->i", values, values).astype(np.float64)
+
+
+def _of_floats(values: Array) -> Magnitudes:
+    """Return the magnitudes of rows of floats of 32 or 64 bits."""
+    squares = _squares(values)
+    absmax = np.maximum(values.max(axis=1), -values.min(axis=1)).astype(np.float64)
+    return _exact(squares, absmax, values)
+
+
+def _exact(squares: Floats, absmax: Floats, values: Array) -> Magnitudes:
+    """Return the magnitudes of rows, after a second look at those that need it."""
+    is_double = values.dtype.itemsize == 8
+    small, large = (_SMALL_64, _LARGE_64) if is_double else (_SMALL_32, _LARGE_32)
+    norm = np.sqrt(squares)
+    nonfinite = np.zeros(len(values), np.int64)
+    # A comparison with NaN is false.
+    plain = (absmax == 0) | ((absmax > small) & (absmax < large))
+    for row in np.flatnonzero(~plain).tolist():
+        finite = values[row][np.isfinite(values[row])].astype(np.float64)
+        nonfinite[row] = values.shape[1] - len(finite)
+        np.abs(finite, out=finite)
+        most = absmax[row] = finite.max(initial=0.0)
+        norm[row] = _bounded(most * np.linalg.norm(finite / most)) if most else 0.0
+    return Magnitudes(nonfinite, norm, absmax)
+
+
+def _of_bfloat16(rows: Bytes) -> Magnitudes:
+    """Return the magnitudes of rows of bfloat16, the upper halves of floats of 32 bits."""
+    patterns = rows.view(np.uint16) & np.uint16(0x7FFF)
+    most = patterns.max(axis=1)
+    absmax = _widened(most, 16).astype(np.float64)
+    if patterns.shape[1] % 2:
+        squares = _squares(_widened(patterns, 16))
+    else:
+        # Two values are one word: the upper half of one, and the lower half shifted.
+        pairs = patterns.view(np.uint32)
+        values = np.left_shift(pairs, 16).view(np.float32)
+        squares = _squares(values)
+        np.bitwise_and(pairs, np.uint32(0xFFFF0000), out=values.view(np.uint32))
+        squares += _squares(values)
+    plain = (most == 0) | ((absmax > _SMALL_32) & (absmax < _LARGE_32))
+    norm, nonfinite = np.sqrt(squares), np.zeros(len(rows), np.int64)
+    again = np.flatnonzero(~plain)
+    if len(again):
+        found = _of_floats(_widened(patterns[again], 16))
+        nonfinite[again], norm[again], absmax[again] = found.nonfinite, found.norm, found.absmax
+    return Magnitudes(nonfinite, norm, absmax)
+
+
+def _widened(patterns: Array, shift: int) -> Array:
+    """Return bit patterns, shifted, as floats of 32 bits."""
+    wide = patterns.astype(np.uint32)
+    return np.left_shift(wide, np.uint32(shift), out=wide).view(np.float32)
+
+
+def _of_small_floats(rows: Bytes, name: str) -> Magnitudes:
+    """Return the magnitudes of rows of floats of 8 or 16 bits with gradual underflow.
+
+    Shifted to where a float of 32 bits has its exponent and its fraction, the pattern of a value is
+    that float, but for the bias: times a power of two it is the value, below the normal ones, too.
+    """
+    fraction, bias, least = _ML_FLOATS[name]
+    code = rows.view(np.uint16) if name == "float16" else rows
+    patterns = code & code.dtype.type(0x7FFF if name == "float16" else 0x7F)
+    nonfinite = np.zeros(len(rows), np.int64)
+    if int(patterns.max()) >= least:
+        bad = patterns >= least
+        nonfinite = bad.sum(axis=1)
+        patterns[bad] = 0
+    scale = np.float32(2.0 ** (127 - bias))
+    values = _widened(patterns, 23 - fraction)
+    np.multiply(values, scale, out=values)
+    absmax = (_widened(patterns.max(axis=1), 23 - fraction) * scale).astype(np.float64)
+    return Magnitudes(nonfinite, np.sqrt(_squares(values)), absmax)
+
+
+def _of_complex(values: Array) -> Magnitudes:
+    found = _of_floats(np.abs(values.astype(np.complex128)))
+    # Infinite beyond the largest float, though both parts are finite.
+    parts = values.view(values.real.dtype)
+    if not found.nonfinite.any():
+        return found
+    bad = ~np.isfinite(parts).reshape(*values.shape, 2).all(axis=2)
+    absolute = np.hypot(values.real.astype(np.float64), values.imag.astype(np.float64))
+    absolute[bad] = 0
+    absolute = np.minimum(absolute, np.finfo(np.float64).max)
+    sound = _of_floats(absolute)
+    return Magnitudes(bad.sum(axis=1), sound.norm, sound.absmax)
+
+
+@functools.lru_cache(maxsize=32)
+def _table(name: str) -> Array:
+    """Return the values of all patterns of a dtype of one byte."""
+    dtype = np.dtype(getattr(ml_dtypes, name))
+    return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)

@@ -1,0 +1,160 @@
+"""Vital signs of arrays: records of boxes, whoever has made them, are joined to those of arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from msgspec import Struct
+
+from ckpt._vitals.fingerprint import PIECE_WORDS, folded_words, pieces_of, sum_of
+from ckpt._vitals.magnitudes import flat_magnitudes, joined_norm, magnitudes
+from ckpt._vitals.weights import LANES, column_factors, row_factors
+
+Array = np.ndarray[Any, Any]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+# The signs of a box, or of an array. A norm of -1 says that they are not known.
+SIGNS = np.dtype(
+    [("fingerprint", "<u4", (LANES,)), ("nonfinite", "<u8"), ("norm", "<f8"), ("absmax", "<f8")]
+)
+UNKNOWN = -1.0
+
+
+class VitalSigns(Struct, frozen=True, gc=False):
+    """What the values of an array come to, however it is sharded and cut into chunks.
+
+    Attributes:
+        fingerprint: 16 hex digits. Arrays of one shape and dtype that differ in a single bit have
+            another one; those that are equal have the same.
+        nonfinite: How many values are NaN or infinite.
+        norm: Square root of the sum of the squares of the finite ones.
+        absmax: The largest absolute value of those.
+
+    Example:
+        ```python
+        signs = mgr.metadata(100).tree["params"]["w"].vital_signs
+        assert signs.nonfinite == 0
+        ```
+    """
+
+    fingerprint: str
+    nonfinite: int
+    norm: float
+    absmax: float
+
+
+class Taker(Protocol):
+    """Takes the bytes of a box, piece by piece."""
+
+    def __call__(self, data: memoryview, /) -> object:
+        """Take the next bytes."""
+
+
+def no_signs(count: int) -> Array:
+    """Return records of arrays whose signs are not known."""
+    found = np.zeros(count, SIGNS)
+    found["norm"] = UNKNOWN
+    return found
+
+
+def signs_of(record: Array) -> VitalSigns | None:
+    """Return the signs of one record."""
+    (one, two), nonfinite, norm, absmax = record.tolist()
+    return None if norm < 0 else VitalSigns(f"{two:08x}{one:08x}", nonfinite, norm, absmax)
+
+
+def record_of(signs: VitalSigns | None) -> Array:
+    """Return the record of signs; the inverse of `signs_of`.
+
+    Raises:
+        ValueError: The fingerprint has not 16 hex digits.
+    """
+    if signs is None:
+        return no_signs(1)[0]
+    if len(signs.fingerprint) != 16:
+        raise ValueError(f"a fingerprint has 16 hex digits, not {signs.fingerprint!r:.40}")
+    words = int(signs.fingerprint[8:], 16), int(signs.fingerprint[:8], 16)
+    return np.array((words, signs.nonfinite, signs.norm, signs.absmax), SIGNS)
+
+
+def box_signs(
+    data: Bytes, offset: Sequence[int], shape: Sequence[int], dtype: np.dtype[Any], take: Taker
+) -> Array:
+    """Return the record of a box of an array.
+
+    Args:
+        data: The bytes of the box, in C order.
+        offset: The first corner of the box within the array.
+        shape: Its shape.
+        dtype: Dtype of the elements.
+        take: Takes the bytes while they are in the processor's cache.
+    """
+    lanes = [0] * LANES
+    found: list[tuple[int, float, float]] = []
+    scratch = np.empty(min(PIECE_WORDS, len(data) // 4 + 1), np.uint32)
+    for piece in pieces_of(offset, shape, dtype.itemsize):
+        mine = data[piece.start : piece.stop]
+        take(mine.data)
+        for lane, part in enumerate(sum_of(mine, piece, scratch)):
+            lanes[lane] = (lanes[lane] + part) & 0xFFFFFFFF
+        found.append(flat_magnitudes(mine, dtype))
+    record = np.zeros((), SIGNS)
+    record["fingerprint"] = lanes
+    record["nonfinite"] = sum(each[0] for each in found)
+    record["norm"] = joined_norm(np.array([each[1] for each in found]))
+    record["absmax"] = max((each[2] for each in found), default=0.0)
+    return record
+
+
+def whole_signs(arrays: Bytes, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+    """Return the records of many small arrays of one shape and dtype.
+
+    Args:
+        arrays: `[arrays, bytes] uint8`, contiguous; at least one byte.
+        shape: Their shape.
+        dtype: Dtype of the elements.
+    """
+    *outer, length = shape or (1,)
+    nbytes = length * dtype.itemsize
+    words, rows = -(-nbytes // 4), math.prod(outer)
+    columns = column_factors(len(outer), 0, words)
+    along = row_factors([0] * len(outer), outer, 0, rows)
+    weights = (along[:, None] * columns[:, None, :]).reshape(LANES, -1)
+    none = np.empty(0, np.uint32)
+    folded = folded_words(arrays.reshape(-1, nbytes), 0, words, none).reshape(len(arrays), -1)
+    records = np.zeros(len(arrays), SIGNS)
+    for lane in range(LANES):
+        records["fingerprint"][:, lane] = np.einsum("ij,j->i", folded, weights[lane])
+    found = magnitudes(arrays, dtype)
+    records["nonfinite"], records["norm"] = found.nonfinite, found.norm
+    records["absmax"] = found.absmax
+    return records
+
+
+def join_signs(records: Array, owners: Array, count: int) -> Array:
+    """Return the records of arrays from those of their boxes.
+
+    Args:
+        records: Those of boxes that do not overlap and cover the arrays.
+        owners: For each box the number of its array.
+        count: How many arrays there are.
+    """
+    found = np.zeros(count, SIGNS)
+    for lane in range(LANES):
+        # Wraps around, as the sums do.
+        np.add.at(found["fingerprint"][:, lane], owners, records["fingerprint"][:, lane])
+    np.add.at(found["nonfinite"], owners, records["nonfinite"])
+    np.maximum.at(found["absmax"], owners, records["absmax"])
+    most = np.zeros(count)
+    np.maximum.at(most, owners, records["norm"])
+    scale = np.where(most > 0, most, 1)
+    squares = np.zeros(count)
+    np.add.at(squares, owners, np.square(records["norm"] / scale[owners]))
+    with np.errstate(over="ignore"):
+        norms = most * np.sqrt(squares)
+    found["norm"] = np.minimum(norms, np.finfo(np.float64).max)
+    found["norm"][owners[records["norm"] < 0]] = UNKNOWN
+    return found
