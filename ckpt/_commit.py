@@ -135,6 +135,7 @@ class StepInfo:
         created: When the save began (UTC).
         committed: When the step was committed (UTC).
         statistics: Where the time of the save went.
+        nonfinite_leaves: How many leaves have NaN or infinite values; None if that is not known.
 
     Example:
         ```python
@@ -153,6 +154,7 @@ class StepInfo:
     committed: datetime
     statistics: SaveStatistics = field(default_factory=SaveStatistics, compare=False)
     parent: Parent | None = None
+    nonfinite_leaves: int | None = None
 
     def __repr__(self) -> str:
         name = "" if self.step is None else f"step {self.step}, "
@@ -467,4 +469,5 @@ def step_info(manifest: Manifest, path: str, statistics: SaveStatistics | None =
         committed=StepInfo.time_of(manifest.committed_ns),
         statistics=replace(statistics, shared_bytes=shared),
         parent=manifest.parent,
+        nonfinite_leaves=manifest.nonfinite_leaves,
     )

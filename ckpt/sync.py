@@ -384,6 +384,7 @@ def save(
     handlers: HandlersLike = (),
     staging: Staging | StagingMode | None = None,
     formats: Formats | None = None,
+    vital_signs: bool = True,
     timeouts: Timeouts | None = None,
     coordinator: Coordinator | None = None,
     deadline: float | None = None,
@@ -392,7 +393,9 @@ def save(
     request = make_request(
         "", None, state, items, metrics, metadata, overwrite=overwrite, deadline=deadline
     )
-    return call_once(save_call(path, request, handlers, staging, formats, timeouts, coordinator))
+    return call_once(
+        save_call(path, request, handlers, staging, formats, timeouts, coordinator, vital_signs)
+    )
 
 
 @plain_docs(oneshot.save_async)
@@ -406,6 +409,7 @@ def save_async(
     overwrite: bool = False,
     handlers: HandlersLike = (),
     formats: Formats | None = None,
+    vital_signs: bool = True,
     timeouts: Timeouts | None = None,
     coordinator: Coordinator | None = None,
     deadline: float | None = None,
@@ -419,7 +423,9 @@ def save_async(
     )
     saves = background_saves()
     saves.loop.check_caller()
-    commit, job, staged = saves.start(path, request, handlers, formats, timeouts, coordinator)
+    commit, job, staged = saves.start(
+        path, request, handlers, formats, timeouts, coordinator, vital_signs
+    )
     try:
         settled_here(staged)
     except BaseException:

@@ -12,6 +12,7 @@ from ckpt._engine.verify.report import Problem, VerifyReport
 from ckpt._steps.pins import Pin
 from ckpt._steps.removal.trash import TrashedStep
 from ckpt._steps.step_metadata import ItemInfo, LeafInfo
+from ckpt._vitals.signs import VitalSigns
 
 __all__ = [
     "Conversion",
@@ -29,6 +30,7 @@ __all__ = [
     "Trash",
     "TrashedStep",
     "VerifyReport",
+    "VitalSigns",
     "Watch",
 ]
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from ckpt._arguments import instance_of
+from ckpt._arguments import instance_of, true_or_false
 from ckpt._commit import Commit, CommitHooks
 from ckpt._engine.engine import Engine
 from ckpt._engine.plan_cache import PlanCache
@@ -62,13 +62,15 @@ class BackgroundSaves:
         formats: Formats | None,
         timeouts: Timeouts | None,
         coordinator: Coordinator | None,
+        vital_signs: bool,
     ) -> tuple[Commit, Job[None], Future[None]]:
         """Start a save; returns what `SaveQueue.start` does."""
         storage, step_dir = open_step_dir(path)
         request = replace(request, step_dir=step_dir)
         timeouts = instance_of("timeouts", timeouts, Timeouts) or Timeouts()
         rules = compile_formats(formats)
-        engine = self._engine
+        true_or_false("vital_signs", vital_signs)
+        engine = replace(self._engine, vital_signs=vital_signs)
         if handlers or rules is not None:
             engine = replace(engine, handlers=find_handlers(handlers), plans=PlanCache(rules))
         location = f"{storage.location}/{step_dir}"

@@ -48,6 +48,7 @@ class ManagerBase:
         handlers: HandlersLike = (),
         staging: Staging | StagingMode | None = None,
         formats: Formats | None = None,
+        vital_signs: bool = True,
         backlog: BacklogPolicy = "wait",
         read_only: bool = False,
         create: bool = True,
@@ -79,6 +80,8 @@ class ManagerBase:
                 first that matches a leaf applies, or a function of leaf path and
                 `jax.ShapeDtypeStruct` that returns an `ArrayFormat` or None. A pattern that applies
                 to no array of a save is an error.
+            vital_signs: Note a fingerprint, the norm and the largest value of every array, and how
+                many of its values are not finite. `metadata` shows them; see `VitalSigns`.
             backlog: What a save does while another one is under way. `wait` takes its snapshot
                 meanwhile and commits after it; with two under way it first waits for the older.
                 `skip` saves nothing and returns a falsy commit that says so. `supersede` replaces
@@ -114,7 +117,7 @@ class ManagerBase:
         if deletion is not None and deletion.trash is not None:
             check_trash(root, deletion.trash, lambda name: names.step(name) is not None)
         staging = as_staging(staging)
-        engine = make_engine(staging, handlers, observers, formats, clock)
+        engine = make_engine(staging, handlers, observers, formats, clock, vital_signs=vital_signs)
         peers = make_peers(coordinator, timeouts, storage.location, engine)
         one_of("backlog", backlog, get_args(BacklogPolicy))
         if backlog == "supersede" and peers is not None:

@@ -63,6 +63,7 @@ async def save(
     handlers: HandlersLike = (),
     staging: Staging | StagingMode | None = None,
     formats: Formats | None = None,
+    vital_signs: bool = True,
     timeouts: Timeouts | None = None,
     coordinator: Coordinator | None = None,
     deadline: float | None = None,
@@ -82,6 +83,7 @@ async def save(
         staging: A `Staging`, or the name of its mode. By default only numpy arrays are copied,
             since jax arrays cannot be donated before the call returns.
         formats: How arrays are stored: `{pattern of leaf paths: ArrayFormat}`, or a function.
+        vital_signs: Note what the values of every array come to; see `CheckpointManager`.
         timeouts: Time limits, in seconds.
         coordinator: The processes of the job; None uses those of `jax.distributed`.
         deadline: Seconds after this call at which the save is given up; see
@@ -104,7 +106,7 @@ async def save(
         "", None, state, items, metrics, metadata, overwrite=overwrite, deadline=deadline
     )
     return await run_once(
-        save_call(path, request, handlers, staging, formats, timeouts, coordinator)
+        save_call(path, request, handlers, staging, formats, timeouts, coordinator, vital_signs)
     )
 
 
@@ -119,6 +121,7 @@ async def save_async(
     overwrite: bool = False,
     handlers: HandlersLike = (),
     formats: Formats | None = None,
+    vital_signs: bool = True,
     timeouts: Timeouts | None = None,
     coordinator: Coordinator | None = None,
     deadline: float | None = None,
@@ -138,6 +141,7 @@ async def save_async(
         overwrite: Replace an existing checkpoint. The old one stays until the new is published.
         handlers: Handlers for more kinds of items; or a mapping of item names to handlers.
         formats: How arrays are stored: `{pattern of leaf paths: ArrayFormat}`, or a function.
+        vital_signs: Note what the values of every array come to; see `CheckpointManager`.
         timeouts: Time limits, in seconds.
         coordinator: The processes of the job; None uses those of `jax.distributed`.
         deadline: Seconds after this call at which the save is given up; see
@@ -162,7 +166,7 @@ async def save_async(
         "", None, state, items, metrics, metadata, overwrite=overwrite, deadline=deadline
     )
     commit, job, staged = background_saves().start(
-        path, request, handlers, formats, timeouts, coordinator
+        path, request, handlers, formats, timeouts, coordinator, vital_signs
     )
     try:
         await settled(staged)
@@ -293,13 +297,14 @@ def save_call(
     formats: Formats | None,
     timeouts: Timeouts | None,
     coordinator: Coordinator | None,
+    vital_signs: bool,
 ) -> Call[StepInfo]:
     """Return the call behind `save`; `path` gives its `request` the step directory."""
     storage, step_dir = open_step_dir(path)
     request = replace(request, step_dir=step_dir)
     staging = as_staging(staging, "view")
     timeouts = instance_of("timeouts", timeouts, Timeouts) or Timeouts()
-    engine = make_engine(staging, handlers, (), formats)
+    engine = make_engine(staging, handlers, (), formats, vital_signs=vital_signs)
     peers = make_peers(coordinator, timeouts, f"{storage.location}/{step_dir}", engine)
 
     async def call() -> StepInfo:

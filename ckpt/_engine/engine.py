@@ -45,6 +45,7 @@ class Engine(Struct):
         arena: The staging memory.
         buffers: Makes the memory of restored arrays.
         plans: Plans of earlier saves.
+        vital_signs: Whether saves take the vital signs of arrays.
         now_ns: Returns the time, in Unix nanoseconds.
         versions: Versions of the libraries that write.
         last_save: The last step that was saved, or before that the last that was restored: the next
@@ -57,6 +58,7 @@ class Engine(Struct):
     arena: Arena
     buffers: Buffers
     plans: PlanCache = field(default_factory=PlanCache)
+    vital_signs: bool = True
     now_ns: Callable[[], int] = time.time_ns
     versions: dict[str, str] = field(default_factory=_versions)
     last_save: LastSave | None = None

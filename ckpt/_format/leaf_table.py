@@ -16,10 +16,14 @@ import numpy as np
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from ckpt._vitals.signs import SIGNS, VitalSigns, no_signs, record_of, signs_of
+
 Value = str | bool | None
 Length = Annotated[int, Meta(ge=0, le=1 << 62)]
 Number = Annotated[int, Meta(ge=0, le=1 << 31)]
+Count = Annotated[int, Meta(ge=1, le=1 << 62)]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
+Records = np.ndarray[Any, np.dtype[np.void]]
 
 DIGEST_BYTES = 16
 # Stands for the digest of a chunk that another library wrote, as long as it is not known.
@@ -80,6 +84,7 @@ class LeafEntry(Struct, frozen=True, gc=False):
         same_as: Number of an earlier leaf that was the same array object; both have the same
             chunks at the same places.
         value: The value of a Python scalar (`int` and `float` as text, exactly; `bytes` base64).
+        vital_signs: What the values of an array come to, or None where that is not known.
     """
 
     name: str
@@ -99,6 +104,7 @@ class LeafEntry(Struct, frozen=True, gc=False):
     impl: str | None = None
     same_as: int | None = None
     value: Value = None
+    vital_signs: VitalSigns | None = None
 
     @property
     def form(self) -> LeafForm:
@@ -132,6 +138,11 @@ class LeafColumns(Struct, frozen=True, omit_defaults=True):
         same_as: Leaves that are an earlier leaf, each with the number of that one. They have no
             chunks of their own.
         values: Leaves with a value, each with it.
+        fingerprints: Fingerprint of every leaf, 8 bytes each; like the next two, empty if the vital
+            signs of no leaf are known.
+        norms: Norm of every leaf, 8 bytes each; -1 for a leaf without vital signs.
+        absmax: Largest absolute value of every leaf, 8 bytes each.
+        nonfinite: Leaves with values that are not finite, each with their number.
     """
 
     names: list[str]
@@ -143,6 +154,32 @@ class LeafColumns(Struct, frozen=True, omit_defaults=True):
     lengths: bytes = b""
     same_as: list[tuple[Number, Number]] = []
     values: list[tuple[Number, Value]] = []
+    fingerprints: bytes = b""
+    norms: bytes = b""
+    absmax: bytes = b""
+    nonfinite: list[tuple[Number, Count]] = []
+
+
+def _read_signs(columns: LeafColumns) -> Records:
+    """Return the records of the vital signs in a file.
+
+    Raises:
+        ValueError: The columns do not fit each other.
+    """
+    sizes = {8 * len(columns.names), *map(len, (columns.fingerprints, columns.norms))}
+    listed = dict(columns.nonfinite)
+    if not (columns.fingerprints or columns.norms or columns.absmax or listed):
+        return no_signs(0)
+    if sizes != {len(columns.absmax)} or any(number >= len(columns.names) for number in listed):
+        raise ValueError("the columns of the vital signs do not fit each other")
+    if len(listed) != len(columns.nonfinite):
+        raise ValueError("a leaf with values that are not finite is listed twice")
+    signs = np.zeros(len(columns.names), SIGNS)
+    signs["fingerprint"] = np.frombuffer(columns.fingerprints, "<u4").reshape(-1, 2)
+    signs["norm"] = np.frombuffer(columns.norms, "<f8")
+    signs["absmax"] = np.frombuffer(columns.absmax, "<f8")
+    signs["nonfinite"][list(listed)] = list(listed.values())
+    return signs
 
 
 class LeafTable(Sequence[LeafEntry]):
@@ -159,6 +196,7 @@ class LeafTable(Sequence[LeafEntry]):
         lengths: Bytes of every encoded chunk; empty if there are none.
         same_as: Leaves that are an earlier one, with its number.
         values: Leaves with a value.
+        signs: The record of the vital signs of every leaf; empty if none are known.
 
     Example:
         ```python
@@ -178,6 +216,7 @@ class LeafTable(Sequence[LeafEntry]):
         "names",
         "offsets",
         "same_as",
+        "signs",
         "values",
     )
 
@@ -192,6 +231,7 @@ class LeafTable(Sequence[LeafEntry]):
         lengths: Integers = _NONE,
         same_as: Mapping[int, int] | None = None,
         values: Mapping[int, Value] | None = None,
+        signs: Records | None = None,
     ) -> None:
         """Make a table of its columns.
 
@@ -207,10 +247,14 @@ class LeafTable(Sequence[LeafEntry]):
         self.lengths: Integers = lengths
         self.same_as: Mapping[int, int] = same_as or {}
         self.values: Mapping[int, Value] = values or {}
+        is_known = signs is not None and bool((signs["norm"] >= 0).any())
+        self.signs: Records = signs if signs is not None and is_known else no_signs(0)
         self._entries: list[LeafEntry] | None = None
         count = len(names)
         if len(self.form) != count or (count and not 0 <= self.form.max() < len(forms)):
             raise ValueError(f"{count} names and {len(self.form)} forms do not fit each other")
+        if len(self.signs) not in (0, count):
+            raise ValueError(f"{count} leaves and {len(self.signs)} vital signs do not fit")
         if any(not 0 <= number < count for number in self.values):
             raise ValueError("a value is of a leaf that does not exist")
         for number, first in self.same_as.items():
@@ -293,6 +337,7 @@ class LeafTable(Sequence[LeafEntry]):
             np.array(lengths if any(lengths) else (), np.int64),
             {n: leaf.same_as for n, leaf in enumerate(leaves) if leaf.same_as is not None},
             {n: leaf.value for n, leaf in enumerate(leaves) if leaf.value is not None},
+            np.array([record_of(leaf.vital_signs) for leaf in leaves], SIGNS),
         )
 
     @classmethod
@@ -323,6 +368,7 @@ class LeafTable(Sequence[LeafEntry]):
             np.frombuffer(columns.lengths, _OFFSET).astype(np.int64, copy=False),
             same_as,
             values,
+            _read_signs(columns),
         )
 
     def columns(self) -> LeafColumns:
@@ -344,7 +390,22 @@ class LeafTable(Sequence[LeafEntry]):
             self.lengths.astype(_OFFSET).tobytes() if self.lengths.any() else b"",
             sorted(self.same_as.items()),
             sorted(self.values.items()),
+            self.signs["fingerprint"].tobytes(),
+            self.signs["norm"].tobytes(),
+            self.signs["absmax"].tobytes(),
+            [(n, int(self.signs["nonfinite"][n])) for n in self.nonfinite()],
         )
+
+    def nonfinite(self) -> list[int]:
+        """Return the numbers of the leaves that are known to have NaN or infinite values.
+
+        Example:
+            ```python
+            assert manifest.items["default"].leaves.nonfinite() == []
+            ```
+        """
+        found: list[int] = np.flatnonzero(self.signs["nonfinite"]).tolist()
+        return found
 
     def unchecked(self) -> Integers:
         """Return the numbers of the chunks whose digests are not known, counted over all leaves.
@@ -440,6 +501,7 @@ class LeafTable(Sequence[LeafEntry]):
                         form.impl,
                         None,
                         values.get(number),
+                        signs_of(self.signs[number]) if len(self.signs) else None,
                     )
                 )
             self._entries = entries

@@ -48,6 +48,7 @@ from ckpt._format.manifest_head import (
 from ckpt._format.metrics import Metrics
 from ckpt._format.parent import Parent
 from ckpt._format.source_files import SourceFile
+from ckpt._vitals.signs import UNKNOWN
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
 
 # The JSON parser stops at about 200 levels; half of them are left to the structures around it.
@@ -184,6 +185,25 @@ class Manifest(Struct, frozen=True):
         """The size in bytes of every file but the manifest, by path in the step directory."""
         return sizes_in(self.folder, self.files)
 
+    @property
+    def nonfinite_leaves(self) -> int | None:
+        """How many leaves have values that are not finite; None if there are no vital signs."""
+        return _nonfinite_leaves(self.items)
+
+
+def _nonfinite_leaves(items: Mapping[str, ItemEntry]) -> int | None:
+    count = 0
+    for item in items.values():
+        table = item.leaves
+        are_arrays = np.array([form.dtype is not None for form in table.forms] or [False])
+        arrays = are_arrays[table.form]
+        if not arrays.any():
+            continue
+        if not len(table.signs) or (table.signs["norm"][arrays] == UNKNOWN).any():
+            return None
+        count += len(table.nonfinite())
+    return count
+
 
 class _Item(Struct, frozen=True, omit_defaults=True):
     """An item as it is in the file."""
@@ -251,6 +271,7 @@ def encode(manifest: Manifest) -> bytes:
             manifest.committed_ns,
             manifest.folder,
             manifest.files,
+            manifest.nonfinite_leaves,
             # The comma before it, and the trailer after it.
             1 + len(tail) + len(TRAILER_KEY) + HEX_DIGITS + len(TRAILER_END),
         )
@@ -349,6 +370,8 @@ def decode(data: bytes, *, where: str) -> Manifest:
             raise ValueError("its head contradicts it")
         rest = msgspec.json.decode(b"".join((b"{", memoryview(data)[end + 1 :])), type=_Rest)
         items = {name: _read(item) for name, item in rest.items.items()}
+        if front.nonfinite_leaves != _nonfinite_leaves(items):
+            raise ValueError("its head counts other leaves with values that are not finite")
         if OWN_DISKS not in front.requires:
             _check_places(items)
         if VIRTUAL not in front.requires:

@@ -67,6 +67,7 @@ class Summary(Struct, frozen=True, omit_defaults=True):
     """What lists of steps are made of: the head of a manifest, with attributes of `Manifest`.
 
     Attributes:
+        nonfinite_leaves: How many leaves have values that are not finite; None if not known.
         rest: How many bytes of the file follow the head.
     """
 
@@ -81,6 +82,7 @@ class Summary(Struct, frozen=True, omit_defaults=True):
     committed_ns: UnixTime = 0
     folder: Folder = ""
     files: dict[str, FileEntry] = {}
+    nonfinite_leaves: Size | None = None
     rest: Size = 0
 
     @property

@@ -26,6 +26,7 @@ from ckpt._plan.ownership import holders_of
 from ckpt._plan.write_batches import FileSpans, WriteBatch
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, SCALAR_KINDS
 from ckpt._tree.leaf_specs import LeafSpec, StoredLeaf, encode_scalar
+from ckpt._vitals.signs import join_signs, no_signs
 from ckpt.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]
@@ -59,11 +60,13 @@ class ItemReport(Struct, frozen=True, eq=False):
         rows: `[chunks]`, for each chunk its `leaf`, its `number` there, the number of its `file`,
             the `offset` in that, and its `length` if it is encoded, else 0.
         digests: `[chunks, 16] uint8`, the digest of each.
+        signs: `[chunks]`, the record of the vital signs of each; empty if they were not taken.
     """
 
     files: tuple[str, ...]
     rows: Array
     digests: Array
+    signs: Array = no_signs(0)
 
 
 class StoredChunks(Struct, frozen=True):
@@ -76,6 +79,7 @@ class StoredChunks(Struct, frozen=True):
         files: Number of the data file.
         lengths: Bytes of each that is encoded; 0 for a plain one.
         data_files: Paths of the data files, relative to the item.
+        signs: The record of the vital signs of every leaf; empty if none are known.
     """
 
     firsts: Array
@@ -84,6 +88,7 @@ class StoredChunks(Struct, frozen=True):
     files: Array
     lengths: Array
     data_files: list[str]
+    signs: Array = no_signs(0)
 
     @staticmethod
     def blank(leaves: int) -> StoredChunks:
@@ -97,6 +102,7 @@ def report_chunks(
     files: Sequence[str],
     digests: Sequence[Sequence[str]] | None = None,
     spans: FileSpans | None = None,
+    signs: Array | None = None,
 ) -> ItemReport:
     """Return the report of a writer.
 
@@ -106,6 +112,7 @@ def report_chunks(
         digests: Digest of every chunk, by batch and in the order of its chunks; None where only
             the places matter.
         spans: Where the chunks are that were encoded.
+        signs: The records of the vital signs of all chunks, in that order, if they were taken.
     """
     rows: list[tuple[int, int, int, int, int]] = []
     for file, batch in enumerate(batches):
@@ -120,7 +127,8 @@ def report_chunks(
     else:
         raw = bytes.fromhex("".join(each for batch in digests for each in batch))
     every = np.frombuffer(raw, np.uint8).reshape(len(rows), DIGEST_BYTES)
-    return ItemReport(tuple(files), np.array(rows, ROW), every)
+    signs = no_signs(0) if signs is None else signs
+    return ItemReport(tuple(files), np.array(rows, ROW), every, signs)
 
 
 def merge_reports(
@@ -157,7 +165,32 @@ def merge_reports(
     digests = np.zeros((firsts[-1], DIGEST_BYTES), np.uint8)
     digests[places] = np.concatenate([report.digests for report in reports])
     data_files = [path for report in reports for path in report.files]
-    return StoredChunks(firsts, digests.tobytes(), offsets, files, lengths, data_files)
+    signs = _leaf_signs(reports, rows, np.diff(firsts), offsets, len(leaves))
+    return StoredChunks(firsts, digests.tobytes(), offsets, files, lengths, data_files, signs)
+
+
+def all_signs(reports: Sequence[ItemReport]) -> Array:
+    """Return the records of the vital signs of all chunks; empty if no writer has taken them."""
+    if not any(len(report.signs) for report in reports):
+        return no_signs(0)
+    # One that has not has chunks of which nothing is known.
+    return np.concatenate(
+        [each.signs if len(each.signs) else no_signs(len(each.rows)) for each in reports]
+    )
+
+
+def _leaf_signs(
+    reports: Sequence[ItemReport], rows: Array, counts: Array, offsets: Array, leaves: int
+) -> Array:
+    """Return the records of the vital signs of leaves, whose chunks several may have written."""
+    every = all_signs(reports)
+    if not len(every):
+        return every
+    found = join_signs(every, rows["leaf"], leaves)
+    # Of a leaf that is on the disks of other processes, too, this is but a part.
+    owners = np.repeat(np.arange(leaves), counts)
+    found[owners[offsets < 0]] = no_signs(1)
+    return found
 
 
 def _check_rows(
@@ -286,8 +319,14 @@ def _leaf_table(tree: PlannedTree, stored: StoredChunks) -> tuple[LeafTable, lis
         kept = np.repeat(are_arrays, counts)
         digests = np.frombuffer(digests, f"V{DIGEST_BYTES}")[kept].tobytes()
         offsets, files, lengths = offsets[kept], files[kept], lengths[kept]
+    signs = stored.signs.copy()
+    if len(signs):
+        signs[list(values)] = no_signs(1)
+        signs[list(same_as)] = signs[list(same_as.values())]
     names = [leaf.name for leaf in tree.leaves]
-    table = LeafTable(names, list(forms), form, digests, offsets, files, lengths, same_as, values)
+    table = LeafTable(
+        names, list(forms), form, digests, offsets, files, lengths, same_as, values, signs
+    )
     return table, described
 
 

@@ -118,16 +118,16 @@ def pack_chunks(
         yield WriteBatch(packed, tuple(batch), file_size(end))
 
 
-def without_chunks(batch: WriteBatch, done: Set[tuple[int, int]]) -> WriteBatch | None:
-    """Return a staged batch without some of its chunks; None if that leaves none.
+def with_chunks(batch: WriteBatch, kept: Set[tuple[int, int]]) -> WriteBatch | None:
+    """Return a staged batch with some of its chunks; None for none.
 
-    The others keep their order, so each can be moved to its new offset, one after the other.
+    They keep their order, so each can be moved to its new offset, one after the other.
 
     Args:
         batch: The batch.
-        done: Number of the leaf, and of the chunk in it.
+        kept: Number of the leaf, and of the chunk in it.
     """
-    left = [chunk for chunk in batch.chunks if (chunk.leaf, chunk.number) not in done]
+    left = [chunk for chunk in batch.chunks if (chunk.leaf, chunk.number) in kept]
     for packed in pack_chunks(left, batch.nbytes, packed=batch.packed):
         return replace(batch, chunks=packed.chunks, nbytes=packed.nbytes)
     return None

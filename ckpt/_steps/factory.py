@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from ckpt._arguments import invalid, shown
+from ckpt._arguments import invalid, shown, true_or_false
 from ckpt._engine.engine import Engine
 from ckpt._engine.memory.arena import Arena
 from ckpt._engine.memory.buffers import Buffers
@@ -26,8 +26,11 @@ def make_engine(
     observers: Iterable[Observer] = (),
     formats: Formats | None = None,
     clock: Callable[[], float] | None = None,
+    *,
+    vital_signs: bool = True,
 ) -> Engine:
     """Return an engine with a cold arena; the given handlers come before the built-in ones."""
+    true_or_false("vital_signs", vital_signs)
     arena = Arena(staging.effective_budget)
     return Engine(
         staging,
@@ -36,6 +39,7 @@ def make_engine(
         arena,
         Buffers(arena),
         PlanCache(compile_formats(formats)),
+        vital_signs,
         _now_ns_of(clock),
     )
 

@@ -21,6 +21,7 @@ from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, decode_scalar
 from ckpt._tree.shardings import ShardingTree, spread
 from ckpt._tree.table import LeafRow, html_table, sharding_text, size_text, text_table
 from ckpt._tree.unflatten import unflatten
+from ckpt._vitals.signs import VitalSigns, signs_of
 
 logger = logging.getLogger("ckpt")
 
@@ -45,6 +46,7 @@ class LeafInfo:
         same_as: Leaf path of an earlier leaf that was the same array object.
         saved_sharding: How a jax array lay on the devices when it was saved.
         sharding: Where it is to be restored; None leaves it where jax puts new arrays.
+        vital_signs: What its values came to when it was saved; None if that is not known.
     """
 
     name: str
@@ -57,6 +59,7 @@ class LeafInfo:
     same_as: str | None = None
     saved_sharding: ShardingEntry | None = None
     sharding: Sharding | None = None
+    vital_signs: VitalSigns | None = None
 
     @property
     def nbytes(self) -> int:
@@ -205,12 +208,20 @@ class StepMetadata:
                     place = sharding_text(leaf.saved_sharding)
                     if leaf.same_as is not None:
                         place = f"the array at {leaf.same_as:.80}"
-                    rows.append(LeafRow(where, _leaf_type(leaf), leaf.nbytes, place))
+                    rows.append(LeafRow(where, _leaf_type(leaf), leaf.nbytes, place + _mark(leaf)))
                 else:
                     rows.append(
                         LeafRow(where, "a function" if leaf is ... else _value_text(leaf), None, "")
                     )
         return rows
+
+
+def _mark(leaf: LeafInfo) -> str:
+    """Return what people must know of the values of a leaf."""
+    if leaf.vital_signs is None or not leaf.vital_signs.nonfinite:
+        return ""
+    count = leaf.vital_signs.nonfinite
+    return f"  {count} {'value is' if count == 1 else 'values are'} not finite"
 
 
 def _is_on_devices(leaf: Any) -> bool:
@@ -281,4 +292,5 @@ def _describe_leaf(paths: Sequence[str], number: int, form: LeafForm, item: Item
         form.weak_type,
         None if same_as is None else paths[same_as],
         None if form.sharding is None else item.shardings[form.sharding],
+        vital_signs=signs_of(item.leaves.signs[number]) if len(item.leaves.signs) else None,
     )

@@ -1,8 +1,8 @@
 """The fingerprint of an array, from the bytes of any boxes of it.
 
 The bytes of every row are 32-bit words. A word is folded, multiplied with its weight, and all are
-summed up modulo 2**32, in two lanes. So the sums of the boxes of an array, however it is cut, add
-up to its own. `docs/design/017-vital-signs.md` has the definition, and what it proves.
+summed up modulo 2**32, in two channels. So the sums of the boxes of an array, however it is cut,
+add up to its own. `docs/design/017-vital-signs.md` has the definition, and what it proves.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 from msgspec import Struct
 
 from ckpt._vitals.weights import (
+    CHANNELS,
     COLUMN_BITS,
     COLUMNS,
-    LANES,
     Words,
     axis_factors,
     column_factors,
@@ -91,7 +91,7 @@ def pieces_of(offset: Sequence[int], shape: Sequence[int], itemsize: int) -> Ite
             # A row of the others, and all along this dimension.
             axis = len(outer_shape) - 1
             along = axis_factors(axis, outer_offset.pop(), outer_shape[-1])
-            columns = (along[:, None] * columns[:, None, :]).reshape(LANES, -1)
+            columns = (along[:, None] * columns[:, None, :]).reshape(CHANNELS, -1)
             row_bytes *= outer_shape[-1]
             words *= outer_shape.pop()
     rows, step = math.prod(outer_shape), max(PIECE_WORDS // words, 1)
@@ -127,7 +127,7 @@ def _long_row(
 
 
 def sum_of(data: Bytes, piece: Piece, scratch: Words) -> tuple[int, int]:
-    """Return the weighted sums of a piece, one of each lane, modulo 2**32.
+    """Return the weighted sums of a piece, one of each channel, modulo 2**32.
 
     Args:
         data: The bytes of the piece.
@@ -141,7 +141,7 @@ def sum_of(data: Bytes, piece: Piece, scratch: Words) -> tuple[int, int]:
     along = piece.row_factors
     # No product of matrices: numpy has threads of its own for those of floats, and none for these.
     if piece.rows > 1 and words < _FEW_COLUMNS:
-        weights = (along[:, None] * piece.column_factors[:, None, :]).reshape(LANES, -1)
+        weights = (along[:, None] * piece.column_factors[:, None, :]).reshape(CHANNELS, -1)
         return _both(folded.reshape(-1), weights, 1)
     if piece.rows > 1:
         return _both(np.einsum("i,ij->j", along, folded), piece.column_factors, 1)
@@ -149,7 +149,9 @@ def sum_of(data: Bytes, piece: Piece, scratch: Words) -> tuple[int, int]:
 
 
 def _both(words: Words, weights: Words, factor: int) -> tuple[int, int]:
-    one, two = (int(np.einsum("i,i->", words, lane)) * factor & 0xFFFFFFFF for lane in weights)
+    one, two = (
+        int(np.einsum("i,i->", words, channel)) * factor & 0xFFFFFFFF for channel in weights
+    )
     return one, two
 
 

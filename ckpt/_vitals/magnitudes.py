@@ -1,8 +1,8 @@
 """Magnitudes: how many values of an array are not finite, their norm, and the largest of them.
 
-Values are taken in rows, whose sums of squares are those of 32-bit floats: within a row of 8192 the
-error is below a millionth. Rows where that does not do, since they have values that are not finite,
-very large or very small, are taken once more in 64 bits.
+Squares are summed up in runs of 1024 values, in 32 bits unless the values have more, and the runs
+in 64 bits. Rows where that does not do, since they have values that are not finite, very large or
+very small, are taken once more in 64 bits.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ Array = np.ndarray[Any, Any]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-# Rows of up to this many values are multiplied by BLAS, which has no threads of its own for them.
-ROW = 8192
+# Of one array, so many values are a row: what takes a second look is no more than that.
+_ROW = 8192
+# BLAS, which multiplies these, has no threads of its own for them, and errs by a millionth.
+_RUN = 1024
 _SMALL_32, _LARGE_32 = 1e-12, 1e16
 _SMALL_64, _LARGE_64 = 1e-140, 1e150
 _ML_FLOATS = {
@@ -75,11 +77,12 @@ def magnitudes(rows: Bytes, dtype: np.dtype[Any]) -> Magnitudes:
 
 def flat_magnitudes(data: Bytes, dtype: np.dtype[Any]) -> tuple[int, float, float]:
     """Return the magnitudes of one array, given its bytes: nonfinite, norm and absmax."""
-    if dtype.name == "float32" and (found := _quick(data.view(dtype))) is not None:
-        return 0, *found
-    row = ROW * dtype.itemsize
+    quick = _quick(data.view(dtype)) if dtype.name == "float32" else None
+    if quick is not None:
+        return 0, *quick
+    row = _ROW * dtype.itemsize
     whole = len(data) // row * row
-    found = []
+    found: list[Magnitudes] = []
     if whole:
         found.append(magnitudes(data[:whole].reshape(-1, row), dtype))
     if whole < len(data):
@@ -101,10 +104,7 @@ def _quick(values: Array) -> tuple[float, float] | None:
         absmax = max(float(values.max()), -float(values.min()))
         if not _SMALL_32 < absmax < _LARGE_32:
             return None
-        whole = len(values) // ROW * ROW
-        rows = values[:whole].reshape(-1, ROW)
-        squares = float(np.vecdot(rows, rows).sum(dtype=np.float64))
-        squares += float(np.dot(values[whole:], values[whole:]))
+        squares = float(_squares(values.reshape(1, -1))[0])
     return math.sqrt(squares), absmax
 
 
@@ -122,9 +122,12 @@ def _bounded(norm: float) -> float:
 
 def _squares(values: Array) -> Floats:
     """Return the sum of squares of every row."""
-    if values.shape[1] <= ROW:
-        return np.vecdot(values, values).astype(np.float64)
-    return np.einsum("ij,ij->i", values, values).astype(np.float64)
+    length = values.shape[1] // _RUN * _RUN
+    runs = values[:, :length].reshape(len(values), -1, _RUN)
+    found: Floats = np.vecdot(runs, runs).sum(axis=1, dtype=np.float64)
+    if length < values.shape[1]:
+        found += np.vecdot(values[:, length:], values[:, length:])
+    return found
 
 
 def _of_floats(values: Array) -> Magnitudes:
@@ -219,4 +222,5 @@ def _of_complex(values: Array) -> Magnitudes:
 def _table(name: str) -> Array:
     """Return the values of all patterns of a dtype of one byte."""
     dtype = np.dtype(getattr(ml_dtypes, name))
-    return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+    values: Array = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+    return values

@@ -11,14 +11,14 @@ from msgspec import Struct
 
 from ckpt._vitals.fingerprint import PIECE_WORDS, folded_words, pieces_of, sum_of
 from ckpt._vitals.magnitudes import flat_magnitudes, joined_norm, magnitudes
-from ckpt._vitals.weights import LANES, column_factors, row_factors
+from ckpt._vitals.weights import CHANNELS, column_factors, row_factors
 
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 # The signs of a box, or of an array. A norm of -1 says that they are not known.
 SIGNS = np.dtype(
-    [("fingerprint", "<u4", (LANES,)), ("nonfinite", "<u8"), ("norm", "<f8"), ("absmax", "<f8")]
+    [("fingerprint", "<u4", (CHANNELS,)), ("nonfinite", "<u8"), ("norm", "<f8"), ("absmax", "<f8")]
 )
 UNKNOWN = -1.0
 
@@ -73,7 +73,7 @@ def record_of(signs: VitalSigns | None) -> Array:
         ValueError: The fingerprint has not 16 hex digits.
     """
     if signs is None:
-        return no_signs(1)[0]
+        return no_signs(1).reshape(())
     if len(signs.fingerprint) != 16:
         raise ValueError(f"a fingerprint has 16 hex digits, not {signs.fingerprint!r:.40}")
     words = int(signs.fingerprint[8:], 16), int(signs.fingerprint[:8], 16)
@@ -92,17 +92,17 @@ def box_signs(
         dtype: Dtype of the elements.
         take: Takes the bytes while they are in the processor's cache.
     """
-    lanes = [0] * LANES
+    channels = [0] * CHANNELS
     found: list[tuple[int, float, float]] = []
     scratch = np.empty(min(PIECE_WORDS, len(data) // 4 + 1), np.uint32)
     for piece in pieces_of(offset, shape, dtype.itemsize):
         mine = data[piece.start : piece.stop]
         take(mine.data)
-        for lane, part in enumerate(sum_of(mine, piece, scratch)):
-            lanes[lane] = (lanes[lane] + part) & 0xFFFFFFFF
+        for channel, part in enumerate(sum_of(mine, piece, scratch)):
+            channels[channel] = (channels[channel] + part) & 0xFFFFFFFF
         found.append(flat_magnitudes(mine, dtype))
     record = np.zeros((), SIGNS)
-    record["fingerprint"] = lanes
+    record["fingerprint"] = channels
     record["nonfinite"] = sum(each[0] for each in found)
     record["norm"] = joined_norm(np.array([each[1] for each in found]))
     record["absmax"] = max((each[2] for each in found), default=0.0)
@@ -122,12 +122,12 @@ def whole_signs(arrays: Bytes, shape: Sequence[int], dtype: np.dtype[Any]) -> Ar
     words, rows = -(-nbytes // 4), math.prod(outer)
     columns = column_factors(len(outer), 0, words)
     along = row_factors([0] * len(outer), outer, 0, rows)
-    weights = (along[:, None] * columns[:, None, :]).reshape(LANES, -1)
+    weights = (along[:, None] * columns[:, None, :]).reshape(CHANNELS, -1)
     none = np.empty(0, np.uint32)
     folded = folded_words(arrays.reshape(-1, nbytes), 0, words, none).reshape(len(arrays), -1)
     records = np.zeros(len(arrays), SIGNS)
-    for lane in range(LANES):
-        records["fingerprint"][:, lane] = np.einsum("ij,j->i", folded, weights[lane])
+    for channel in range(CHANNELS):
+        records["fingerprint"][:, channel] = np.einsum("ij,j->i", folded, weights[channel])
     found = magnitudes(arrays, dtype)
     records["nonfinite"], records["norm"] = found.nonfinite, found.norm
     records["absmax"] = found.absmax
@@ -143,9 +143,9 @@ def join_signs(records: Array, owners: Array, count: int) -> Array:
         count: How many arrays there are.
     """
     found = np.zeros(count, SIGNS)
-    for lane in range(LANES):
+    for channel in range(CHANNELS):
         # Wraps around, as the sums do.
-        np.add.at(found["fingerprint"][:, lane], owners, records["fingerprint"][:, lane])
+        np.add.at(found["fingerprint"][:, channel], owners, records["fingerprint"][:, channel])
     np.add.at(found["nonfinite"], owners, records["nonfinite"])
     np.maximum.at(found["absmax"], owners, records["absmax"])
     most = np.zeros(count)

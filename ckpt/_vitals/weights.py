@@ -1,8 +1,9 @@
-"""The weights of a fingerprint: an odd 32-bit number for every word of an array, in two lanes.
+"""The weights of a fingerprint: an odd 32-bit number for every word of an array, in two channels.
 
 An index along a dimension has two digits. A weight is the product of a factor for each digit of
 each index. The lower digit along the last dimension is the *column*: its factor is another in each
-lane, and all others are the same in both. `docs/design/017-vital-signs.md` says why, and what for.
+channel, and all others are the same in both. `docs/design/017-vital-signs.md` says why, and what
+for.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 Words = np.ndarray[Any, np.dtype[np.uint32]]
 
-LANES = 2
+CHANNELS = 2
 # The factors of a long dimension are those of two short ones.
 COLUMN_BITS = 12
 COLUMNS = 1 << COLUMN_BITS
@@ -70,7 +71,9 @@ def _columns(dimension: int, start: int, count: int) -> Words:
     words = np.arange(start, start + count, dtype=np.uint64)
     lower = (words & np.uint64(COLUMNS - 1)).astype(np.intp)
     high = high_factors(dimension, words >> np.uint64(COLUMN_BITS))
-    return np.stack([_column_table(lane, dimension)[lower] * high for lane in range(LANES)])
+    return np.stack(
+        [_column_table(channel, dimension)[lower] * high for channel in range(CHANNELS)]
+    )
 
 
 def _factors(dimension: int, indexes: np.ndarray[Any, np.dtype[np.uint64]]) -> Words:
@@ -94,8 +97,8 @@ def _known_factors(dimension: int, start: int, count: int) -> Words:
 
 
 @functools.lru_cache(maxsize=64)
-def _column_table(lane: int, dimension: int) -> Words:
-    return _odd(np.arange(COLUMNS, dtype=np.uint32), dimension, lane)
+def _column_table(channel: int, dimension: int) -> Words:
+    return _odd(np.arange(COLUMNS, dtype=np.uint32), dimension, channel)
 
 
 def _odd(digits: Words, dimension: int, table: int) -> Words:

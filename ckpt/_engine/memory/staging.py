@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ckpt._engine.memory.casts import cast, cast_into, is_narrowed
-from ckpt._format.digests import digest
 from ckpt._format.dtypes import DTYPES
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.write_batches import Chunk, ChunkPart, WriteBatch
@@ -179,23 +178,6 @@ def move_chunks(chunks: Sequence[Chunk], batch: WriteBatch, memory: Array) -> No
         if old.offset != new.offset:
             memory[new.offset : end] = memory[old.offset : old.offset + old.stored_nbytes]
     memory[end : batch.nbytes] = 0
-
-
-def batch_digests(batch: WriteBatch, plans: Sequence[LeafPlan], memory: Array) -> list[str]:
-    """Return the digest of the logical bytes of every chunk of a batch in `memory`."""
-    raw = memory.data
-    found = []
-    for chunk in batch.chunks:
-        end = chunk.offset + chunk.stored_nbytes
-        if chunk.nbytes == chunk.stored_nbytes:
-            found.append(digest(raw[chunk.offset : end]))
-        else:
-            stored = memory[chunk.offset : end].view(DTYPES[plans[chunk.leaf].spec.dtype or ""])
-            inside = stored.reshape(plans[chunk.leaf].chunk)[
-                tuple(slice(n) for n in chunk.region.shape)
-            ]
-            found.append(digest(np.ascontiguousarray(inside).reshape(-1).view(np.uint8).data))
-    return found
 
 
 def host_bytes(leaf: Any) -> Array:

@@ -16,12 +16,13 @@ from typing import Any
 import anyio
 import anyio.from_thread
 import numpy as np
+from msgspec.structs import replace
 
 from ckpt._engine.last_save import SavedItem
 from ckpt._engine.memory.arena import Block
+from ckpt._engine.memory.contents import NO_CONTENTS, BatchContents, batch_contents
 from ckpt._engine.memory.staging import (
     Source,
-    batch_digests,
     copies_on_host,
     copy_batch,
     move_chunks,
@@ -42,8 +43,9 @@ from ckpt._format.ocdbt import DatabaseIndex
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.item_reports import ItemReport, report_chunks
 from ckpt._plan.unchanged.kept_chunks import EarlierChunks, joined
-from ckpt._plan.write_batches import FileSpan, WriteBatch, without_chunks
+from ckpt._plan.write_batches import FileSpan, WriteBatch, with_chunks
 from ckpt._runtime.threads import run_in_thread
+from ckpt._vitals.signs import no_signs
 from ckpt.errors import located
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
@@ -100,7 +102,7 @@ class ItemWrite:
         self._kept: list[ItemReport] = [] if plan.kept is None else [plan.kept]
         self._files = plan.new_data_files()
         # By batch; those of encoded ones are known before their file is hashed.
-        self._digests: list[list[str]] = [[] for _ in batches]
+        self._contents = [NO_CONTENTS for _ in batches]
         self._spans: dict[int, list[FileSpan]] = {}
         # Batches with their blocks that wait for a lane, as many as `ready` counts.
         self._staged: deque[tuple[int, Block]] = deque()
@@ -200,9 +202,9 @@ class ItemWrite:
             await self._ready.acquire()
             number, block = self._staged.popleft()
             staged = plan.batches[number].nbytes
-            digests = None
+            contents = None
             if number in self._expected:
-                digests = await self._leave_out_same(number, block.memory)
+                contents = await self._leave_out_same(number, block.memory)
             batch = self._batches[number]
             if batch is None:
                 self._end_batch(block, staged)
@@ -214,7 +216,7 @@ class ItemWrite:
             path = f"{self._item}/{self._files[number]}"
             async with session.lanes.taken() as lane, anyio.create_task_group() as tasks:
                 written = anyio.Event()
-                tasks.start_soon(self._take_digests, number, path, memory, lane, written, digests)
+                tasks.start_soon(self._take_digests, number, path, memory, lane, written, contents)
                 leaf = plan.leaves[batch.chunks[0].leaf].name
                 phase = session.recorder.phase("write", memory.nbytes, lane, number)
                 with located(leaf=leaf), phase:
@@ -227,13 +229,13 @@ class ItemWrite:
         self._session.processes.advance(nbytes)
         self._session.free(block)
 
-    async def _leave_out_same(self, number: int, memory: Array) -> list[str]:
+    async def _leave_out_same(self, number: int, memory: Array) -> BatchContents:
         """Take files of the step before over that hold chunks of a staged batch with their bytes.
 
         What is left of the batch moves together in its block.
 
         Returns:
-            The digests of the chunks that are left.
+            What the chunks hold that are left.
         """
         session, known, leaves = self._session, self.known, self._plan.save.leaves
         batch = self._batches[number]
@@ -242,20 +244,21 @@ class ItemWrite:
         # Not while the caller waits: hashing needs a core.
         await _first_of(self._call.returned, self._call.pressed)
         staged = memory[batch.staged_at : batch.staged_at + batch.nbytes]
-        (digests, wanted), began_ns, ended_ns = await run_in_thread(
-            timed, _same_chunks, batch, leaves, staged, known.chunks
+        (contents, wanted), began_ns, ended_ns = await run_in_thread(
+            timed, _same_chunks, batch, leaves, staged, known.chunks, session.vital_signs
         )
         session.recorder.report("digest", began_ns, ended_ns, batch.nbytes, batch=number)
         kept = None
         if wanted.files:
             kept = await take_over(session, self._item, known, wanted)
         if kept is not None:
-            left, digests = await run_in_thread(_without, batch, digests, kept, staged)
-            self._batches[number] = left
+            self._batches[number], contents, kept = await run_in_thread(
+                _without, batch, contents, kept, staged
+            )
             self._kept.append(kept)
         if self._batches[number] is None or not batch.encoded:
             self._count_placed()
-        return digests
+        return contents
 
     def _count_placed(self) -> None:
         self._unplaced -= 1
@@ -282,8 +285,16 @@ class ItemWrite:
 
         told = tell if recorder.observers else None
         async with session.encoders:
-            found = await run_in_thread(encode_batch, batch, plan.leaves, memory, told)
-        self._spans[number], self._digests[number] = found.spans, found.digests
+            encode = partial(
+                encode_batch,
+                batch,
+                plan.leaves,
+                memory,
+                vital_signs=session.vital_signs,
+                told=told,
+            )
+            found = await run_in_thread(encode)
+        self._spans[number], self._contents[number] = found.spans, found.contents
         self._count_placed()
         return memory[: found.nbytes]
 
@@ -294,18 +305,19 @@ class ItemWrite:
         memory: Array,
         lane: int,
         written: anyio.Event,
-        known: list[str] | None,
+        known: BatchContents | None,
     ) -> None:
         session, plan, batch = self._session, self._plan.save, self._batches[number]
         assert batch is not None
         # Not while the caller waits: hashing needs a core, and writing does not.
         await _first_of(self._call.returned, written)
         (found, entry), began_ns, ended_ns = await run_in_thread(
-            timed, _file_digests, batch, plan.leaves, memory, known
+            timed, _file_contents, batch, plan.leaves, memory, known, session.vital_signs
         )
         session.recorder.report("digest", began_ns, ended_ns, memory.nbytes, lane, number)
         session.files[path] = entry
-        self._digests[number] = found or self._digests[number]
+        if found is not None:
+            self._contents[number] = found
         self._count_digested()
 
     async def write_index(self) -> None:
@@ -357,11 +369,14 @@ class ItemWrite:
 
     def _report(self, *, with_digests: bool) -> ItemReport:
         left = {n: batch for n, batch in enumerate(self._batches) if batch is not None}
+        contents = [self._contents[number] for number in left]
+        signs = np.concatenate([no_signs(0), *(each.signs for each in contents)])
         written = report_chunks(
             list(left.values()),
             [self._files[number] for number in left],
-            [self._digests[number] for number in left] if with_digests else None,
+            [each.digests for each in contents] if with_digests else None,
             {at: self._spans[n] for at, n in enumerate(left) if n in self._spans},
+            signs if with_digests else None,
         )
         return joined([*self._kept, written]) if self._kept else written
 
@@ -400,44 +415,57 @@ def _expected(chunks: EarlierChunks, batches: Sequence[WriteBatch]) -> set[int]:
 
 
 def _same_chunks(
-    batch: WriteBatch, plans: Sequence[LeafPlan], staged: Array, chunks: EarlierChunks
-) -> tuple[list[str], ItemReport]:
-    """Return the digests of the chunks of a batch, and what can be taken over instead of them."""
-    digests = batch_digests(batch, plans, staged)
-    return digests, chunks.of_digests(batch, digests)
+    batch: WriteBatch,
+    plans: Sequence[LeafPlan],
+    staged: Array,
+    chunks: EarlierChunks,
+    vital_signs: bool,
+) -> tuple[BatchContents, ItemReport]:
+    """Return what a batch holds, and what can be taken over instead of chunks of it."""
+    contents = batch_contents(batch, plans, staged, vital_signs=vital_signs)
+    return contents, chunks.of_digests(batch, contents.digests)
 
 
 def _without(
-    batch: WriteBatch, digests: Sequence[str], kept: ItemReport, staged: Array
-) -> tuple[WriteBatch | None, list[str]]:
-    """Return what is left of a staged batch, and the digests of that; its bytes are moved."""
-    rows = kept.rows
-    done = set(zip(rows["leaf"].tolist(), rows["number"].tolist(), strict=True))
-    left = without_chunks(batch, done)
-    pairs = [
-        (chunk, digest)
-        for chunk, digest in zip(batch.chunks, digests, strict=True)
-        if (chunk.leaf, chunk.number) not in done
-    ]
+    batch: WriteBatch, contents: BatchContents, kept: ItemReport, staged: Array
+) -> tuple[WriteBatch | None, BatchContents, ItemReport]:
+    """Take chunks out of a staged batch; the bytes of the others move together.
+
+    Returns:
+        What is left of the batch, what that holds, and the chunks with what was found of them.
+    """
+    numbers = {(chunk.leaf, chunk.number): at for at, chunk in enumerate(batch.chunks)}
+    pairs = zip(kept.rows["leaf"].tolist(), kept.rows["number"].tolist(), strict=True)
+    taken = [numbers.pop(pair) for pair in pairs]
+    left = with_chunks(batch, set(numbers))
+    others = list(numbers.values())
     if left is not None:
-        move_chunks([chunk for chunk, _ in pairs], left, staged)
-    return left, [digest for _, digest in pairs]
+        move_chunks([batch.chunks[at] for at in others], left, staged)
+    signs = contents.signs
+    if len(signs):
+        kept, signs = replace(kept, signs=signs[taken]), signs[others]
+    return left, BatchContents([contents.digests[at] for at in others], signs), kept
 
 
-def _file_digests(
-    batch: WriteBatch, plans: Sequence[LeafPlan], memory: Array, known: list[str] | None
-) -> tuple[list[str], FileEntry]:
-    """Return the digests of the chunks of a batch, none if encoded, and the entry of its file.
+def _file_contents(
+    batch: WriteBatch,
+    plans: Sequence[LeafPlan],
+    memory: Array,
+    known: BatchContents | None,
+    vital_signs: bool,
+) -> tuple[BatchContents | None, FileEntry]:
+    """Return what a batch holds, None if it is encoded, and the entry of its file.
 
     Args:
         batch: The batch.
         plans: The plans of all leaves of the item.
         memory: The bytes of the file.
-        known: The digests of the chunks, if they were taken before.
+        known: What it holds, if that was found before.
+        vital_signs: Whether to take the vital signs, too.
     """
     if batch.encoded:
-        return [], FileEntry(size=memory.nbytes, digest=digest(memory.data))
-    found = known or batch_digests(batch, plans, memory)
+        return None, FileEntry(size=memory.nbytes, digest=digest(memory.data))
+    found = known or batch_contents(batch, plans, memory, vital_signs=vital_signs)
     is_one_chunk = batch.chunks[0].nbytes == batch.nbytes
-    whole = found[0] if is_one_chunk else digest(memory.data)
+    whole = found.digests[0] if is_one_chunk else digest(memory.data)
     return found, FileEntry(size=batch.nbytes, digest=whole)

@@ -92,6 +92,7 @@ async def save_step(
                     # Saves in parts may go on beside others, and have a structure of their own.
                     PlanCache(engine.plans.rules) if calls.in_parts else engine.plans,
                     tasks,
+                    engine.vital_signs,
                     created_ns,
                     processes,
                     parts={} if calls.in_parts else None,

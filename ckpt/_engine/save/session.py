@@ -64,6 +64,7 @@ class SaveSession(Struct):
         recorder: Takes the timed phases.
         plans: Plans of earlier saves.
         tasks: Task group of the save; what it runs is durable when it has ended.
+        vital_signs: Whether the vital signs of arrays are taken.
         created_ns: Unix time in nanoseconds at which the save began.
         processes: The other processes of the job that save the same step.
         save: Id of the attempt that the primary has begun, once `attempt_ready` is set.
@@ -92,6 +93,7 @@ class SaveSession(Struct):
     recorder: EventRecorder
     plans: PlanCache
     tasks: TaskGroup
+    vital_signs: bool
     created_ns: int
     processes: JointSave
     save: str = ""

@@ -180,4 +180,5 @@ def _with_digests(leaves: LeafTable, found: list[FirstDigest]) -> LeafTable:
         leaves.lengths,
         leaves.same_as,
         leaves.values,
+        leaves.signs,
     )

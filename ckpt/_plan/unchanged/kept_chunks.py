@@ -15,7 +15,7 @@ import numpy as np
 
 from ckpt._format.dtypes import DTYPES
 from ckpt._plan.chunking import LeafPlan
-from ckpt._plan.item_reports import DIGEST_BYTES, ItemReport
+from ckpt._plan.item_reports import DIGEST_BYTES, ItemReport, all_signs
 from ckpt._plan.write_batches import WriteBatch
 
 Array = np.ndarray[Any, Any]
@@ -148,7 +148,7 @@ def joined(reports: Sequence[ItemReport]) -> ItemReport:
             own["file"] = numbers[own["file"]]
         rows.append(own)
     digests = np.concatenate([report.digests for report in reports])
-    return ItemReport(tuple(files), np.concatenate(rows), digests)
+    return ItemReport(tuple(files), np.concatenate(rows), digests, all_signs(reports))
 
 
 def _number(files: dict[str, int], path: str) -> int:
@@ -162,7 +162,8 @@ def _of_files(report: ItemReport, is_kept: Array, wanted: Array) -> ItemReport:
     if len(rows):
         rows["file"] = (np.cumsum(is_kept) - 1)[rows["file"]]
     files = tuple(path for path, kept in zip(report.files, is_kept, strict=True) if kept)
-    return ItemReport(files, rows, report.digests[chosen])
+    signs = report.signs[chosen] if len(report.signs) else report.signs
+    return ItemReport(files, rows, report.digests[chosen], signs)
 
 
 def _keys(leaf: Array, number: Array) -> Array:

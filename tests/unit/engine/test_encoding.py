@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt._engine.codecs import decode_chunk, encode_chunk
 from ckpt._engine.memory import staging
-from ckpt._engine.memory.staging import batch_digests, copy_batch, sources_of
+from ckpt._engine.memory.contents import batch_contents
+from ckpt._engine.memory.staging import copy_batch, sources_of
 from ckpt._engine.save.encoding import encode_batch
 from ckpt._format.array_format import ArrayFormat, Blosc, Zstd
 from ckpt._format.leaf_table import LeafEntry
@@ -78,13 +79,14 @@ def test_an_encoded_batch_is_a_file_of_its_chunks_and_zeros(
         memory = np.full(batch.block_bytes, 0xAA, np.uint8)
         staged = memory[batch.staged_at : batch.staged_at + batch.nbytes]
         copy_batch(batch, plan.leaves, sources_of(batch, leaves), staged)
-        wanted = batch_digests(batch, plan.leaves, staged)
+        wanted = batch_contents(batch, plan.leaves, staged, vital_signs=True)
         chunks = [
             staged[chunk.offset : chunk.offset + chunk.stored_nbytes].copy()
             for chunk in batch.chunks
         ]
-        done = encode_batch(batch, plan.leaves, memory)
-        assert done.digests == wanted
+        done = encode_batch(batch, plan.leaves, memory, vital_signs=True)
+        assert done.contents.digests == wanted.digests
+        assert done.contents.signs.tobytes() == wanted.signs.tobytes()
         rest = memory[: done.nbytes].copy()
         entry = LeafEntry(name="x", kind="numpy", codec=compression.name)
         for place, chunk in zip(done.spans, chunks, strict=True):
@@ -139,7 +141,7 @@ def test_the_parts_of_a_batch_are_told_and_add_up_to_it(
     staged = memory[batch.staged_at : batch.staged_at + batch.nbytes]
     copy_batch(batch, plan.leaves, sources_of(batch, [leaf]), staged)
     told: list[tuple[int, int, int]] = []
-    encode_batch(batch, plan.leaves, memory, lambda *part: told.append(part))
+    encode_batch(batch, plan.leaves, memory, vital_signs=True, told=lambda *part: told.append(part))
     assert len(told) == (1 if pause_ns else len(batch.chunks))
     assert sum(nbytes for _, _, nbytes in told) == batch.nbytes
     assert all(began <= ended and nbytes > 0 for began, ended, nbytes in told)

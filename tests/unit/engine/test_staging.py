@@ -23,13 +23,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 import ckpt
 import ckpt.sync
 from ckpt._engine.memory import staging
-from ckpt._engine.memory.staging import (
-    batch_digests,
-    copy_batch,
-    snapshot,
-    sources_of,
-    to_page_locked,
-)
+from ckpt._engine.memory.contents import batch_contents
+from ckpt._engine.memory.staging import copy_batch, snapshot, sources_of, to_page_locked
 from ckpt._format.digests import digest
 from ckpt._format.dtypes import DTYPES
 from ckpt._plan import chunking
@@ -102,7 +97,7 @@ def check(
     plan = planned(leaves, budget)
     for number, memory in staged(plan, leaves, mode):
         batch = plan.batches[number]
-        found = batch_digests(batch, plan.leaves, memory)
+        found = batch_contents(batch, plan.leaves, memory, vital_signs=False).digests
         expected = np.zeros(batch.nbytes, np.uint8)
         for chunk, each in zip(batch.chunks, found, strict=True):
             leaf = plan.leaves[chunk.leaf]

@@ -56,9 +56,9 @@ def slow_fingerprint(array: Array) -> str:
         mine = data[row * width : (row + 1) * width]
         for column in range(0, width, 4):
             word = int.from_bytes(mine[column : column + 4], "little")
-            for lane in range(2):
-                last = factor(column // 4, len(shape) - 1, lane)
-                sums[lane] += (word + (word >> 16)) * weight * last
+            for channel in range(2):
+                last = factor(column // 4, len(shape) - 1, channel)
+                sums[channel] += (word + (word >> 16)) * weight * last
     return f"{sums[1] & WORD:08x}{sums[0] & WORD:08x}"
 
 
@@ -158,7 +158,7 @@ def test_large_arrays_are_what_they_are_word_by_word(shape: tuple[int, ...]) -> 
 
 @given(shapes.filter(math.prod), st.sampled_from(NAMES), st.data())
 @settings(max_examples=200, deadline=None)
-def test_every_flipped_bit_changes_both_lanes(
+def test_every_flipped_bit_changes_both_channels(
     shape: tuple[int, ...], name: str, data: st.DataObject
 ) -> None:
     array = random_array(shape, name, data.draw(st.integers(0, 1 << 32)))

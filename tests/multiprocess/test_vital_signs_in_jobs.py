@@ -1,0 +1,68 @@
+"""Vital signs of joint saves are those of a save by one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckpt
+from ckpt._vitals.signs import SIGNS
+from tests.support.real_jobs import run_processes
+from tests.support.simulated_job import closed, managers, saved, steps
+
+DEVICES = {1: 4, 2: 2, 4: 1}
+
+
+def records(path: Path) -> dict[str, np.ndarray]:
+    data = (path / "ckpt.json").read_bytes()
+    table = ckpt.manifest.decode(data, where=str(path)).items["default"].leaves
+    arrays = [
+        name for name, form in zip(table.names, table.form, strict=True) if table.forms[form].dtype
+    ]
+    assert len(table.signs) == len(table.names)
+    return {name: table.signs[table.names.index(name)] for name in arrays}
+
+
+def test_jobs_of_one_two_and_four_processes_agree(tmp_path: Path) -> None:
+    found = {}
+    for count, devices in DEVICES.items():
+        root = tmp_path / str(count)
+        run_processes(count, "save_in_job.py", "roundtrip", root, devices_per_process=devices)
+        found[count] = records(root / "3")
+    assert len(found[1]) == 12
+    for count in (2, 4):
+        assert found[count].keys() == found[1].keys()
+        for name, record in found[count].items():
+            for sign in SIGNS.names or ():
+                np.testing.assert_allclose(
+                    record[sign], found[1][name][sign], rtol=1e-5 if sign == "norm" else 0
+                )
+
+
+@pytest.mark.parametrize("without", [0, 1])
+def test_processes_with_another_switch_save_no_wrong_signs(tmp_path: Path, without: int) -> None:
+    state = {"a": np.arange(10, dtype=np.int32), "b": 3}
+    each = [{"vital_signs": index != without} for index in range(2)]
+    mgrs = managers(tmp_path, each=each)
+    assert steps(saved(mgrs, 1, state)) == [1, 1]
+    closed(mgrs)
+    signs = ckpt.sync.metadata(tmp_path / "1").tree["a"].vital_signs
+    assert signs is None if without == 0 else signs.absmax == 9
+
+
+def test_on_disks_of_their_own_every_process_has_those_of_what_it_has_whole(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    run_processes(2, "save_in_job.py", "apart", root, "save", 3, devices_per_process=2)
+    alone = tmp_path / "alone"
+    run_processes(1, "save_in_job.py", "roundtrip", alone, devices_per_process=4)
+    whole = records(alone / "3")
+    divided = {"rows", "large rows", "columns", "tiles", "small"}
+    for disk in (root / "disk 0", root / "disk 1"):
+        found = records(disk / "3")
+        for name, record in found.items():
+            is_known = record["norm"] >= 0
+            assert is_known == (name not in divided), name
+            if is_known:
+                assert (record["fingerprint"] == whole[name]["fingerprint"]).all()
