@@ -101,6 +101,42 @@ def pieces_of(offset: Sequence[int], shape: Sequence[int], itemsize: int) -> Ite
         yield Piece(row * row_bytes, stop - row, row_bytes, lead, along, columns)
 
 
+class BoxFingerprint:
+    """The fingerprint of a box whose bytes come one after the other, in C order."""
+
+    def __init__(self, offset: Sequence[int], shape: Sequence[int], itemsize: int) -> None:
+        """Begin with the first byte of a box; see `pieces_of`."""
+        self._pieces = pieces_of(offset, shape, itemsize)
+        self._next = next(self._pieces, None)
+        # What has come of the next piece; where a piece comes whole, it is not copied.
+        self._held = bytearray()
+        self._scratch = np.empty(min(PIECE_WORDS, math.prod(shape) * itemsize // 4 + 1), np.uint32)
+        self._sums = [0] * CHANNELS
+
+    def update(self, data: memoryview) -> None:
+        """Take the next bytes of the box."""
+        at = 0
+        while self._next is not None and at < len(data):
+            missing = self._next.stop - self._next.start - len(self._held)
+            some = data[at : at + missing]
+            at += len(some)
+            if self._held or len(some) < missing:
+                self._held += some
+            if len(some) == missing:
+                self._take(np.frombuffer(bytes(self._held) or some, np.uint8), self._next)
+                self._held.clear()
+                self._next = next(self._pieces, None)
+
+    def _take(self, data: Bytes, piece: Piece) -> None:
+        for channel, part in enumerate(sum_of(data, piece, self._scratch)):
+            self._sums[channel] = (self._sums[channel] + part) & 0xFFFFFFFF
+
+    def sums(self) -> tuple[int, int]:
+        """Return the sums of all bytes so far that make whole pieces."""
+        one, two = self._sums
+        return one, two
+
+
 def _long_row(
     dimension: int, begin: int, nbytes: int, start: int, weight: Words
 ) -> Iterator[Piece]:

@@ -17,6 +17,7 @@ from ckpt._engine.restore.virtual_files import VirtualFiles, files_of, unverifie
 from ckpt._engine.verify.consistency import contradictions
 from ckpt._engine.verify.damage import DamagedFile, problems_of_item
 from ckpt._engine.verify.file_selection import NO_LIMITS, FileSelection, ReadLimits
+from ckpt._engine.verify.fingerprints import ReadFingerprints
 from ckpt._engine.verify.report import Problem, VerifyReport
 from ckpt._engine.verify.scanner import MOST_DECODED_BYTES, MOST_FOREIGN_BYTES, Scanner
 from ckpt._engine.verify.sources import FirstDigests, compare_sources, note_digests
@@ -187,7 +188,9 @@ async def _compare(
         async def goes_on(path: str, nbytes: int) -> bool:
             return path in work.unsized and await _goes_on(storage, place, path, nbytes)
 
-        damages |= await _damages_read(manifest, selection, chunks, scanner, goes_on)
+        fingerprints = ReadFingerprints()
+        damages |= await _damages_read(manifest, selection, chunks, scanner, goes_on, fingerprints)
+        work.problems.extend(fingerprints.problems(manifest))
         work.unread = selection.left_out
     by_item: dict[str | None, list[DamagedFile]] = {}
     # In the order of the manifest, not in the order of discovery.
@@ -281,6 +284,7 @@ async def _damages_read(
     chunks: Mapping[str, tuple[list[ChunkLocation], Sequence[LeafEntry]]],
     scanner: Scanner,
     goes_on: Callable[[str, int], Awaitable[bool]],
+    fingerprints: ReadFingerprints,
 ) -> dict[str, DamagedFile]:
     """Read the selected files once; return those that are not as listed, or cannot be read."""
     damages: dict[str, DamagedFile] = {}
@@ -306,6 +310,10 @@ async def _damages_read(
                 # Damaged before it was written, or the manifest is not of this step.
                 reason = "is as listed, but not what the arrays were"
                 damages[path] = DamagedFile(path, reason, known.size)
+            else:
+                item = _item_of(manifest, path)
+                if item is not None:
+                    fingerprints.add(item, found.sums)
 
     chosen = (path for path in selection.order if path in manifest.files)
     await scanner.in_lanes(((path, manifest.files[path]) for path in chosen), read)

@@ -34,6 +34,7 @@ from ckpt._format.digests import Digester, new_digest
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.leaf_table import UNCHECKED, LeafEntry
 from ckpt._runtime.threads import run_in_thread
+from ckpt._vitals.fingerprint import BoxFingerprint
 from ckpt.errors import CorruptCheckpointError
 
 T = TypeVar("T")
@@ -67,11 +68,13 @@ class ScannedFile(Struct, frozen=True):
         digest: Its digest.
         is_right: Whether all of its chunks have the digests of their leaves, as far as known.
         first: The digests of those that had none.
+        sums: The sums of the fingerprint of every chunk, with the number of its leaf.
     """
 
     digest: str
     is_right: bool
     first: list[FirstDigest]
+    sums: list[tuple[int, tuple[int, int]]]
 
 
 class Scanner:
@@ -212,6 +215,8 @@ class _FileScan:
         self._chunk = new_digest()
         self._right = True
         self._first: list[FirstDigest] = []
+        self._fingerprint: BoxFingerprint | None = None
+        self._sums: list[tuple[int, tuple[int, int]]] = []
 
     def take(self, piece: memoryview, run: Sequence[FileSegment]) -> None:
         """Digest the bytes of consecutive segments."""
@@ -226,13 +231,17 @@ class _FileScan:
                 self._end_chunk()
                 self._place = segment.place
                 self._chunk = new_digest()
+                self._fingerprint = _fingerprint_of(self._leaves[segment.place.leaf], segment.place)
             dtype = parse_dtype(self._leaves[segment.place.leaf].dtype)
-            _take_corner(self._chunk, mine, segment.part, dtype)
+            corner = _corner(mine, segment.part, dtype)
+            self._chunk.update(corner)
+            if self._fingerprint is not None:
+                self._fingerprint.update(corner)
 
     def ended(self) -> ScannedFile:
         """Return what was found."""
         self._end_chunk()
-        return ScannedFile(self._file.hexdigest(), self._right, self._first)
+        return ScannedFile(self._file.hexdigest(), self._right, self._first, self._sums)
 
     def _end_chunk(self) -> None:
         if self._place is not None:
@@ -242,6 +251,8 @@ class _FileScan:
                 self._first.append((self._place, found))
             else:
                 self._right = self._right and found == saved
+            if self._fingerprint is not None:
+                self._sums.append((self._place.leaf, self._fingerprint.sums()))
 
 
 def _runs(found: Iterable[FileSegment]) -> Iterator[list[FileSegment]]:
@@ -256,13 +267,25 @@ def _runs(found: Iterable[FileSegment]) -> Iterator[list[FileSegment]]:
         yield run
 
 
+def _fingerprint_of(leaf: LeafEntry, place: ChunkLocation) -> BoxFingerprint | None:
+    """Return what takes the fingerprint of a chunk, if the manifest has that of its leaf."""
+    if leaf.vital_signs is None:
+        return None
+    region = region_of(leaf, place.number)
+    return BoxFingerprint(region.offset, region.shape, parse_dtype(leaf.dtype).itemsize)
+
+
 def _take_corner(
     digester: Digester, piece: memoryview, part: ChunkSlice, dtype: np.dtype[Any]
 ) -> None:
     """Digest the corner of a piece that is not padding."""
+    digester.update(_corner(piece, part, dtype))
+
+
+def _corner(piece: memoryview, part: ChunkSlice, dtype: np.dtype[Any]) -> memoryview:
+    """Return the bytes of a piece that are not padding."""
     if part.inside == part.shape:
-        digester.update(piece)
-        return
+        return piece
     whole = np.frombuffer(piece, dtype).reshape(part.shape)
     corner = whole[tuple(slice(0, length) for length in part.inside)]
-    digester.update(np.ascontiguousarray(corner).reshape(-1).view(np.uint8).data)
+    return np.ascontiguousarray(corner).reshape(-1).view(np.uint8).data
