@@ -20,7 +20,8 @@ from ckpt._format.manifest_head import OWN_FORMAT, VIRTUAL, FileEntry
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.item_reports import DIGEST_BYTES, ROW, ItemReport
 from ckpt._plan.save_plan import SavePlan
-from ckpt._plan.unchanged.kept_chunks import EarlierChunks, files_apart
+from ckpt._plan.unchanged.kept_chunks import SMALL_BYTES, EarlierChunks, files_apart
+from ckpt._plan.write_batches import WriteBatch
 from ckpt.storage._base import Storage
 
 _NONE = np.zeros(0, np.int64)
@@ -58,13 +59,24 @@ class SavedItem(Struct, frozen=True, eq=False):
         return found if found.files else None
 
     def apart(self, kept: ItemReport | None) -> list[set[tuple[int, int]]]:
-        """Return the chunks of each file that was shared before and is not `kept` already.
+        """Return the chunks of each large file that was shared before and is not `kept` already.
 
         They may be the same once more. So they stay together, and all others come together.
         """
         taken = set() if kept is None else set(kept.files)
-        shared = {path for path, entry in self.files.items() if entry.shared}
+        shared = {
+            path for path, entry in self.files.items() if entry.shared and entry.size >= SMALL_BYTES
+        }
         return files_apart(self.chunks.report, shared - taken)
+
+    def expected(self, batches: Sequence[WriteBatch]) -> set[int]:
+        """Return the numbers of the batches that are likely the same as they were."""
+        chunks = self.chunks
+        return {number for number, batch in enumerate(batches) if chunks.is_expected(batch)}
+
+    def small_files(self, report: ItemReport) -> int:
+        """Return how many files of a report are small."""
+        return sum(self.files[path].size < SMALL_BYTES for path in report.files)
 
 
 class RestoredItem(Struct, frozen=True, eq=False):

@@ -161,6 +161,10 @@ class WritesParts(Protocol):
 class SharesFiles(Protocol):
     """A storage in which two step directories can have the same file, and either can go first."""
 
+    @property
+    def shares_files(self) -> bool:
+        """Whether it can do so here, as far as known."""
+
     async def share(
         self, attempt: Attempt, step_dir: str, files: Mapping[str, int]
     ) -> Sequence[str]:

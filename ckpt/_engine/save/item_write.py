@@ -9,7 +9,7 @@ bounds the memory of both.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ from ckpt._format.manifest_head import FileEntry
 from ckpt._format.ocdbt import DatabaseIndex
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.item_reports import ItemReport, report_chunks
-from ckpt._plan.unchanged.kept_chunks import EarlierChunks, joined
+from ckpt._plan.unchanged.kept_chunks import MOST_SMALL, EarlierChunks, joined
 from ckpt._plan.write_batches import FileSpan, WriteBatch, with_chunks
 from ckpt._runtime.threads import run_in_thread
 from ckpt._vitals.signs import no_signs
@@ -81,6 +81,7 @@ class ItemWrite:
         item: str,
         plan: ItemPlan,
         known: SavedItem | None = None,
+        expected: Set[int] = frozenset(),
     ) -> None:
         """Write the item called `item` as `plan` says.
 
@@ -90,6 +91,7 @@ class ItemWrite:
             item: Its name.
             plan: What is to be written.
             known: The item as the step before has it, if its files can be taken over.
+            expected: Numbers of the batches that are likely the same as there.
         """
         self.known: SavedItem | None = known
         self._session = session
@@ -110,9 +112,13 @@ class ItemWrite:
         # Handed out to lanes, one for every batch.
         self._turns = iter(range(len(batches)))
         self._running = 0
-        # Numbers of those that are likely the same as in the step before.
-        self._expected: set[int] = set()
-        self._unplaced = 0
+        self._expected = expected
+        # Before anything is started, since the index must not be written too early.
+        encoded = {number for number, batch in enumerate(batches) if batch.encoded}
+        self._unplaced = len(encoded | expected)
+        self._small_left = MOST_SMALL
+        if known is not None and plan.kept is not None:
+            self._small_left -= known.small_files(plan.kept)
         self._undigested = len(batches)
         self._placed, self._digested, self._durable = (anyio.Event() for _ in range(3))
         if not batches:
@@ -134,11 +140,8 @@ class ItemWrite:
     async def stage(self, leaves: Sequence[Any]) -> None:
         """Start to write the leaves; return once they are safe from whatever the caller does."""
         session, batches = self._session, self._plan.save.batches
-        if self.known is not None:
-            self._expected = await run_in_thread(_expected, self.known.chunks, batches)
-        encoded = {number for number, batch in enumerate(batches) if batch.encoded}
-        self._unplaced = len(encoded | self._expected)
-        for _ in range(min(ENCODERS if encoded else LANES, len(batches))):
+        is_encoded = self._plan.save.is_encoded
+        for _ in range(min(ENCODERS if is_encoded else LANES, len(batches))):
             self.start(self._run_lane)
         with session.recorder.phase("snapshot"):
             held = await run_in_thread(snapshot, batches, leaves, session.staging.mode)
@@ -245,17 +248,25 @@ class ItemWrite:
         await _first_of(self._call.returned, self._call.pressed)
         staged = memory[batch.staged_at : batch.staged_at + batch.nbytes]
         (contents, wanted), began_ns, ended_ns = await run_in_thread(
-            timed, _same_chunks, batch, leaves, staged, known.chunks, session.vital_signs
+            timed,
+            _same_chunks,
+            batch,
+            leaves,
+            staged,
+            known.chunks,
+            self._small_left,
+            session.vital_signs,
         )
         session.recorder.report("digest", began_ns, ended_ns, batch.nbytes, batch=number)
         kept = None
         if wanted.files:
             kept = await take_over(session, self._item, known, wanted)
         if kept is not None:
-            self._batches[number], contents, kept = await run_in_thread(
+            self._batches[number], contents, taken = await run_in_thread(
                 _without, batch, contents, kept, staged
             )
-            self._kept.append(kept)
+            self._kept.append(taken)
+            self._small_left -= known.small_files(taken)
         if self._batches[number] is None or not batch.encoded:
             self._count_placed()
         return contents
@@ -409,21 +420,17 @@ def _stage_batch(
     copy_batch(batch, plans, sources, memory)
 
 
-def _expected(chunks: EarlierChunks, batches: Sequence[WriteBatch]) -> set[int]:
-    """Return the numbers of the batches that are likely the same as in the step before."""
-    return {number for number, batch in enumerate(batches) if chunks.is_expected(batch)}
-
-
 def _same_chunks(
     batch: WriteBatch,
     plans: Sequence[LeafPlan],
     staged: Array,
     chunks: EarlierChunks,
+    most_small: int,
     vital_signs: bool,
 ) -> tuple[BatchContents, ItemReport]:
     """Return what a batch holds, and what can be taken over instead of chunks of it."""
     contents = batch_contents(batch, plans, staged, vital_signs=vital_signs)
-    return contents, chunks.of_digests(batch, contents.digests)
+    return contents, chunks.of_digests(batch, contents.digests, most_small)
 
 
 def _without(

@@ -112,8 +112,10 @@ class EngineItemWriter:
             if parts is None:
                 known = await known_item(session, self._item, plan.save)
                 self._arrays, self._whole = references(structure.leaves), plan.save
+            expected: set[int] = set()
             if known is not None:
                 plan = await self._take_over(plan, known, structure.leaves)
+                expected = await self.in_thread(known.expected, plan.save.batches)
         leaves: Sequence[Any] = structure.leaves
         if plan.keys:
             leaves = await self.in_thread(_with_key_data, leaves, plan.keys)
@@ -122,7 +124,7 @@ class EngineItemWriter:
         session.hooks.advance(total=total)
         if plan.formatted is not None:
             session.formatted.append(plan.formatted)
-        write = ItemWrite(session, self._call, self._item, plan, known)
+        write = ItemWrite(session, self._call, self._item, plan, known, expected)
         # The index over the chunks of several writers is written when all have reported.
         if parts is None and processes.is_alone:
             write.start(write.write_index)
@@ -154,13 +156,14 @@ class EngineItemWriter:
         wanted = await self.in_thread(known.of_the_same_arrays, leaves)
         if wanted is not None:
             kept = await take_over(session, self._item, known, wanted)
-        if kept is not None:
-            nbytes = sum(known.files[path].size for path in kept.files)
-            session.hooks.advance(staged=nbytes, written=nbytes, total=nbytes)
         apart = known.apart(kept)
         if kept is None and not apart:
             return plan
-        return await self.in_thread(session.plans.rest, self._item, plan, kept, apart)
+        rest = await self.in_thread(session.plans.rest, self._item, plan, kept, apart)
+        nbytes = sum(b.nbytes for b in plan.save.batches) - sum(b.nbytes for b in rest.save.batches)
+        session.hooks.advance(staged=nbytes, written=nbytes, total=nbytes)
+        session.processes.advance(nbytes)
+        return rest
 
     async def write_file(self, path: str, data: FileData) -> None:
         """Write a file of the item; see `ItemWriter.write_file`."""

@@ -102,7 +102,8 @@ async def save_step(
                 tasks.start_soon(_begin, session, request, may_write, keeper)
                 manifest = await _run(session, engine, request, calls)
                 keeper.cancel()
-        engine.last_save = LastSave(storage, request.step_dir, session.saved)
+        if session.saved:
+            engine.last_save = LastSave(storage, request.step_dir, session.saved)
         return manifest
     except BaseException as error:
         # Before anything is removed: what that makes the others meet is not what went wrong.

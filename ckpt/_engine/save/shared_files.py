@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import anyio
 from msgspec.structs import replace
 
 from ckpt._engine.last_save import RestoredItem, SavedItem
@@ -11,6 +12,9 @@ from ckpt._plan.save_plan import SavePlan
 from ckpt._plan.unchanged.kept_chunks import in_files
 from ckpt._runtime.threads import run_in_thread
 from ckpt.storage._base import SharesFiles
+
+# How long a caller of save() waits at most for what lets it return sooner.
+_PATIENCE_SECONDS = 0.05
 
 
 async def known_item(session: SaveSession, item: str, plan: SavePlan) -> SavedItem | None:
@@ -22,7 +26,8 @@ async def known_item(session: SaveSession, item: str, plan: SavePlan) -> SavedIt
         plan: The plan for all its chunks.
     """
     known = None if session.last is None else session.last.items.get(item)
-    if known is None or not isinstance(session.storage, SharesFiles):
+    storage = session.storage
+    if known is None or not isinstance(storage, SharesFiles) or not storage.shares_files:
         return None
     if isinstance(known, RestoredItem):
         return await run_in_thread(known.as_saved, plan)
@@ -46,8 +51,12 @@ async def take_over(
     assert session.last is not None
     assert isinstance(session.storage, SharesFiles)
     paths = {f"{item}/{path}": path for path in wanted.files}
-    await session.begun.wait()
-    assert session.attempt is not None
+    # The attempt is begun while the tree is planned. In a job another process begins it, and a
+    # process that comes late must not hold up the callers in all others.
+    with anyio.move_on_after(_PATIENCE_SECONDS):
+        await session.begun.wait()
+    if session.attempt is None:
+        return None
     # Two batches may want the same file.
     async with session.sharing:
         missing = {

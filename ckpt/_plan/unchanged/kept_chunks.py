@@ -22,8 +22,8 @@ Array = np.ndarray[Any, Any]
 
 # Of smaller files few are kept: a list of many small files would grow from save to save, and to
 # write them costs as little as to link them.
-_SMALL_BYTES = 1 << 20
-_MOST_SMALL = 16
+SMALL_BYTES = 1 << 20
+MOST_SMALL = 16
 
 
 class EarlierChunks:
@@ -54,7 +54,7 @@ class EarlierChunks:
         Args:
             unchanged: `[leaves] bool`, which ones.
         """
-        return self._kept(unchanged[self.report.rows["leaf"]])
+        return self._kept(unchanged[self.report.rows["leaf"]], MOST_SMALL)
 
     def is_expected(self, batch: WriteBatch) -> bool:
         """Tell whether at least half of a batch is expected to be the same again."""
@@ -66,18 +66,21 @@ class EarlierChunks:
         expected = nbytes[known][self._same[rows[known]]].sum()
         return bool(2 * expected >= nbytes.sum())
 
-    def of_digests(self, batch: WriteBatch, digests: Sequence[str]) -> ItemReport:
+    def of_digests(
+        self, batch: WriteBatch, digests: Sequence[str], most_small: int = MOST_SMALL
+    ) -> ItemReport:
         """Return the part of the report that a save takes over for a batch.
 
         Args:
             batch: The batch.
             digests: The digests of its chunks.
+            most_small: How many small files may be kept.
         """
         rows = self._rows_of(batch)
         own = np.frombuffer(bytes.fromhex("".join(digests)), np.uint8).reshape(-1, DIGEST_BYTES)
         wanted = np.zeros(len(self.report.rows), np.bool_)
         wanted[rows[self._are_equal(rows, own)]] = True
-        return self._kept(wanted)
+        return self._kept(wanted, most_small)
 
     def same_again(self, report: ItemReport) -> Array:
         """Return which chunks of a later report are the same; `[rows of that report] bool`."""
@@ -90,16 +93,16 @@ class EarlierChunks:
         equal[equal] = (self.report.digests[rows[equal]] == digests[equal]).all(axis=1)
         return equal
 
-    def _kept(self, wanted: Array) -> ItemReport:
+    def _kept(self, wanted: Array, most_small: int) -> ItemReport:
         """Return the wanted rows, of the files that are worth keeping for them."""
         count = len(self._sizes)
         needed = np.bincount(
             self.report.rows["file"], weights=wanted * self._nbytes, minlength=count
         )
         is_kept = (needed > 0) & (2 * needed >= self._sizes)
-        small = np.flatnonzero(is_kept & (self._sizes < _SMALL_BYTES))
+        small = np.flatnonzero(is_kept & (self._sizes < SMALL_BYTES))
         largest_first = small[np.argsort(-needed[small], kind="stable")]
-        is_kept[largest_first[_MOST_SMALL:]] = False
+        is_kept[largest_first[max(most_small, 0) :]] = False
         return _of_files(self.report, is_kept, wanted)
 
     def _rows_of(self, batch: WriteBatch) -> Array:

@@ -153,6 +153,10 @@ def link(attempt: LocalAttempt, path: str, folder: str = "") -> None:
         os.close(fd)
 
 
+class NoHardLinksError(Exception):
+    """The file system has no hard links."""
+
+
 def share(attempt: LocalAttempt, step_dir: str, files: Mapping[str, int]) -> list[str]:
     """Link regular files of a step directory into the attempt; return the paths of those it has.
 
@@ -160,6 +164,10 @@ def share(attempt: LocalAttempt, step_dir: str, files: Mapping[str, int]) -> lis
         attempt: The attempt.
         step_dir: The step directory.
         files: Size in bytes of every file, by its path there. One of another size stays out.
+
+    Raises:
+        NoHardLinksError: The file system has no links at all.
+        OSError: The attempt was removed.
     """
     shared: list[str] = []
     for path, size in files.items():
@@ -178,12 +186,11 @@ def share(attempt: LocalAttempt, step_dir: str, files: Mapping[str, int]) -> lis
         except ValueError:
             continue
         except OSError as error:
-            if error.errno in posix.UNLINKABLE:
-                # No other file here can be linked, or this one has too many names.
-                continue
-            if posix.is_there(attempt.root / source):
+            if not posix.is_there(attempt.path):
                 raise
-            # Deleted while it was linked.
+            if not shared and error.errno in posix.WITHOUT_LINKS:
+                raise NoHardLinksError(error.strerror) from error
+            # What goes wrong here may go right, or wrong with a better error, in a write.
             continue
         finally:
             os.close(fd)

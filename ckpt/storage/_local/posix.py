@@ -23,6 +23,8 @@ _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 # The errors of a file system without hard links, or without any more of them for this file.
 UNLINKABLE = _UNSUPPORTED | {errno.EPERM, errno.EXDEV, errno.EMLINK}
+# Those that every other file would meet, too.
+WITHOUT_LINKS = UNLINKABLE - {errno.EMLINK}
 _COPIED_BYTES = 4 << 20
 
 

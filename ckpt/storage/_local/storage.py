@@ -295,6 +295,10 @@ class LocalStorage:
                     f"{source}: {error}. The step was damaged after it was committed"
                 ) from error
 
+    @property
+    def shares_files(self) -> bool:
+        return self._hard_links
+
     async def share(
         self, attempt: Attempt, step_dir: str, files: Mapping[str, int]
     ) -> Sequence[str]:
@@ -305,7 +309,17 @@ class LocalStorage:
             translated("link files of", self._root / step_dir),
             attempts.noticing_removal(own),
         ):
-            return await self._in_thread(attempts.share, own, step_dir, files)
+            try:
+                return await self._in_thread(attempts.share, own, step_dir, files)
+            except attempts.NoHardLinksError as error:
+                self._hard_links = False
+                logger.warning(
+                    "%s: the file system makes no hard links (%s), so arrays that do not change "
+                    "are written with every step",
+                    self._root,
+                    error,
+                )
+        return []
 
     async def read_block(
         self,

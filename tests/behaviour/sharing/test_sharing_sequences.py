@@ -10,7 +10,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import tensorstore as ts
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -24,6 +23,7 @@ from hypothesis.stateful import (
 
 import ckpt
 import ckpt.sync
+from tests.support.databases import in_database
 from tests.support.trees import assert_same, sharded
 
 # Large enough for batches of their own; others are packed.
@@ -37,12 +37,6 @@ def made(name: str, version: int) -> Any:
     seed = [len(name), sum(name.encode()), version]
     values = np.random.default_rng(seed).standard_normal(SHAPES[name]).astype(np.float32)
     return sharded(values, "data", "model") if name == "mesh" else jnp.array(values)
-
-
-def in_database(item: Path, name: str) -> Any:
-    base = {"driver": "file", "path": f"{item}/"}
-    kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-    return ts.open({"driver": "zarr3", "kvstore": kvstore}).result().read().result()
 
 
 class Sequences(RuleBasedStateMachine):

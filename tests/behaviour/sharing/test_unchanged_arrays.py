@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt._format.manifest import decode
+from ckpt.storage._local import attempts
+from tests.support.databases import in_database
 from tests.support.trees import assert_same, sharded
 
 State = dict[str, Any]
@@ -214,11 +217,14 @@ def test_a_step_before_that_is_gone_or_damaged_is_not_shared(
         assert_same(mgr.restore(1), frozen)
 
 
-@pytest.mark.parametrize("number", [errno.EXDEV, errno.EMLINK, errno.EPERM, errno.ENOTSUP])
+REFUSALS = ["EXDEV", "EMLINK", "EPERM", "ENOTSUP", "EIO", "EACCES", "ESTALE", "ENOENT"]
+
+
+@pytest.mark.parametrize("name", REFUSALS)
 def test_where_the_file_system_makes_no_links_all_is_written(
-    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    frozen = base()
+    frozen, number = base(), getattr(errno, name)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number))
@@ -230,6 +236,8 @@ def test_where_the_file_system_makes_no_links_all_is_written(
             mgr.save(step, state).result()
             assert stored(tmp_path, step)[0] == 0
             assert mgr.verify(step).ok
+    said = [each for each in caplog.messages if "makes no hard links" in each]
+    assert len(said) == (name in ("EXDEV", "EPERM", "ENOTSUP"))
 
 
 def test_sharing_can_be_switched_off(tmp_path: Path) -> None:
@@ -240,6 +248,64 @@ def test_sharing_can_be_switched_off(tmp_path: Path) -> None:
     assert stored(tmp_path, 1)[0] == 0
     for path in (tmp_path / "1").rglob("*"):
         assert path.is_dir() or path.stat().st_nlink == 1
+
+
+def test_a_save_that_shares_nothing_does_not_wait_for_its_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = {"kernel": jnp.array(values(1, 512, 1024))}
+    begun, begin = threading.Event(), attempts.begin
+
+    def begin_late(*args: Any) -> Any:
+        assert begun.wait(60)
+        return begin(*args)
+
+    for shares in (False, True):
+        place = ckpt.storage.Local(tmp_path / str(shares), hard_links=shares)
+        with ckpt.sync.CheckpointManager(place) as mgr:
+            mgr.save(0, frozen).result()
+            begun.clear()
+            with monkeypatch.context() as patched:
+                patched.setattr(attempts, "begin", begin_late)
+                # It returns while there is no attempt yet, which a file could be put into.
+                commit = mgr.save(1, frozen)
+                begun.set()
+                commit.result()
+            assert mgr.verify(1).ok
+            assert_same(mgr.restore(1), frozen)
+
+
+def test_the_number_of_files_does_not_grow_with_the_number_of_saves(tmp_path: Path) -> None:
+    leaves = {f"w{n}": jnp.array(values(n, 2000)) for n in range(300)}
+    choice = np.random.default_rng(0)
+    counts = []
+    with ckpt.sync.CheckpointManager(tmp_path, preservation=ckpt.policies.LatestN(1)) as mgr:
+        for step in range(40):
+            for n in choice.choice(300, 6, replace=False):
+                leaves[f"w{n}"] = jnp.array(values(1000 * step + n, 2000))
+            made = leaves if step % 2 else again(leaves)
+            mgr.save(step, made).result()
+            folder = tmp_path / str(step) / "default" / "d"
+            counts.append(len(list(folder.iterdir())))
+        assert mgr.verify(39).ok
+        assert_same(mgr.restore(39), leaves)
+    # Sixteen small files at most are taken over, and a few written: those, and the index.
+    assert max(counts) <= 24
+
+
+def test_an_index_is_not_written_before_all_places_are_known(tmp_path: Path) -> None:
+    """An item that is planned late, while another one already needs all staging memory."""
+    staging = ckpt.Staging(budget_bytes=4 << 20)
+    with ckpt.sync.CheckpointManager(tmp_path, staging=staging) as mgr:
+        for step in range(3):
+            kept = {f"k{n}": jnp.array(values(n, 256, 700)) for n in range(5)}
+            changed = {f"c{n}": jnp.array(values(10 * step + n, 256, 700)) for n in range(3)}
+            late = kept | changed | {f"s{n}": n for n in range(10_000)}
+            large = {f"x{n}": jnp.array(values(100 * step + n, 512, 1024)) for n in range(6)}
+            mgr.save(step, items={"large": large, "late": late}).result()
+            for name, leaf in (kept | changed).items():
+                found = in_database(tmp_path / str(step) / "late", name)
+                assert np.array_equal(found, np.asarray(leaf)), (step, name)
 
 
 def test_a_manager_keeps_no_array_alive(tmp_path: Path) -> None:
