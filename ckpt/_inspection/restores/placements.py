@@ -172,13 +172,16 @@ class AsSaved:
         axes = dict(zip(entry.axis_names, entry.axis_sizes, strict=False))
         if entry.kind == "single":
             axes = {}
-        elif entry.kind != "named" or len(axes) != len(entry.axis_sizes):
+        elif entry.kind != "named" or not (
+            len(axes) == len(entry.axis_names) == len(entry.axis_sizes)
+        ):
             return None
         sizes = list(axes.values())
         names = [name for over in _stored_spec(entry) for name in over]
         if len(set(names)) < len(names) or not set(names) <= set(axes) or min(sizes, default=1) < 1:
             return None
-        if math.prod(sizes) != len(entry.device_ids):
+        ids = entry.device_ids
+        if not math.prod(sizes) == len(ids) == len(set(ids)):
             return None
         owners = tuple(self._owners[device] for device in entry.device_ids)
         # Of an array of some processes, the others could use nothing.
