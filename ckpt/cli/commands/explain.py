@@ -152,8 +152,8 @@ def _view(found: RestoreExplanation) -> Iterator[str]:
         yield from sentences
     yield ""
     yield click.style(
-        f"An estimate: {size_text(found.budget)} of budget and {found.concurrent} requests at a "
-        "time in each process, and host memory beside what the program has already",
+        "host memory is an estimate, without what the program has already: "
+        f"{size_text(found.budget)} of budget, {found.concurrent} requests at a time",
         dim=True,
     )
 
