@@ -48,7 +48,7 @@ class ManagerBase:
         handlers: HandlersLike = (),
         staging: Staging | StagingMode | None = None,
         formats: Formats | None = None,
-        vital_signs: bool = True,
+        vital_signs: bool = False,
         backlog: BacklogPolicy = "wait",
         read_only: bool = False,
         create: bool = True,
@@ -81,7 +81,8 @@ class ManagerBase:
                 `jax.ShapeDtypeStruct` that returns an `ArrayFormat` or None. A pattern that applies
                 to no array of a save is an error.
             vital_signs: Note a fingerprint, the norm and the largest value of every array, and how
-                many of its values are not finite. `metadata` shows them; see `VitalSigns`.
+                many of its values are not finite. `metadata` shows them; see `VitalSigns`. It takes
+                processor time after `save` has returned.
             backlog: What a save does while another one is under way. `wait` takes its snapshot
                 meanwhile and commits after it; with two under way it first waits for the older.
                 `skip` saves nothing and returns a falsy commit that says so. `supersede` replaces

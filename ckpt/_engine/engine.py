@@ -58,7 +58,7 @@ class Engine(Struct):
     arena: Arena
     buffers: Buffers
     plans: PlanCache = field(default_factory=PlanCache)
-    vital_signs: bool = True
+    vital_signs: bool = False
     now_ns: Callable[[], int] = time.time_ns
     versions: dict[str, str] = field(default_factory=_versions)
     last_save: LastSave | None = None

@@ -27,7 +27,7 @@ def make_engine(
     formats: Formats | None = None,
     clock: Callable[[], float] | None = None,
     *,
-    vital_signs: bool = True,
+    vital_signs: bool = False,
 ) -> Engine:
     """Return an engine with a cold arena; the given handlers come before the built-in ones."""
     true_or_false("vital_signs", vital_signs)

@@ -35,8 +35,9 @@ class VitalSigns(Struct, frozen=True, gc=False):
 
     Example:
         ```python
-        signs = mgr.metadata(100).tree["params"]["w"].vital_signs
-        assert signs.nonfinite == 0
+        info = await ckpt.save("runs/signed", {"w": jnp.ones(4)}, vital_signs=True)
+        signs = (await ckpt.metadata(info.path)).tree["w"].vital_signs
+        assert (signs.nonfinite, signs.norm) == (0, 2.0)
         ```
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ckpt._format.dtypes import DTYPES
 from ckpt._vitals.signs import box_signs, signs_of
 from ckpt.types import VitalSigns
 
+save = partial(ckpt.sync.save, vital_signs=True)
 MESHES: list[tuple[dict[str, int], PartitionSpec]] = [
     ({"x": 8}, PartitionSpec("x")),
     ({"x": 8}, PartitionSpec(None, "x")),
@@ -68,7 +70,7 @@ def test_every_mesh_gives_the_same(
         "odd": rng.integers(0, 255, (408, 1000)).astype(np.uint8),
         "half": rng.standard_normal((800, 424)).astype(DTYPES["bfloat16"]),
     }
-    ckpt.sync.save(tmp_path / "a", {name: put(each, axes, spec) for name, each in state.items()})
+    save(tmp_path / "a", {name: put(each, axes, spec) for name, each in state.items()})
     found = stored(tmp_path / "a")
     for name, array in state.items():
         assert_signs(found[name], array)
@@ -94,7 +96,7 @@ def test_every_choice_of_chunks_gives_the_same(
     array = raw.view(DTYPES[name]).reshape(shape)
     path = tmp_path_factory.mktemp("save") / "a"
     format = ckpt.ArrayFormat(chunk_bytes=chunk_bytes, split_axes=split_axes)
-    ckpt.sync.save(path, {"x": array}, formats={"x": format})
+    save(path, {"x": array}, formats={"x": format})
     assert_signs(stored(path)["x"], array)
 
 
@@ -102,7 +104,7 @@ def test_every_choice_of_chunks_gives_the_same(
 def test_compressed_leaves_have_those_of_their_values(tmp_path: Path, codec: Any) -> None:
     array = np.random.default_rng(0).standard_normal((700, 501)).astype(np.float32)
     formats = {"x": ckpt.ArrayFormat(compression=codec)}
-    ckpt.sync.save(tmp_path / "a", {"x": array}, formats=formats)
+    save(tmp_path / "a", {"x": array}, formats=formats)
     assert_signs(stored(tmp_path / "a")["x"], array)
 
 
@@ -110,7 +112,7 @@ def test_thousands_of_small_leaves_have_theirs(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     state = {f"w{n}": rng.standard_normal((n % 7, 5)).astype(np.float32) for n in range(1000)}
     state |= {f"i{n}": np.full(n % 5, n, np.int16) for n in range(50)}
-    ckpt.sync.save(tmp_path / "a", state)
+    save(tmp_path / "a", state)
     found = stored(tmp_path / "a")
     for name, array in state.items():
         assert_signs(found[name], array)
@@ -121,7 +123,7 @@ def test_they_are_those_of_the_moment_of_the_call(tmp_path: Path, mode: Any) -> 
     step = jax.jit(lambda x: x * jnp.nan, donate_argnums=0)
     host = np.random.default_rng(0).standard_normal((800, 500)).astype(np.float32)
     state, numbers = jnp.asarray(host.copy()), np.ones(300_000, np.float32)
-    with ckpt.sync.CheckpointManager(tmp_path, staging=mode) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, vital_signs=True, staging=mode) as mgr:
         commit = mgr.save(1, {"x": state, "n": numbers})
         state = step(state)
         numbers[:] = math.nan
@@ -132,7 +134,7 @@ def test_they_are_those_of_the_moment_of_the_call(tmp_path: Path, mode: Any) -> 
 
 def test_a_save_in_parts_has_those_of_all_parts(tmp_path: Path) -> None:
     host = np.random.default_rng(0).standard_normal((300, 500)).astype(np.float32)
-    with ckpt.sync.CheckpointManager(tmp_path) as mgr, mgr.partial(1) as part:
+    with ckpt.sync.CheckpointManager(tmp_path, vital_signs=True) as mgr, mgr.partial(1) as part:
         part.save({"a": {"x": jnp.asarray(host)}})
         part.save({"a": {"y": host[::-1].copy(), "bad": np.array([math.inf])}})
     found = stored(tmp_path / "1")
@@ -143,7 +145,7 @@ def test_a_save_in_parts_has_those_of_all_parts(tmp_path: Path) -> None:
 
 def test_keys_and_shared_arrays_have_theirs(tmp_path: Path) -> None:
     key, array = jax.random.key(7), jnp.arange(7.0)
-    ckpt.sync.save(tmp_path / "a", {"key": key, "one": array, "two": array, "n": 3, "t": True})
+    save(tmp_path / "a", {"key": key, "one": array, "two": array, "n": 3, "t": True})
     found = stored(tmp_path / "a")
     assert sorted(found) == ["key", "one", "two"]
     assert_signs(found["key"], jax.random.key_data(key))
@@ -152,6 +154,6 @@ def test_keys_and_shared_arrays_have_theirs(tmp_path: Path) -> None:
 
 
 def test_the_text_of_the_metadata_names_leaves_that_are_not_finite(tmp_path: Path) -> None:
-    info = ckpt.sync.save(tmp_path / "a", {"w": jnp.array([1.0, jnp.nan, jnp.inf]), "b": 1.5})
+    info = save(tmp_path / "a", {"w": jnp.array([1.0, jnp.nan, jnp.inf]), "b": 1.5})
     assert info.nonfinite_leaves == 1
     assert "2 values are not finite" in str(ckpt.sync.metadata(tmp_path / "a"))

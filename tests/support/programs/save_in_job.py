@@ -94,7 +94,10 @@ def wrong(
 def roundtrip() -> None:
     """Save two steps, with all a manager may be asked, and restore the second."""
     with ckpt.sync.CheckpointManager(
-        root, preservation=ckpt.policies.LatestN(2), metadata={"run": "one"}
+        root,
+        preservation=ckpt.policies.LatestN(2),
+        metadata={"run": "one"},
+        vital_signs=True,
     ) as mgr:
         for step in (1, 2, 3):
             info = mgr.save(step, state(step), metrics={"loss": 1.0 / step}).result(60)
@@ -129,7 +132,9 @@ def apart() -> None:
     own = root / f"disk {index}"
     told: dict[str, Any] = {}
     timeouts = ckpt.Timeouts(coordination=10.0)
-    with ckpt.sync.CheckpointManager(own, coordinator=job, timeouts=timeouts) as mgr:
+    with ckpt.sync.CheckpointManager(
+        own, coordinator=job, timeouts=timeouts, vital_signs=True
+    ) as mgr:
         if kind == "save":
             for step in (1, 2, 3):
                 mgr.save(step, state(step), metrics={"loss": 1.0}).result(60)

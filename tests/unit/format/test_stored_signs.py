@@ -124,7 +124,7 @@ def test_integers_and_values_in_the_manifest_are_finite_and_aliases_are_alike() 
 @pytest.fixture
 def stored(tmp_path: Path) -> bytes:
     state = {"w": jnp.array([1.0, jnp.nan]), "b": np.array([np.inf]), "n": 3, "i": jnp.arange(3)}
-    ckpt.sync.save(tmp_path / "a", state)
+    ckpt.sync.save(tmp_path / "a", state, vital_signs=True)
     return (tmp_path / "a" / "ckpt.json").read_bytes()
 
 
@@ -135,7 +135,7 @@ def test_the_head_counts_the_leaves_with_values_that_are_not_finite(stored: byte
 
 
 def test_the_head_does_not_count_what_is_not_known(tmp_path: Path) -> None:
-    ckpt.sync.save(tmp_path / "a", {"w": jnp.ones(2)}, vital_signs=False)
+    ckpt.sync.save(tmp_path / "a", {"w": jnp.ones(2)})
     summary = peek((tmp_path / "a" / "ckpt.json").read_bytes())
     assert summary is not None
     assert summary.nonfinite_leaves is None
