@@ -370,7 +370,8 @@ def decode(data: bytes, *, where: str) -> Manifest:
             raise ValueError("its head contradicts it")
         rest = msgspec.json.decode(b"".join((b"{", memoryview(data)[end + 1 :])), type=_Rest)
         items = {name: _read(item) for name, item in rest.items.items()}
-        if front.nonfinite_leaves != _nonfinite_leaves(items):
+        # Earlier writers did not count.
+        if front.nonfinite_leaves not in (None, _nonfinite_leaves(items)):
             raise ValueError("its head counts other leaves with values that are not finite")
         if OWN_DISKS not in front.requires:
             _check_places(items)

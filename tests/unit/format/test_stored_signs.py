@@ -146,11 +146,24 @@ def test_the_head_does_not_count_what_is_not_known(tmp_path: Path) -> None:
 def test_a_head_that_contradicts_the_leaves_is_refused(stored: bytes) -> None:
     manifest = decode(stored, where="a")
     item = manifest.items["default"]
-    healthy = [replace(leaf, vital_signs=None) for leaf in item.leaves]
+    healthy = [
+        replace(leaf, vital_signs=leaf.vital_signs and replace(leaf.vital_signs, nonfinite=0))
+        for leaf in item.leaves
+    ]
     other = replace(manifest, items={"default": replace(item, leaves=LeafTable.of(healthy))})
     mixed = _with_head_of(encode(manifest), encode(other))
     with pytest.raises(CorruptCheckpointError, match="not a valid manifest: its head counts"):
         decode(mixed, where="a")
+
+
+def test_a_head_of_an_earlier_writer_counts_nothing(tmp_path: Path) -> None:
+    ckpt.sync.save(tmp_path / "a", items={"notes": {"n": 1}})
+    data = (tmp_path / "a" / "ckpt.json").read_bytes()
+    head, key, rest = data.partition(b',"head":"xxh3_128:')
+    assert b'"nonfinite_leaves":0,' in head
+    old = _with_head_of(data, head.replace(b'"nonfinite_leaves":0,', b"") + key + rest)
+    assert b"nonfinite_leaves" not in old
+    assert decode(old, where="a").items.keys() == {"notes"}
 
 
 def _with_head_of(whole: bytes, head: bytes) -> bytes:
