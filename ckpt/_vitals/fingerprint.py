@@ -2,7 +2,7 @@
 
 The bytes of every row are 32-bit words. A word is folded, multiplied with its weight, and all are
 summed up modulo 2**32, in two channels. So the sums of the boxes of an array, however it is cut,
-add up to its own. `docs/design/017-vital-signs.md` has the definition, and what it proves.
+add up to its own. `docs/design/018-vital-signs.md` has the definition, and what it proves.
 """
 
 from __future__ import annotations

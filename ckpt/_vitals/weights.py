@@ -2,7 +2,7 @@
 
 An index along a dimension has two digits. A weight is the product of a factor for each digit of
 each index. The lower digit along the last dimension is the *column*: its factor is another in each
-channel, and all others are the same in both. `docs/design/017-vital-signs.md` says why, and what
+channel, and all others are the same in both. `docs/design/018-vital-signs.md` says why, and what
 for.
 """
 

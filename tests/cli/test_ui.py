@@ -233,11 +233,11 @@ def test_numbers_that_a_browser_does_not_have_are_sent_as_texts(tmp_path: Path) 
     assert ckpt_command("ui", tmp_path / "run", "--export", file).status == 0
     data = embedded(file)
     assert [each["step"] for each in data["run"]["listing"]["steps"]] == [*map(str, numbers)]
-    for number in map(str, numbers):
-        summary = data["steps"][number]["summary"]
-        assert summary["step"] == number
-        assert summary["metadata"] == f'{{"seed":{number}}}'
-        assert [each["value"] for each in data["steps"][number]["leaves"]] == [number]
+    for text in map(str, numbers):
+        summary = data["steps"][text]["summary"]
+        assert summary["step"] == text
+        assert summary["metadata"] == f'{{"seed":{text}}}'
+        assert [each["value"] for each in data["steps"][text]["leaves"]] == [text]
 
 
 def test_a_port_that_is_taken_is_named(run_root: Path) -> None:
