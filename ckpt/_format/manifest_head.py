@@ -69,6 +69,7 @@ class Summary(Struct, frozen=True, omit_defaults=True):
     Attributes:
         nonfinite_leaves: How many leaves have values that are not finite; None if not known.
         rest: How many bytes of the file follow the head.
+        manifest_bytes: Bytes of the file itself; told by `peek`, and not in the file.
     """
 
     format: str
@@ -84,6 +85,7 @@ class Summary(Struct, frozen=True, omit_defaults=True):
     files: dict[str, FileEntry] = {}
     nonfinite_leaves: Size | None = None
     rest: Size = 0
+    manifest_bytes: Size = 0
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -157,7 +159,9 @@ def peek(data: bytes, size: int | None = None) -> Summary | None:
         except INVALID:
             found = version_of(head)
         else:
-            return summary if total == end + summary.rest and is_step(summary.step) else None
+            if total != end + summary.rest or not is_step(summary.step):
+                return None
+            return msgspec.structs.replace(summary, manifest_bytes=total)
     if found is None or not is_step(found.step):
         return None
     return Summary(format=found.format, version=found.version, step=found.step)

@@ -45,7 +45,7 @@ class CheckpointSummary(Struct, frozen=True):
         unnamed: Whether it is one object saved without a name.
         items: Its items.
         nbytes: Logical bytes of all items.
-        stored_bytes: Bytes of its files; None of what another library wrote.
+        stored_bytes: Bytes of its files, of the manifest, too; None of what another library wrote.
         files: How many files it has; None of what another library wrote.
         shared_bytes: Bytes of those that its save took over from the step before.
         process_count: How many processes wrote it.
@@ -103,7 +103,7 @@ def summarize(checkpoint: Checkpoint) -> CheckpointSummary:
         unnamed=manifest.unnamed,
         items=items,
         nbytes=sum(each.nbytes for each in items),
-        stored_bytes=sum(each.size for each in manifest.files.values()) if is_own else None,
+        stored_bytes=checkpoint.opened.stored_bytes,
         files=len(manifest.files) + 1 if is_own else None,
         shared_bytes=sum(each.size for each in manifest.files.values() if each.shared),
         process_count=manifest.process_count,

@@ -58,7 +58,7 @@ class IndexedStep(Struct, frozen=True):
         committed_ns: When it was committed, in Unix nanoseconds.
         metrics: The metrics it was saved with, or None.
         save: As in `Manifest`.
-        stored_bytes: Bytes of its files; None of what another library wrote.
+        stored_bytes: Bytes of its files, of the manifest, too; None of what another library wrote.
         is_foreign: Whether Orbax wrote it, not this library.
     """
 
@@ -436,7 +436,7 @@ class StepIndex:
             summary.committed_ns,
             None if summary.metrics is None else flat_metrics(summary.metrics),
             summary.save,
-            sum(each.size for each in summary.files.values()),
+            summary.manifest_bytes + sum(each.size for each in summary.files.values()),
         )
 
     async def _first_answer(self, look: Callable[[Sequence[str]], Awaitable[T | None]]) -> T | None:

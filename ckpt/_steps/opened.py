@@ -12,7 +12,7 @@ from msgspec import Struct
 from ckpt._engine.restore.step_files import StepFiles
 from ckpt.errors import NotACheckpointError, StepNotFoundError, located
 from ckpt.storage._base import Storage
-from ckpt.storage._manifests import read_manifest
+from ckpt.storage._manifests import read_sized
 
 if TYPE_CHECKING:
     from ckpt._format.manifest import Manifest
@@ -25,11 +25,23 @@ class OpenedStep(Struct, frozen=True):
         step_dir: Its directory.
         manifest: What it holds.
         foreign: Its files, if another library wrote it.
+        manifest_bytes: Bytes of the manifest itself; 0 if there is none.
     """
 
     step_dir: str
     manifest: Manifest
     foreign: StepFiles | None = None
+    manifest_bytes: int = 0
+
+    @property
+    def stored_bytes(self) -> int | None:
+        """Bytes of its files, of the manifest, too; None of what another library wrote.
+
+        Of that, not all files are known.
+        """
+        if self.foreign is not None:
+            return None
+        return self.manifest_bytes + sum(each.size for each in self.manifest.files.values())
 
 
 async def open_step(storage: Storage, step_dir: str, step: int | None = None) -> OpenedStep | None:
@@ -46,7 +58,8 @@ async def open_step(storage: Storage, step_dir: str, step: int | None = None) ->
         UnsupportedFormatError: It is of a later format, or has nothing that can be read.
     """
     try:
-        return OpenedStep(step_dir, await read_manifest(storage, step_dir, step=step))
+        manifest, nbytes = await read_sized(storage, step_dir, step=step)
+        return OpenedStep(step_dir, manifest, manifest_bytes=nbytes)
     except (NotACheckpointError, StepNotFoundError):
         # Only here, since most programs never need them.
         from ckpt._interop.orbax.step import open_orbax

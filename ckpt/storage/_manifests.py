@@ -33,7 +33,14 @@ def lies_in(step_dir: str, manifest: Manifest) -> str:
 
 
 async def read_manifest(storage: Storage, step_dir: str, *, step: int | None = None) -> Manifest:
-    """Return the manifest of a step directory.
+    """Return the manifest of a step directory; see `read_sized`."""
+    return (await read_sized(storage, step_dir, step=step))[0]
+
+
+async def read_sized(
+    storage: Storage, step_dir: str, *, step: int | None = None
+) -> tuple[Manifest, int]:
+    """Return the manifest of a step directory, and the bytes of its file.
 
     Args:
         storage: The root.
@@ -70,7 +77,7 @@ async def read_manifest(storage: Storage, step_dir: str, *, step: int | None = N
     wrong = next((name for name in manifest.items if not is_item_name(name)), None)
     if wrong is not None:
         raise CorruptCheckpointError(f"{where}: {wrong!r:.120} cannot be the name of an item")
-    return manifest
+    return manifest, len(data)
 
 
 def no_manifest(where: str) -> NotACheckpointError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,3 +143,24 @@ def test_no_line_is_wider_than_the_terminal(columns: int, root: Path) -> None:
     status, shown = on_terminal("du", root, "--by", "pattern", columns=columns)
     assert status == 0
     assert max(map(len, without_styles(shown).splitlines()[:-1])) <= columns
+
+
+def test_all_commands_tell_one_size_of_a_step(
+    run_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(*arguments: object) -> Any:
+        ran = in_this_process(capsys, *arguments, "--json")
+        assert (ran.status, ran.err) == (0, "")
+        return ran.json
+
+    on_disk = {
+        step: sum(each.stat().st_size for each in (run_root / step).rglob("*") if each.is_file())
+        for step in ("10", "20", "30")
+    }
+    shares = told("du", run_root)["shares"]
+    assert {each["name"]: each["nbytes"] for each in shares} == on_disk
+    listed = told("ls", run_root)["steps"]
+    assert {str(each["step"]): each["stored_bytes"] for each in listed} == on_disk
+    timed = told("stats", run_root)["steps"]
+    assert {str(each["step"]): each["stored_bytes"] for each in timed} == on_disk
+    assert told("info", run_root / "20")["stored_bytes"] == on_disk["20"]

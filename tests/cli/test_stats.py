@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +17,14 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt._inspection.times.save_times import StepTimes, summaries
 from ckpt.cli.durations import Duration, seconds_text
-from tests.support.command import check_golden, ckpt_command, on_terminal, settled, without_styles
+from tests.support.command import (
+    check_golden,
+    ckpt_command,
+    in_this_process,
+    on_terminal,
+    settled,
+    without_styles,
+)
 
 
 def figures(text: str) -> str:
@@ -118,3 +127,15 @@ def test_durations(written: str, seconds: float) -> None:
 def test_a_duration_can_be_read_back(seconds: float) -> None:
     again = Duration(zero=True).convert(seconds_text(seconds), None, None)
     assert again == pytest.approx(seconds, rel=0.006)
+
+
+def test_a_step_of_another_library_has_no_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ocp.CheckpointManager(tmp_path) as orbax:
+        orbax.save(1, args=ocp.args.StandardSave({"a": np.arange(4.0)}))
+    for path in (tmp_path, tmp_path / "1"):
+        ran = in_this_process(capsys, "stats", path, "--json")
+        [step] = ran.json["steps"]
+        assert (step["stored_bytes"], step["rate"]) == (None, None)
+        assert "0 B" not in in_this_process(capsys, "stats", path).out

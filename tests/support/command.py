@@ -110,6 +110,9 @@ _CHANGING = (
     (r"\b\d+(\.\d+)? (s|min|h|d|y)\b|\bnow\b", "<duration>"),
     (r'"(age_seconds|seconds)":[\d.e-]+', r'"\1":"<seconds>"'),
     (r'"(blocked|waited|staged|written|merged|published)":[\d.e-]+', r'"\1":"<seconds>"'),
+    # Files of a step: how long a save took has more digits in one manifest than in another.
+    (r"\b\d+(\.\d+)? KiB(?!/s)", "<size>"),
+    (r'"stored_bytes":\d{4,}', '"stored_bytes":"<size>"'),
     # Versions.
     (r"(python|ckpt-jax|jax|numpy|tensorstore) \d[\w.]*", r"\1 <version>"),
     (r'"(python|ckpt-jax|jax|numpy|tensorstore)":"[^"]*"', r'"\1":"<version>"'),

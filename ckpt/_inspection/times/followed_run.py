@@ -36,7 +36,7 @@ class SeenStep(Struct, frozen=True, tag_field="event", tag="step"):
     Attributes:
         step: Its number.
         committed: When (UTC), if that is known.
-        stored_bytes: Bytes of its files.
+        stored_bytes: Bytes of its files, of the manifest, too; None of what another library wrote.
         rate: Bytes per second at which it was written.
         blocked: Seconds for which the save blocked.
         written: Seconds from the call of the save until all data was durable.
@@ -46,7 +46,7 @@ class SeenStep(Struct, frozen=True, tag_field="event", tag="step"):
 
     step: int
     committed: datetime | None
-    stored_bytes: int
+    stored_bytes: int | None
     rate: float | None
     blocked: float | None
     written: float | None
@@ -199,7 +199,7 @@ class FollowedRun:
             return None
         if opened is None:
             return None
-        times = times_of(opened.manifest)
+        times = times_of(opened)
         return SeenStep(
             each.step,
             times.committed,

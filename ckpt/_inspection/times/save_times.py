@@ -8,10 +8,9 @@ from datetime import datetime
 
 from msgspec import Struct
 
-from ckpt._format.manifest import Manifest
 from ckpt._inspection.json_values import time_of
 from ckpt._inspection.places import RunRoot
-from ckpt._steps.opened import open_step
+from ckpt._steps.opened import OpenedStep, open_step
 from ckpt.errors import CheckpointError
 
 # Fewer steps tell no trend.
@@ -25,7 +24,7 @@ class StepTimes(Struct, frozen=True):
         step: Its number; None for a one-shot checkpoint.
         created: When its attempt began (UTC), after it had waited for earlier saves.
         committed: When it was committed (UTC).
-        stored_bytes: Bytes of its files.
+        stored_bytes: Bytes of its files, of the manifest, too; None of what another library wrote.
         blocked: From the call of `save` until it could return.
         waited: Waiting for earlier saves.
         staged: From the call until everything was in host memory.
@@ -36,7 +35,7 @@ class StepTimes(Struct, frozen=True):
     step: int | None
     created: datetime | None
     committed: datetime | None
-    stored_bytes: int
+    stored_bytes: int | None
     blocked: float | None
     waited: float | None
     staged: float | None
@@ -102,17 +101,17 @@ async def times_of_root(root: RunRoot, last: int | None = None) -> SaveStatistic
             continue
         # Otherwise it was deleted meanwhile.
         if opened is not None:
-            times.append(times_of(opened.manifest))
+            times.append(times_of(opened))
     return SaveStatisticsReport(root.location, times, summaries(times), unreadable)
 
 
-def times_of(manifest: Manifest) -> StepTimes:
+def times_of(opened: OpenedStep) -> StepTimes:
     """Return the times of one save."""
+    manifest, size = opened.manifest, opened.stored_bytes
     taken = manifest.statistics
     blocked, waited, staged, written = (
         taken.get(name) for name in ("blocked", "waited", "staged", "written")
     )
-    size = sum(each.size for each in manifest.files.values())
     busy = None if written is None else written - (waited or 0.0)
     return StepTimes(
         step=manifest.step,
@@ -123,7 +122,7 @@ def times_of(manifest: Manifest) -> StepTimes:
         waited=waited,
         staged=staged,
         written=written,
-        rate=size / busy if busy and busy > 0 else None,
+        rate=size / busy if size is not None and busy and busy > 0 else None,
     )
 
 

@@ -47,12 +47,12 @@ async def _report(path: str, last: int | None) -> tuple[SaveStatisticsReport, bo
     found = await look_at(path)
     if not isinstance(found, Checkpoint):
         return await times_of_root(found, last), True
-    steps = [times_of(found.opened.manifest)]
+    steps = [times_of(found.opened)]
     return SaveStatisticsReport(found.location, steps, summaries(steps), []), False
 
 
 def _many(found: SaveStatisticsReport) -> Iterator[str]:
-    rows = [(str(each.step), size_text(each.stored_bytes), *_cells(each)) for each in found.steps]
+    rows = [(str(each.step), _size(each), *_cells(each)) for each in found.steps]
     known = {each.name: each for each in found.summary}
     if len(rows) > 1:
         medians, worst, changes = (
@@ -86,11 +86,15 @@ def _one(found: SaveStatisticsReport) -> Iterator[str]:
             ("path", found.path),
             ("step", "" if step.step is None else str(step.step)),
             ("begun", when),
-            ("files", size_text(step.stored_bytes)),
+            ("files", _size(step)),
             *times,
             ("rate", "" if step.rate is None else f"{rate_text(step.rate)}, without the waiting"),
         ]
     )
+
+
+def _size(step: StepTimes) -> str:
+    return "" if step.stored_bytes is None else size_text(step.stored_bytes)
 
 
 def _cells(step: StepTimes) -> list[str]:

@@ -140,7 +140,7 @@ def _step_line(step: SeenStep) -> str:
     when = "" if step.committed is None else f"{step.committed.astimezone():%H:%M:%S}  "
     metrics = [f"{name}={metric_text(value)}" for name, value in step.metrics.items()]
     parts = [
-        size_text(step.stored_bytes),
+        *([] if step.stored_bytes is None else [size_text(step.stored_bytes)]),
         *([rate_text(step.rate)] if step.rate is not None else []),
         *([f"blocked {seconds_text(step.blocked)}"] if step.blocked is not None else []),
         *metrics,

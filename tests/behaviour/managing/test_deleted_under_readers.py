@@ -92,13 +92,13 @@ def test_a_one_shot_checkpoint_deleted_while_it_is_loaded(
     from ckpt._steps import opened
 
     ckpt.sync.save(tmp_path / "x", state(1))
-    real = opened.read_manifest  # type: ignore[attr-defined]
+    real = opened.read_sized  # type: ignore[attr-defined]
 
     async def read_and_delete(*args: object, **named: object) -> object:
         manifest = await real(*args, **named)  # type: ignore[arg-type]
         shutil.rmtree(tmp_path / "x")
         return manifest
 
-    monkeypatch.setattr(opened, "read_manifest", read_and_delete)
+    monkeypatch.setattr(opened, "read_sized", read_and_delete)
     with pytest.raises(ckpt.errors.StepDeletedError, match="was deleted while"):
         ckpt.sync.load(tmp_path / "x")
