@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import ckpt
@@ -16,6 +18,7 @@ from tests.support.command import (
     check_golden,
     ckpt_command,
     environment,
+    in_this_process,
     on_terminal,
     settled,
     without_styles,
@@ -122,3 +125,25 @@ def test_a_damaged_step_is_named_and_the_others_are_listed(run_root: Path, tmp_p
     assert [each["step"] for each in ran.json["unreadable"]] == [30]
     assert "step 30" in ran.err
     assert ckpt_command("tree", root / "30").status == 1
+
+
+def test_an_item_without_leaves_is_a_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    items = {"state": {"w": 1}, "text": "hello", "none": {}}
+    ckpt.sync.save(tmp_path / "own", items=items)
+    with ocp.CheckpointManager(tmp_path / "orbax", item_names=("state", "config")) as orbax:
+        state = ocp.args.StandardSave({"w": np.arange(4.0)})
+        orbax.save(1, args=ocp.args.Composite(state=state, config=ocp.args.JsonSave({"lr": 1})))
+    own = in_this_process(capsys, "tree", tmp_path / "own")
+    assert re.search(r"^text +an item \(bytes\) +5 B$", own.out, re.MULTILINE)
+    assert re.search(r"^none +a tree without leaves$", own.out, re.MULTILINE)
+    other = in_this_process(capsys, "tree", tmp_path / "orbax" / "1")
+    assert re.search(r"^config +an item \(json\) +9 B$", other.out, re.MULTILINE)
+    [item] = in_this_process(capsys, "tree", tmp_path / "orbax", "--json").json["whole_items"]
+    assert item == {"name": "config", "handler": "json", "nbytes": 9}
+    assert "config" not in in_this_process(capsys, "tree", tmp_path / "orbax", "w").out
+    ckpt.sync.save(tmp_path / "empty", {})
+    empty = in_this_process(capsys, "tree", tmp_path / "empty").out.splitlines()
+    assert empty[1].split("  ")[0] == "default"
+    assert all(empty)

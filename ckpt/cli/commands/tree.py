@@ -20,6 +20,14 @@ from ckpt.cli.text import count_text, size_text
 from ckpt.errors import InvalidArgumentError
 
 
+class _WholeItem(Struct, frozen=True):
+    """An item that is no tree, such as JSON of Orbax, or a tree without leaves."""
+
+    name: str
+    handler: str
+    nbytes: int
+
+
 class _Tree(Struct, frozen=True):
     """The leaves of a checkpoint.
 
@@ -28,12 +36,14 @@ class _Tree(Struct, frozen=True):
         step: Its number, or None.
         leaves: Those that were asked for.
         total: How many it has.
+        whole_items: Items without leaves, unless only some leaves were asked for.
     """
 
     path: str
     step: int | None
     leaves: list[LeafRecord]
     total: int
+    whole_items: list[_WholeItem]
 
 
 class _Figures(Struct, frozen=True):
@@ -77,17 +87,24 @@ def _filtered(checkpoint: Checkpoint, pattern: str | None) -> _Tree:
             raise InvalidArgumentError(
                 f"{checkpoint.location} has no leaf that fits {pattern!r}{hint}"
             )
-    return _Tree(checkpoint.location, manifest.step, chosen, len(leaves))
+    whole = [
+        _WholeItem(name, item.handler, item.nbytes)
+        for name, item in manifest.items.items()
+        if pattern is None and not len(item.leaves)
+    ]
+    return _Tree(checkpoint.location, manifest.step, chosen, len(leaves), whole)
 
 
 def _view(found: _Tree) -> Iterator[str]:
     rows = [_cells(leaf) for leaf in found.leaves]
+    rows += [_item_cells(each) for each in found.whole_items]
     yield from table(("leaf", "type", "size", "sharding"), rows, right=("size",))
     which = count_text(found.total, "leaf", "leaves")
-    if len(rows) != found.total:
-        which = f"{len(rows):,} of {which}"
-    nbytes = size_text(sum(leaf.nbytes for leaf in found.leaves))
-    yield click.style(f"{printable(found.path)}: {which}, {nbytes}", dim=True)
+    if len(found.leaves) != found.total:
+        which = f"{len(found.leaves):,} of {which}"
+    nbytes = sum(leaf.nbytes for leaf in found.leaves)
+    nbytes += sum(item.nbytes for item in found.whole_items)
+    yield click.style(f"{printable(found.path)}: {which}, {size_text(nbytes)}", dim=True)
 
 
 def _cells(leaf: LeafRecord) -> tuple[str, str, str, str]:
@@ -99,6 +116,12 @@ def _cells(leaf: LeafRecord) -> tuple[str, str, str, str]:
     if leaf.codec is not None:
         place = "; ".join(filter(None, [place, f"{leaf.codec}: {size_text(leaf.stored_bytes)}"]))
     return path, leaf.type_text, size, place
+
+
+def _item_cells(item: _WholeItem) -> tuple[str, str, str, str]:
+    if item.handler == "pytree" and not item.nbytes:
+        return item.name, "a tree without leaves", "", ""
+    return item.name, f"an item ({item.handler})", size_text(item.nbytes), ""
 
 
 def _figures(found: _Tree) -> _Figures:
