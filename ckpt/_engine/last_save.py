@@ -36,12 +36,14 @@ class SavedItem(Struct, frozen=True, eq=False):
         arrays: By number of the leaf a weak reference to its array, so that the memory of it is the
             caller's to free; None for anything but arrays of jax, which can change in place.
         files: Its data files, by path relative to the item.
+        is_first: Whether no step before it was known, so that nobody knows what stays the same.
     """
 
     plan: SavePlan
     chunks: EarlierChunks
     arrays: Sequence[weakref.ref[Any] | None]
     files: Mapping[str, FileEntry]
+    is_first: bool = False
 
     def of_the_same_arrays(self, leaves: Sequence[Any]) -> ItemReport | None:
         """Return which chunks a save of `leaves` can take over, by files; None if there are none.
@@ -182,7 +184,8 @@ def saved_item(
     if before is not None:
         same = before.chunks.same_again(report)
     sizes = [files[path].size for path in report.files]
-    return SavedItem(plan, EarlierChunks(plan.leaves, report, sizes, same), arrays, files)
+    chunks = EarlierChunks(plan.leaves, report, sizes, same)
+    return SavedItem(plan, chunks, arrays, files, before is None)
 
 
 def references(leaves: Sequence[Any]) -> list[weakref.ref[Any] | None]:

@@ -50,6 +50,9 @@ from ckpt.errors import located
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 
+# So many batches are looked at, at least, where nobody knows whether anything is the same.
+_LOOKS = LANES
+
 
 class ItemWrite:
     """The write of one item's leaves, while it is under way. Used on the engine's loop."""
@@ -116,6 +119,8 @@ class ItemWrite:
         # Before anything is started, since the index must not be written too early.
         encoded = {number for number, batch in enumerate(batches) if batch.encoded}
         self._unplaced = len(encoded | expected)
+        # Looks at what is expected to be the same, until one finds that it is.
+        self._looks_left = _LOOKS if known is not None and known.is_first else len(batches)
         self._small_left = MOST_SMALL
         if known is not None and plan.kept is not None:
             self._small_left -= known.small_files(plan.kept)
@@ -232,18 +237,23 @@ class ItemWrite:
         self._session.processes.advance(nbytes)
         self._session.free(block)
 
-    async def _leave_out_same(self, number: int, memory: Array) -> BatchContents:
+    async def _leave_out_same(self, number: int, memory: Array) -> BatchContents | None:
         """Take files of the step before over that hold chunks of a staged batch with their bytes.
 
         What is left of the batch moves together in its block.
 
         Returns:
-            What the chunks hold that are left.
+            What the chunks hold that are left; None if nobody looked.
         """
         session, known, leaves = self._session, self.known, self._plan.save.leaves
         batch = self._batches[number]
         assert known is not None
         assert batch is not None
+        if not self._looks_left:
+            if not batch.encoded:
+                self._count_placed()
+            return None
+        self._looks_left -= 1
         # Not while the caller waits: hashing needs a core.
         await _first_of(self._call.returned, self._call.pressed)
         staged = memory[batch.staged_at : batch.staged_at + batch.nbytes]
@@ -260,6 +270,7 @@ class ItemWrite:
         session.recorder.report("digest", began_ns, ended_ns, batch.nbytes, batch=number)
         kept = None
         if wanted.files:
+            self._looks_left = len(self._batches)
             kept = await take_over(session, self._item, known, wanted)
         if kept is not None:
             self._batches[number], contents, taken = await run_in_thread(
