@@ -65,7 +65,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "packed*": ckpt.ArrayFormat(compression="zstd", chunk_bytes=300_000),
         "*": ckpt.ArrayFormat(chunk_bytes=CHUNK_BYTES),
     }
-    with ckpt.sync.CheckpointManager(root, formats=formats) as mgr:
+    # Each has files of its own: two of them are damaged.
+    place = ckpt.storage.Local(root, hard_links=False)
+    with ckpt.sync.CheckpointManager(place, formats=formats) as mgr:
         for step in (1, 3, 4):
             mgr.save(step, tree)
     with ckpt.sync.CheckpointManager(root) as mgr:

@@ -21,14 +21,17 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import anyio
+import numpy as np
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ckpt._format.leaf_table import LeafTable
 from ckpt._format.manifest import ItemEntry, Manifest, decode, decode_item, encode, encode_item
 from ckpt._format.manifest_head import FileEntry
 from ckpt._plan.multihost.write_reports import ProcessReport, pack, unpack
 from ckpt._plan.ownership import ProcessGroup
 from ckpt._runtime.threads import run_in_thread
+from ckpt._vitals.signs import UNKNOWN
 from ckpt.coordination._heartbeat import beating
 from ckpt.coordination._operation import Operation
 from ckpt.coordination._peers import Peers
@@ -418,11 +421,29 @@ JointSave = SoloSave | MultihostSave
 
 
 def _summary(manifest: Manifest) -> Manifest:
+    """Return a manifest without what takes room; what is told of the step follows from it."""
     items = {
-        name: ItemEntry(handler=item.handler, nbytes=item.nbytes)
+        name: ItemEntry(handler=item.handler, nbytes=item.nbytes, leaves=_notable(item.leaves))
         for name, item in manifest.items.items()
     }
-    return replace(manifest, items=items, files={})
+    shared = {path: file for path, file in manifest.files.items() if file.shared}
+    return replace(manifest, items=items, files=shared)
+
+
+def _notable(table: LeafTable) -> LeafTable:
+    """Return the arrays whose values are not all finite, or not known to be; without chunks."""
+    are_arrays = np.array([form.dtype is not None for form in table.forms] or [False])[table.form]
+    signs = table.signs
+    if len(signs):
+        are_notable = (signs["norm"] == UNKNOWN) | (signs["nonfinite"] > 0)
+        chosen = np.flatnonzero(are_arrays & are_notable)
+        signs = signs[chosen]
+    else:
+        # One says as much as all.
+        chosen = np.flatnonzero(are_arrays)[:1]
+    names = [table.names[number] for number in chosen.tolist()]
+    forms = [replace(form, count=0) for form in table.forms] if names else []
+    return LeafTable(names, forms, table.form[chosen], signs=signs)
 
 
 def _pack(report: WriteReport) -> bytes:

@@ -29,10 +29,11 @@ def test_a_step_tells_where_the_time_of_its_save_went(tmp_path: Path) -> None:
         for step in range(3):
             told = of(mgr.save(step, state).result())
         later = of(mgr.metadata(2).info)
-    known = asdict(told)
+    known = {name: value for name, value in asdict(told).items() if name != "shared_bytes"}
     assert all(isinstance(value, float) and value >= 0 for value in known.values()), known
     # The manifest is written before the rest is known, and nothing is kept beside the steps.
-    assert asdict(later) == known | dict.fromkeys(LATE)
+    assert asdict(later) == asdict(told) | dict.fromkeys(LATE)
+    assert told.shared_bytes > 0
     assert [path.name for path in (tmp_path / "metadata").iterdir()] == ["_ROOT_METADATA"]
     # As they are defined.
     assert told.blocked is not None
@@ -46,7 +47,8 @@ def test_a_step_tells_where_the_time_of_its_save_went(tmp_path: Path) -> None:
 
 def test_a_one_shot_save_tells_as_much(tmp_path: Path) -> None:
     told = asdict(of(ckpt.sync.save(tmp_path / "one", {"n": 1})))
-    assert all(isinstance(value, float) for name, value in told.items() if name != "waited"), told
+    others = ("waited", "shared_bytes")
+    assert all(isinstance(value, float) for name, value in told.items() if name not in others), told
 
 
 def test_a_copy_of_a_step_tells_what_was_known_when_it_was_written(tmp_path: Path) -> None:
