@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import AddressFamily
 from urllib.parse import parse_qs, urlsplit
 
 import anyio
@@ -49,8 +50,9 @@ class PageServer(ThreadingHTTPServer):
         self.token: str = secrets.token_urlsafe(24)
         # The index of a root is not for several threads at once.
         self.reading: threading.Lock = threading.Lock()
-        self.family, address = place_of(host, port)
-        self.address_family = self.family
+        family, address = place_of(host, port)
+        self.family: AddressFamily = family
+        self.address_family: int = family
         super().__init__(address[:2], _Handler)
         self.cookie = f"{_COOKIE}-{self.server_address[1]}"
 
