@@ -22,7 +22,7 @@ from ckpt._plan.item_reports import DIGEST_BYTES, ROW, ItemReport
 from ckpt._plan.save_plan import SavePlan
 from ckpt._plan.unchanged.kept_chunks import SMALL_BYTES, EarlierChunks, files_apart
 from ckpt._plan.write_batches import WriteBatch
-from ckpt.storage._base import Storage
+from ckpt.storage._base import Storage, can_share
 
 _NONE = np.zeros(0, np.int64)
 
@@ -36,7 +36,7 @@ class SavedItem(Struct, frozen=True, eq=False):
         arrays: By number of the leaf a weak reference to its array, so that the memory of it is the
             caller's to free; None for anything but arrays of jax, which can change in place.
         files: Its data files, by path relative to the item.
-        is_first: Whether no step before it was known, so that nobody knows what stays the same.
+        is_first: Whether no step before it was known, so that any of its arrays may stay the same.
     """
 
     plan: SavePlan
@@ -145,14 +145,15 @@ class LastSave(Struct):
 
 
 def restored(storage: Storage, step_dir: str, manifest: Manifest) -> LastSave | None:
-    """Return what a save may share with a step that was restored; None if its files are not there.
+    """Return what a save may share with a step that was restored; None if it can share nothing.
 
     Args:
         storage: The root.
         step_dir: Name of its directory.
         manifest: Its manifest.
     """
-    if manifest.format != OWN_FORMAT or manifest.folder or VIRTUAL in manifest.requires:
+    is_here = manifest.format == OWN_FORMAT and VIRTUAL not in manifest.requires
+    if not is_here or manifest.folder or not can_share(storage):
         return None
     items = {}
     for name, entry in manifest.items.items():
@@ -179,7 +180,7 @@ def saved_item(
         files: See `SavedItem`.
         before: The same item, as the step before has it; None if that is not known.
     """
-    # What was the same once is expected to be so again; without a step before, nobody knows.
+    # What was the same once is expected to be so again; without a step before, all may be.
     same = np.ones(len(report.rows), np.bool_)
     if before is not None:
         same = before.chunks.same_again(report)

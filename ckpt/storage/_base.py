@@ -184,6 +184,11 @@ class SharesFiles(Protocol):
         """
 
 
+def can_share(storage: Storage) -> bool:
+    """Tell whether two step directories of a storage can have the same file."""
+    return isinstance(storage, SharesFiles) and storage.shares_files
+
+
 class Storage(Protocol):
     """A root that holds step directories. All methods raise `StorageError` if the store fails."""
 

@@ -50,7 +50,7 @@ from ckpt.errors import located
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 
-# So many batches are looked at, at least, where nobody knows whether anything is the same.
+# So many batches are looked at, at least, where no earlier save says what stays the same.
 _LOOKS = LANES
 
 
@@ -243,7 +243,7 @@ class ItemWrite:
         What is left of the batch moves together in its block.
 
         Returns:
-            What the chunks hold that are left; None if nobody looked.
+            What the chunks hold that are left; None if the batch was not looked at.
         """
         session, known, leaves = self._session, self.known, self._plan.save.leaves
         batch = self._batches[number]

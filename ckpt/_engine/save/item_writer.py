@@ -109,7 +109,7 @@ class EngineItemWriter:
                 session.storage.usual_file_bytes,
             )
             known = None
-            if parts is None:
+            if session.shares:
                 known = await known_item(session, self._item, plan.save)
                 self._arrays, self._whole = references(structure.leaves), plan.save
             expected: set[int] = set()

@@ -29,7 +29,7 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import StorageError, located
 from ckpt.handlers._base import Handler, errors_of, is_per_process
 from ckpt.handlers._registry import Handlers
-from ckpt.storage._base import Attempt, Storage
+from ckpt.storage._base import Attempt, Storage, can_share
 
 logger = logging.getLogger("ckpt")
 
@@ -74,6 +74,8 @@ async def save_step(
     Cancellation: input and output under way is waited for, the attempt is removed, and nothing of
     it is visible, unless publishing had begun: then the step is whole.
     """
+    # A one-shot checkpoint has none before it.
+    shares = request.step is not None and not calls.in_parts and can_share(storage)
     created_ns = engine.now_ns() if request.times_ns is None else request.times_ns[0]
     recorder = EventRecorder("save", request.step, engine.observers)
     try:
@@ -96,7 +98,8 @@ async def save_step(
                     created_ns,
                     processes,
                     parts={} if calls.in_parts else None,
-                    last=_last_save(engine, storage),
+                    shares=shares,
+                    last=_last_save(engine, storage) if shares else None,
                 )
                 keeper = anyio.CancelScope()
                 tasks.start_soon(_begin, session, request, may_write, keeper)

@@ -71,7 +71,8 @@ class SaveSession(Struct):
         attempt: The attempt; it may be written to once `attempt_ready` is set.
         parts: The items so far, if each may arrive in several parts; else None.
         begun: Set when the attempt is there, which may be before it may be written to.
-        last: The step before, in the same root, if this process has written it.
+        shares: Whether the step may have files in common with those before and after it.
+        last: The step before, in the same root, if this process has saved or restored it.
         sharing: Held while files of that step are put into this one.
         saved: By item what this process has written, for the save after this one.
         files: Size and digest of every file of the step that this process has written.
@@ -101,6 +102,7 @@ class SaveSession(Struct):
     attempt_ready: anyio.Event = field(default_factory=anyio.Event)
     attempt: Attempt | None = None
     begun: anyio.Event = field(default_factory=anyio.Event)
+    shares: bool = False
     last: LastSave | None = None
     sharing: anyio.Lock = field(default_factory=anyio.Lock)
     saved: dict[str, SavedItem] = field(default_factory=dict)

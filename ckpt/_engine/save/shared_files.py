@@ -18,7 +18,7 @@ _PATIENCE_SECONDS = 0.05
 
 
 async def known_item(session: SaveSession, item: str, plan: SavePlan) -> SavedItem | None:
-    """Return the item as the step before has it, if files of that can be taken over.
+    """Return the item as the step before has it, if its tree is planned as it was then.
 
     Args:
         session: The save.
@@ -26,12 +26,9 @@ async def known_item(session: SaveSession, item: str, plan: SavePlan) -> SavedIt
         plan: The plan for all its chunks.
     """
     known = None if session.last is None else session.last.items.get(item)
-    storage = session.storage
-    if known is None or not isinstance(storage, SharesFiles) or not storage.shares_files:
-        return None
     if isinstance(known, RestoredItem):
         return await run_in_thread(known.as_saved, plan)
-    return known if known.plan is plan else None
+    return known if known is not None and known.plan is plan else None
 
 
 async def take_over(

@@ -192,7 +192,7 @@ def _in_memory(opened: OpenedStep) -> Collection[str]:
     """Return the data files that were read when the checkpoint was opened."""
     if opened.foreign is None:
         return ()
-    # Whoever reads such files has imported jax already.
+    # The readers of such files have imported jax already.
     from ckpt._interop.foreign import ForeignFiles
 
     return opened.foreign.kept if isinstance(opened.foreign, ForeignFiles) else ()

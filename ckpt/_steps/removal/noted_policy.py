@@ -68,8 +68,8 @@ async def note_policy(
 ) -> None:
     """Write down what a run keeps, unless that is known already; failures are of no matter.
 
-    A root in which everything is kept, as always, gets no note. None is what nobody said: a program
-    that evaluates or adds a step need not know what its run keeps, and leaves that as it is noted.
+    A root in which everything is kept, as always, gets no note. None was not given: a program
+    that evaluates or adds a step need not know what its run keeps, and leaves the note as it is.
     """
     if policy is None and deletion is None:
         return

@@ -98,8 +98,8 @@ class Retention:
         Args:
             storage: The root.
             index: Its committed steps.
-            policy: Which of them to keep; None, if nobody said, keeps all.
-            deletion: How the others go; None, if nobody said, removes them for good.
+            policy: Which of them to keep; None, where it was not given, keeps all.
+            deletion: How the others go; None, where it was not given, removes them for good.
             observers: Told of every deletion.
             now_ns: Tells the time, in Unix nanoseconds.
         """
