@@ -136,6 +136,8 @@ class StepInfo:
         committed: When the step was committed (UTC).
         statistics: Where the time of the save went.
         nonfinite_leaves: How many leaves have NaN or infinite values; None if that is not known.
+        unequal_leaves: How many leaves had replicas that were not equal on all their devices, as
+            far as these were compared: where devices take the vital signs.
 
     Example:
         ```python
@@ -155,6 +157,7 @@ class StepInfo:
     statistics: SaveStatistics = field(default_factory=SaveStatistics, compare=False)
     parent: Parent | None = None
     nonfinite_leaves: int | None = None
+    unequal_leaves: int = 0
 
     def __repr__(self) -> str:
         name = "" if self.step is None else f"step {self.step}, "
@@ -470,4 +473,5 @@ def step_info(manifest: Manifest, path: str, statistics: SaveStatistics | None =
         statistics=replace(statistics, shared_bytes=shared),
         parent=manifest.parent,
         nonfinite_leaves=manifest.nonfinite_leaves,
+        unequal_leaves=manifest.unequal_leaves,
     )

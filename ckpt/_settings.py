@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from ckpt._arguments import instance_of, number_of_seconds, one_of, whole_number
+from ckpt._arguments import instance_of, invalid, number_of_seconds, one_of, whole_number
 
 StagingMode = Literal["auto", "copy", "view", "device"]
 # Whose memory restored arrays have on CPU devices: jax's own, buffers that the library uses again,
 # or the files themselves.
 ArrayMemory = Literal["jax", "buffers", "files"]
+# Whether vital signs are taken, and where: those of arrays on accelerators there, and all others on
+# the host; all on the host; those of large arrays on their devices, on CPUs, too.
+VitalSignsMode = bool | Literal["host", "device"]
 
 MIN_BUDGET_BYTES = 1 << 20
 # A quarter of the machine's memory leaves room for the state itself, the input pipeline and the
@@ -100,6 +103,12 @@ class Staging:
             # The budget is reserved as address space, and threads and arrays need some, too.
             most = min(most, space[1])
         return max(most // _DEFAULT_SHARE, MIN_BUDGET_BYTES)
+
+
+def check_vital_signs(value: object) -> None:
+    """Check that `value` is a `VitalSignsMode`."""
+    if not isinstance(value, bool) and value not in ("host", "device"):
+        raise invalid("vital_signs", value, "True, False, 'host' or 'device'")
 
 
 def as_staging(given: Staging | StagingMode | None, default: StagingMode = "auto") -> Staging:

@@ -38,7 +38,7 @@ from ckpt._plan.format_rules import Formats
 from ckpt._runtime.futures import settled_here
 from ckpt._runtime.loop import call_once
 from ckpt._runtime.tracebacks import outcome
-from ckpt._settings import ArrayMemory, Staging, StagingMode, Timeouts
+from ckpt._settings import ArrayMemory, Staging, StagingMode, Timeouts, VitalSignsMode
 from ckpt._steps.pins import Pin
 from ckpt._steps.saves.requests import make_request
 from ckpt._steps.step_metadata import StepMetadata
@@ -384,7 +384,7 @@ def save(
     handlers: HandlersLike = (),
     staging: Staging | StagingMode | None = None,
     formats: Formats | None = None,
-    vital_signs: bool = False,
+    vital_signs: VitalSignsMode = False,
     timeouts: Timeouts | None = None,
     coordinator: Coordinator | None = None,
     deadline: float | None = None,
@@ -409,7 +409,7 @@ def save_async(
     overwrite: bool = False,
     handlers: HandlersLike = (),
     formats: Formats | None = None,
-    vital_signs: bool = False,
+    vital_signs: VitalSignsMode = False,
     timeouts: Timeouts | None = None,
     coordinator: Coordinator | None = None,
     deadline: float | None = None,

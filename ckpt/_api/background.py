@@ -9,7 +9,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from ckpt._arguments import instance_of, true_or_false
+from ckpt._arguments import instance_of
 from ckpt._commit import Commit, CommitHooks
 from ckpt._engine.engine import Engine
 from ckpt._engine.plan_cache import PlanCache
@@ -20,7 +20,7 @@ from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._plan.format_rules import Formats, compile_formats
 from ckpt._runtime.exit import run_at_exit
 from ckpt._runtime.loop import EngineLoop, Job
-from ckpt._settings import Staging, Timeouts
+from ckpt._settings import Staging, Timeouts, VitalSignsMode, check_vital_signs
 from ckpt._steps.factory import make_engine, make_peers
 from ckpt._steps.saves.backlog import Backlog, BacklogSlot
 from ckpt._steps.saves.commits import OpenCommits
@@ -62,14 +62,14 @@ class BackgroundSaves:
         formats: Formats | None,
         timeouts: Timeouts | None,
         coordinator: Coordinator | None,
-        vital_signs: bool,
+        vital_signs: VitalSignsMode,
     ) -> tuple[Commit, Job[None], Future[None]]:
         """Start a save; returns what `SaveQueue.start` does."""
         storage, step_dir = open_step_dir(path)
         request = replace(request, step_dir=step_dir)
         timeouts = instance_of("timeouts", timeouts, Timeouts) or Timeouts()
         rules = compile_formats(formats)
-        true_or_false("vital_signs", vital_signs)
+        check_vital_signs(vital_signs)
         engine = replace(self._engine, vital_signs=vital_signs)
         if handlers or rules is not None:
             engine = replace(engine, handlers=find_handlers(handlers), plans=PlanCache(rules))

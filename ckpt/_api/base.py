@@ -15,7 +15,7 @@ from ckpt._redaction import redact
 from ckpt._runtime.exit import run_at_exit
 from ckpt._runtime.loop import EngineLoop
 from ckpt._runtime.tracebacks import shortened
-from ckpt._settings import Staging, StagingMode, Timeouts, as_staging
+from ckpt._settings import Staging, StagingMode, Timeouts, VitalSignsMode, as_staging
 from ckpt._steps.factory import make_engine, make_peers
 from ckpt._steps.saves.backlog import BacklogPolicy
 from ckpt._steps.saves.preemption import Preemption
@@ -48,7 +48,7 @@ class ManagerBase:
         handlers: HandlersLike = (),
         staging: Staging | StagingMode | None = None,
         formats: Formats | None = None,
-        vital_signs: bool = False,
+        vital_signs: VitalSignsMode = False,
         backlog: BacklogPolicy = "wait",
         read_only: bool = False,
         create: bool = True,
@@ -81,8 +81,11 @@ class ManagerBase:
                 `jax.ShapeDtypeStruct` that returns an `ArrayFormat` or None. A pattern that applies
                 to no array of a save is an error.
             vital_signs: Note a fingerprint, the norm and the largest value of every array, and how
-                many of its values are not finite. `metadata` shows them; see `VitalSigns`. It takes
-                processor time after `save` has returned.
+                many of its values are not finite. `metadata` shows them; see `VitalSigns`. With
+                True, accelerators take those of their large arrays, from the second save on, and
+                compare replicas; the host takes all others after `save` has returned. "host" leaves
+                all to the host. "device" leaves large arrays to their devices, also to CPUs, and
+                from the first save on, which waits until the kernels are compiled.
             backlog: What a save does while another one is under way. `wait` takes its snapshot
                 meanwhile and commits after it; with two under way it first waits for the older.
                 `skip` saves nothing and returns a falsy commit that says so. `supersede` replaces

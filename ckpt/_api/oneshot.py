@@ -30,7 +30,7 @@ from ckpt._runtime.futures import settled
 from ckpt._runtime.loop import run_once
 from ckpt._runtime.threads import run_in_thread
 from ckpt._runtime.tracebacks import outcome
-from ckpt._settings import ArrayMemory, Staging, StagingMode, Timeouts, as_staging
+from ckpt._settings import ArrayMemory, Staging, StagingMode, Timeouts, VitalSignsMode, as_staging
 from ckpt._steps.factory import job_of, make_engine, make_peers
 from ckpt._steps.restore_requests import context_of, result_of, wanted_items
 from ckpt._steps.saves.one_shot import finished, prepared, processes_of
@@ -63,7 +63,7 @@ async def save(
     handlers: HandlersLike = (),
     staging: Staging | StagingMode | None = None,
     formats: Formats | None = None,
-    vital_signs: bool = False,
+    vital_signs: VitalSignsMode = False,
     timeouts: Timeouts | None = None,
     coordinator: Coordinator | None = None,
     deadline: float | None = None,
@@ -121,7 +121,7 @@ async def save_async(
     overwrite: bool = False,
     handlers: HandlersLike = (),
     formats: Formats | None = None,
-    vital_signs: bool = False,
+    vital_signs: VitalSignsMode = False,
     timeouts: Timeouts | None = None,
     coordinator: Coordinator | None = None,
     deadline: float | None = None,
@@ -297,7 +297,7 @@ def save_call(
     formats: Formats | None,
     timeouts: Timeouts | None,
     coordinator: Coordinator | None,
-    vital_signs: bool,
+    vital_signs: VitalSignsMode,
 ) -> Call[StepInfo]:
     """Return the call behind `save`; `path` gives its `request` the step directory."""
     storage, step_dir = open_step_dir(path)

@@ -14,8 +14,9 @@ from ckpt._engine.last_save import LastSave
 from ckpt._engine.memory.arena import Arena
 from ckpt._engine.memory.buffers import Buffers
 from ckpt._engine.plan_cache import PlanCache
+from ckpt._engine.signs.kernels import Kernels
 from ckpt._events import Observer
-from ckpt._settings import Staging
+from ckpt._settings import Staging, VitalSignsMode
 from ckpt.handlers._registry import Handlers
 
 
@@ -45,9 +46,10 @@ class Engine(Struct):
         arena: The staging memory.
         buffers: Makes the memory of restored arrays.
         plans: Plans of earlier saves.
-        vital_signs: Whether saves take the vital signs of arrays.
+        vital_signs: Where saves take the vital signs of arrays.
         now_ns: Returns the time, in Unix nanoseconds.
         versions: Versions of the libraries that write.
+        kernels: What takes vital signs on devices.
         last_save: The last step that was saved, or before that the last that was restored: the next
             one can share its files.
     """
@@ -58,7 +60,8 @@ class Engine(Struct):
     arena: Arena
     buffers: Buffers
     plans: PlanCache = field(default_factory=PlanCache)
-    vital_signs: bool = False
+    vital_signs: VitalSignsMode = False
     now_ns: Callable[[], int] = time.time_ns
     versions: dict[str, str] = field(default_factory=_versions)
+    kernels: Kernels = field(default_factory=Kernels)
     last_save: LastSave | None = None

@@ -51,14 +51,18 @@ class SavedItem(Struct, frozen=True, eq=False):
         Args:
             leaves: The leaves of the item, in tree order; the tree is that of this save.
         """
-        same = [
-            known is not None and known() is leaf
-            for known, leaf in zip(self.arrays, leaves, strict=True)
-        ]
-        if True not in same:
+        same = self.same(leaves)
+        if not same:
             return None
-        found = self.chunks.of_leaves(np.array(same, np.bool_))
+        unchanged = np.zeros(len(leaves), np.bool_)
+        unchanged[same] = True
+        found = self.chunks.of_leaves(unchanged)
         return found if found.files else None
+
+    def same(self, leaves: Sequence[Any]) -> list[int]:
+        """Return the numbers of the leaves that are the same arrays as they were."""
+        pairs = zip(self.arrays, leaves, strict=True)
+        return [n for n, (known, leaf) in enumerate(pairs) if known and known() is leaf]
 
     def apart(self, kept: ItemReport | None) -> list[set[tuple[int, int]]]:
         """Return the chunks of each large file that was shared before and is not `kept` already.

@@ -8,7 +8,7 @@ of it, made when it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, overload
 
@@ -85,6 +85,7 @@ class LeafEntry(Struct, frozen=True, gc=False):
             chunks at the same places.
         value: The value of a Python scalar (`int` and `float` as text, exactly; `bytes` base64).
         vital_signs: What the values of an array come to, or None where that is not known.
+        unequal_on: Processes whose devices held other values of a replicated part than most.
     """
 
     name: str
@@ -105,6 +106,7 @@ class LeafEntry(Struct, frozen=True, gc=False):
     same_as: int | None = None
     value: Value = None
     vital_signs: VitalSigns | None = None
+    unequal_on: Sequence[int] = ()
 
     @property
     def form(self) -> LeafForm:
@@ -143,6 +145,8 @@ class LeafColumns(Struct, frozen=True, omit_defaults=True):
         norms: Norm of every leaf, 8 bytes each; -1 for a leaf without vital signs.
         absmax: Largest absolute value of every leaf, 8 bytes each.
         nonfinite: Leaves with values that are not finite, each with their number.
+        unequal: Leaves whose replicas were not equal, each with the processes whose devices held
+            other values than most.
     """
 
     names: list[str]
@@ -158,6 +162,7 @@ class LeafColumns(Struct, frozen=True, omit_defaults=True):
     norms: bytes = b""
     absmax: bytes = b""
     nonfinite: list[tuple[Number, Count]] = []
+    unequal: list[tuple[Number, list[Number]]] = []
 
 
 def _read_signs(columns: LeafColumns) -> Records:
@@ -197,6 +202,7 @@ class LeafTable(Sequence[LeafEntry]):
         same_as: Leaves that are an earlier one, with its number.
         values: Leaves with a value.
         signs: The record of the vital signs of every leaf; empty if none are known.
+        unequal: Leaves whose replicas were not equal, each with processes; see `LeafEntry`.
 
     Example:
         ```python
@@ -217,6 +223,7 @@ class LeafTable(Sequence[LeafEntry]):
         "offsets",
         "same_as",
         "signs",
+        "unequal",
         "values",
     )
 
@@ -232,6 +239,7 @@ class LeafTable(Sequence[LeafEntry]):
         same_as: Mapping[int, int] | None = None,
         values: Mapping[int, Value] | None = None,
         signs: Records | None = None,
+        unequal: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
         """Make a table of its columns.
 
@@ -249,6 +257,7 @@ class LeafTable(Sequence[LeafEntry]):
         self.values: Mapping[int, Value] = values or {}
         is_known = signs is not None and bool((signs["norm"] >= 0).any())
         self.signs: Records = signs if signs is not None and is_known else no_signs(0)
+        self.unequal: Mapping[int, tuple[int, ...]] = unequal or {}
         self._entries: list[LeafEntry] | None = None
         count = len(names)
         if len(self.form) != count or (count and not 0 <= self.form.max() < len(forms)):
@@ -257,6 +266,8 @@ class LeafTable(Sequence[LeafEntry]):
             raise ValueError(f"{count} leaves and {len(self.signs)} vital signs do not fit")
         if any(not 0 <= number < count for number in self.values):
             raise ValueError("a value is of a leaf that does not exist")
+        if any(not 0 <= number < count for number in self.unequal):
+            raise ValueError("unequal replicas are of a leaf that does not exist")
         for number, first in self.same_as.items():
             if not 0 <= first < number < count or first in self.same_as:
                 raise ValueError(f"leaf {number} cannot be the same array as leaf {first}")
@@ -338,6 +349,7 @@ class LeafTable(Sequence[LeafEntry]):
             {n: leaf.same_as for n, leaf in enumerate(leaves) if leaf.same_as is not None},
             {n: leaf.value for n, leaf in enumerate(leaves) if leaf.value is not None},
             np.array([record_of(leaf.vital_signs) for leaf in leaves], SIGNS),
+            {n: tuple(leaf.unequal_on) for n, leaf in enumerate(leaves) if leaf.unequal_on},
         )
 
     @classmethod
@@ -356,7 +368,13 @@ class LeafTable(Sequence[LeafEntry]):
         form = np.frombuffer(columns.form, _NUMBER).astype(np.int64)
         same_as = dict(columns.same_as)
         values = dict(columns.values)
-        if len(same_as) != len(columns.same_as) or len(values) != len(columns.values):
+        unequal = {number: tuple(processes) for number, processes in columns.unequal}
+        pairs: list[tuple[Sized, Sized]] = [
+            (same_as, columns.same_as),
+            (values, columns.values),
+            (unequal, columns.unequal),
+        ]
+        if any(len(found) != len(listed) for found, listed in pairs):
             raise ValueError("a leaf is listed twice")
         return cls(
             columns.names,
@@ -369,6 +387,7 @@ class LeafTable(Sequence[LeafEntry]):
             same_as,
             values,
             _read_signs(columns),
+            unequal,
         )
 
     def columns(self) -> LeafColumns:
@@ -394,6 +413,7 @@ class LeafTable(Sequence[LeafEntry]):
             self.signs["norm"].tobytes(),
             self.signs["absmax"].tobytes(),
             [(n, int(self.signs["nonfinite"][n])) for n in self.nonfinite()],
+            [(n, list(processes)) for n, processes in sorted(self.unequal.items())],
         )
 
     def nonfinite(self) -> list[int]:
@@ -477,7 +497,11 @@ class LeafTable(Sequence[LeafEntry]):
                     # It shares the lists, too: thousands may be an array of thousands of chunks.
                     entries.append(
                         replace(
-                            entries[source], name=name, same_as=source, value=values.get(number)
+                            entries[source],
+                            name=name,
+                            same_as=source,
+                            value=values.get(number),
+                            unequal_on=self.unequal.get(number, ()),
                         )
                     )
                     continue
@@ -502,6 +526,7 @@ class LeafTable(Sequence[LeafEntry]):
                         None,
                         values.get(number),
                         signs_of(self.signs[number]) if len(self.signs) else None,
+                        self.unequal.get(number, ()),
                     )
                 )
             self._entries = entries

@@ -190,6 +190,15 @@ class Manifest(Struct, frozen=True):
         """How many leaves have values that are not finite; None if there are no vital signs."""
         return _nonfinite_leaves(self.items)
 
+    @property
+    def unequal_leaves(self) -> int:
+        """How many leaves had replicas that were not equal, as far as they were compared."""
+        return _unequal_leaves(self.items)
+
+
+def _unequal_leaves(items: Mapping[str, ItemEntry]) -> int:
+    return sum(len(item.leaves.unequal) for item in items.values())
+
 
 def _nonfinite_leaves(items: Mapping[str, ItemEntry]) -> int | None:
     count = 0
@@ -272,6 +281,7 @@ def encode(manifest: Manifest) -> bytes:
             manifest.folder,
             manifest.files,
             manifest.nonfinite_leaves,
+            manifest.unequal_leaves,
             # The comma before it, and the trailer after it.
             1 + len(tail) + len(TRAILER_KEY) + HEX_DIGITS + len(TRAILER_END),
         )
@@ -373,6 +383,8 @@ def decode(data: bytes, *, where: str) -> Manifest:
         # Earlier writers did not count.
         if front.nonfinite_leaves not in (None, _nonfinite_leaves(items)):
             raise ValueError("its head counts other leaves with values that are not finite")
+        if front.unequal_leaves != _unequal_leaves(items):
+            raise ValueError("its head counts other leaves with unequal replicas")
         if OWN_DISKS not in front.requires:
             _check_places(items)
         if VIRTUAL not in front.requires:

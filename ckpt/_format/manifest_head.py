@@ -68,6 +68,7 @@ class Summary(Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         nonfinite_leaves: How many leaves have values that are not finite; None if not known.
+        unequal_leaves: How many leaves had replicas that were not equal.
         rest: How many bytes of the file follow the head.
         manifest_bytes: Bytes of the file itself; told by `peek`, and not in the file.
     """
@@ -84,6 +85,7 @@ class Summary(Struct, frozen=True, omit_defaults=True):
     folder: Folder = ""
     files: dict[str, FileEntry] = {}
     nonfinite_leaves: Size | None = None
+    unequal_leaves: Size = 0
     rest: Size = 0
     manifest_bytes: Size = 0
 

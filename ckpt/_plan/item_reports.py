@@ -8,7 +8,7 @@ and the database of the item are made of the result, so they say the same howeve
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from ckpt._plan.ownership import holders_of
 from ckpt._plan.write_batches import FileSpans, WriteBatch
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, SCALAR_KINDS
 from ckpt._tree.leaf_specs import LeafSpec, StoredLeaf, encode_scalar
+from ckpt._vitals.replicas import no_copies, unequal_leaves
 from ckpt._vitals.signs import join_signs, no_signs
 from ckpt.errors import CheckpointError
 
@@ -61,12 +62,15 @@ class ItemReport(Struct, frozen=True, eq=False):
             the `offset` in that, and its `length` if it is encoded, else 0.
         digests: `[chunks, 16] uint8`, the digest of each.
         signs: `[chunks]`, the record of the vital signs of each; empty if they were not taken.
+        copies: What the devices of the writer hold of replicated chunks; see
+            `ckpt._vitals.replicas`.
     """
 
     files: tuple[str, ...]
     rows: Array
     digests: Array
     signs: Array = no_signs(0)
+    copies: Array = no_copies()
 
 
 class StoredChunks(Struct, frozen=True):
@@ -80,6 +84,7 @@ class StoredChunks(Struct, frozen=True):
         lengths: Bytes of each that is encoded; 0 for a plain one.
         data_files: Paths of the data files, relative to the item.
         signs: The record of the vital signs of every leaf; empty if none are known.
+        unequal: Leaves whose replicas were not equal, with the processes that had others than most.
     """
 
     firsts: Array
@@ -89,6 +94,7 @@ class StoredChunks(Struct, frozen=True):
     lengths: Array
     data_files: list[str]
     signs: Array = no_signs(0)
+    unequal: Mapping[int, tuple[int, ...]] = {}
 
     @staticmethod
     def blank(leaves: int) -> StoredChunks:
@@ -166,7 +172,9 @@ def merge_reports(
     digests[places] = np.concatenate([report.digests for report in reports])
     data_files = [path for report in reports for path in report.files]
     signs = _leaf_signs(reports, rows, np.diff(firsts), offsets, len(leaves))
-    return StoredChunks(firsts, digests.tobytes(), offsets, files, lengths, data_files, signs)
+    unequal = unequal_leaves(np.concatenate([report.copies for report in reports]))
+    raw = digests.tobytes()
+    return StoredChunks(firsts, raw, offsets, files, lengths, data_files, signs, unequal)
 
 
 def all_signs(reports: Sequence[ItemReport]) -> Array:
@@ -323,11 +331,12 @@ def _leaf_table(tree: PlannedTree, stored: StoredChunks) -> tuple[LeafTable, lis
     if len(signs):
         signs[list(values)] = no_signs(1)
         signs[list(same_as)] = signs[list(same_as.values())]
-    names = [leaf.name for leaf in tree.leaves]
-    table = LeafTable(
-        names, list(forms), form, digests, offsets, files, lengths, same_as, values, signs
-    )
-    return table, described
+    unequal = dict(stored.unequal)
+    for number, source in same_as.items():
+        if source in unequal:
+            unequal[number] = unequal[source]
+    columns = (digests, offsets, files, lengths, same_as, values, signs, unequal)
+    return LeafTable([leaf.name for leaf in tree.leaves], list(forms), form, *columns), described
 
 
 def _described(spec: LeafSpec) -> ShardingEntry:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from ckpt._arguments import invalid, shown, true_or_false
+from ckpt._arguments import invalid, shown
 from ckpt._engine.engine import Engine
 from ckpt._engine.memory.arena import Arena
 from ckpt._engine.memory.buffers import Buffers
 from ckpt._engine.plan_cache import PlanCache
 from ckpt._events import GuardedObserver, Observer
 from ckpt._plan.format_rules import Formats, compile_formats
-from ckpt._settings import Staging, Timeouts
+from ckpt._settings import Staging, Timeouts, VitalSignsMode, check_vital_signs
 from ckpt.coordination._base import Coordinator, KeyValues
 from ckpt.coordination._jobs import default_coordinator
 from ckpt.coordination._peers import Peers
@@ -27,10 +27,10 @@ def make_engine(
     formats: Formats | None = None,
     clock: Callable[[], float] | None = None,
     *,
-    vital_signs: bool = False,
+    vital_signs: VitalSignsMode = False,
 ) -> Engine:
     """Return an engine with a cold arena; the given handlers come before the built-in ones."""
-    true_or_false("vital_signs", vital_signs)
+    check_vital_signs(vital_signs)
     arena = Arena(staging.effective_budget)
     return Engine(
         staging,

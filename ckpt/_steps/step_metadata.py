@@ -47,6 +47,8 @@ class LeafInfo:
         saved_sharding: How a jax array lay on the devices when it was saved.
         sharding: Where it is to be restored; None leaves it where jax puts new arrays.
         vital_signs: What its values came to when it was saved; None if that is not known.
+        unequal_on: Processes whose devices held other values of a replicated part than most when it
+            was saved, as far as they were compared.
     """
 
     name: str
@@ -60,6 +62,7 @@ class LeafInfo:
     saved_sharding: ShardingEntry | None = None
     sharding: Sharding | None = None
     vital_signs: VitalSigns | None = None
+    unequal_on: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -218,10 +221,13 @@ class StepMetadata:
 
 def _mark(leaf: LeafInfo) -> str:
     """Return what people must know of the values of a leaf."""
-    if leaf.vital_signs is None or not leaf.vital_signs.nonfinite:
-        return ""
-    count = leaf.vital_signs.nonfinite
-    return f"  {count} {'value is' if count == 1 else 'values are'} not finite"
+    mark = ""
+    if leaf.vital_signs is not None and leaf.vital_signs.nonfinite:
+        count = leaf.vital_signs.nonfinite
+        mark = f"  {count} {'value is' if count == 1 else 'values are'} not finite"
+    if leaf.unequal_on:
+        mark += f"  replicas differ on process {', '.join(map(str, leaf.unequal_on))}"
+    return mark
 
 
 def _is_on_devices(leaf: Any) -> bool:
@@ -293,4 +299,5 @@ def _describe_leaf(paths: Sequence[str], number: int, form: LeafForm, item: Item
         None if same_as is None else paths[same_as],
         None if form.sharding is None else item.shardings[form.sharding],
         vital_signs=signs_of(item.leaves.signs[number]) if len(item.leaves.signs) else None,
+        unequal_on=item.leaves.unequal.get(number, ()),
     )

@@ -67,6 +67,11 @@ def high_factors(dimension: int, high: np.ndarray[Any, np.dtype[np.uint64]]) -> 
     return np.where(digits, _odd(digits, dimension, 3), np.uint32(1))
 
 
+def seed(dimension: int, table: int) -> int:
+    """Return what the factors of a dimension begin with, in one of its four tables."""
+    return (_SEED * (1 + table + 4 * dimension)) & _WORD
+
+
 def _columns(dimension: int, start: int, count: int) -> Words:
     words = np.arange(start, start + count, dtype=np.uint64)
     lower = (words & np.uint64(COLUMNS - 1)).astype(np.intp)
@@ -107,7 +112,7 @@ def _odd(digits: Words, dimension: int, table: int) -> Words:
     The mixing function is `lowbias32` of Chris Wellons, which is in the public domain:
     https://nullprogram.com/blog/2018/07/31/
     """
-    x = digits + np.uint32((_SEED * (1 + table + 4 * dimension)) & _WORD)
+    x = digits + np.uint32(seed(dimension, table))
     x ^= x >> np.uint32(16)
     x *= np.uint32(0x7FEB352D)
     x ^= x >> np.uint32(15)

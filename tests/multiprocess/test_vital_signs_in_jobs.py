@@ -66,3 +66,25 @@ def test_on_disks_of_their_own_every_process_has_those_of_what_it_has_whole(tmp_
             assert is_known == (name not in divided), name
             if is_known:
                 assert (record["fingerprint"] == whole[name]["fingerprint"]).all()
+
+
+@pytest.mark.parametrize(
+    ("count", "wrong", "named"),
+    [(3, [1], (1,)), (3, [0], (0,)), (2, [1], (0, 1)), (3, [], ())],
+    ids=str,
+)
+def test_processes_whose_replicas_differ_are_named(
+    tmp_path: Path, count: int, wrong: list[int], named: tuple[int, ...]
+) -> None:
+    found = run_processes(
+        count, "save_in_job.py", "drifting", tmp_path, *wrong, devices_per_process=1
+    )
+    # All are told alike, whichever publishes.
+    assert [child.value["unequal"] for child in found] == [int(bool(named))] * count
+    assert found[0].value["ok"]
+    tree = ckpt.sync.metadata(tmp_path / "1").tree
+    assert {name: leaf.unequal_on for name, leaf in tree.items()} == {
+        "good": (),
+        "bad": named,
+        "own": (),
+    }

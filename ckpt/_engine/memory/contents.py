@@ -6,6 +6,7 @@ Runs in worker threads. Every byte is looked at once, in pieces that stay in a p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from msgspec import Struct
@@ -35,8 +36,15 @@ class BatchContents(Struct, frozen=True, eq=False):
 NO_CONTENTS = BatchContents([], no_signs(0))
 
 
+class KnownSigns(Protocol):
+    """Vital signs that were taken elsewhere."""
+
+    def record(self, leaf: int, chunk: int, /) -> Array | None:
+        """Return the record of a chunk; None if it is to be taken on the host."""
+
+
 def batch_contents(
-    batch: WriteBatch, plans: Sequence[LeafPlan], memory: Array, *, vital_signs: bool
+    batch: WriteBatch, plans: Sequence[LeafPlan], memory: Array, signs: KnownSigns | None
 ) -> BatchContents:
     """Return what a batch in `memory` holds.
 
@@ -44,24 +52,28 @@ def batch_contents(
         batch: The batch.
         plans: The plans of all leaves of the item.
         memory: `[batch.nbytes] uint8`.
-        vital_signs: Whether to take the vital signs, too.
+        signs: The vital signs that are known; None if none are to be taken.
     """
-    if batch.packed and vital_signs:
+    if batch.packed and signs is not None:
         return BatchContents(
             [digest(_logical(chunk, plans, memory).data) for chunk in batch.chunks],
             _packed_signs(batch, plans, memory),
         )
-    if not vital_signs:
+    if signs is None:
         digests = [digest(_logical(chunk, plans, memory).data) for chunk in batch.chunks]
         return BatchContents(digests, no_signs(0))
-    digests, signs = [], np.empty(len(batch.chunks), SIGNS)
+    digests, records = [], np.empty(len(batch.chunks), SIGNS)
     for number, chunk in enumerate(batch.chunks):
         digester, region = new_digest(), chunk.region
         dtype = DTYPES[plans[chunk.leaf].spec.dtype or ""]
-        data = _logical(chunk, plans, memory)
-        signs[number] = box_signs(data, region.offset, region.shape, dtype, digester.update)
+        data, known = _logical(chunk, plans, memory), signs.record(chunk.leaf, chunk.number)
+        if known is None:
+            known = box_signs(data, region.offset, region.shape, dtype, digester.update)
+        else:
+            digester.update(data.data)
+        records[number] = known
         digests.append(digester.hexdigest())
-    return BatchContents(digests, signs)
+    return BatchContents(digests, records)
 
 
 def _logical(chunk: Chunk, plans: Sequence[LeafPlan], memory: Array) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import Struct
 
 from ckpt._engine.codecs import encode_chunk
-from ckpt._engine.memory.contents import BatchContents, batch_contents
+from ckpt._engine.memory.contents import BatchContents, KnownSigns, batch_contents
 from ckpt._format.dtypes import DTYPES
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.write_batches import FileSpan, WriteBatch, aligned, alignment_of, file_size
@@ -40,8 +40,8 @@ def encode_batch(
     batch: WriteBatch,
     plans: Sequence[LeafPlan],
     memory: Bytes,
+    signs: KnownSigns | None,
     *,
-    vital_signs: bool,
     told: Callable[[int, int, int], object] | None = None,
 ) -> Encoded:
     """Encode the chunks of a batch in its block, whose beginning is the file afterwards.
@@ -51,13 +51,13 @@ def encode_batch(
         plans: The plans of all leaves of the item.
         memory: The block. Chunk after chunk moves to the front, where there is always room for it:
             what comes before the staged chunks is as long as all of them can grow.
-        vital_signs: Whether to take the vital signs of the chunks.
+        signs: The vital signs that are known; None if none are to be taken.
         told: Called with the beginning, the end and the staged bytes of every part of the work, in
             order; all parts together are the batch.
     """
     began, begun_at = time.perf_counter_ns(), 0
     staged = memory[batch.staged_at : batch.staged_at + batch.nbytes]
-    contents = batch_contents(batch, plans, staged, vital_signs=vital_signs)
+    contents = batch_contents(batch, plans, staged, signs)
     spans = []
     end = 0
     for chunk in batch.chunks:

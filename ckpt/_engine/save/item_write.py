@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from ckpt._engine.last_save import SavedItem
 from ckpt._engine.memory.arena import Block
-from ckpt._engine.memory.contents import NO_CONTENTS, BatchContents, batch_contents
+from ckpt._engine.memory.contents import NO_CONTENTS, BatchContents, KnownSigns, batch_contents
 from ckpt._engine.memory.staging import (
     Source,
     copies_on_host,
@@ -36,6 +36,8 @@ from ckpt._engine.save.merged_items import database_files
 from ckpt._engine.save.request import SaveCall
 from ckpt._engine.save.session import ENCODERS, LANES, STAGERS, SaveSession
 from ckpt._engine.save.shared_files import take_over
+from ckpt._engine.signs.device_pass import DevicePass, begin_pass
+from ckpt._engine.signs.kernels import KernelKey
 from ckpt._events import timed
 from ckpt._format.digests import digest
 from ckpt._format.manifest_head import FileEntry
@@ -116,6 +118,10 @@ class ItemWrite:
         self._turns = iter(range(len(batches)))
         self._running = 0
         self._expected = expected
+        # None where no vital signs are taken.
+        self._signs: DevicePass | None = None
+        # Leaves that nobody looks at, since they are what they were.
+        self._unseen: list[int] = []
         # Before anything is started, since the index must not be written too early.
         encoded = {number for number, batch in enumerate(batches) if batch.encoded}
         self._unplaced = len(encoded | expected)
@@ -149,6 +155,8 @@ class ItemWrite:
         for _ in range(min(ENCODERS if is_encoded else LANES, len(batches))):
             self.start(self._run_lane)
         with session.recorder.phase("snapshot"):
+            # Before a batch is staged, whose lane asks for what they find.
+            await self._begin_signs(leaves)
             held = await run_in_thread(snapshot, batches, leaves, session.staging.mode)
         at_once = {
             number: sources_of(batch, leaves)
@@ -160,6 +168,27 @@ class ItemWrite:
             session.begin_staging(self._call)
             self.start(lambda: self._stage_held(held))
         await self._stage_batches(at_once, session.stagers)
+
+    async def _begin_signs(self, leaves: Sequence[Any]) -> None:
+        """Have devices take the vital signs of their arrays, before the caller may donate these."""
+        session, plan = self._session, self._plan.save
+        if session.vital_signs is False:
+            return
+        if self.known is not None:
+            written = {chunk.leaf for batch in plan.batches for chunk in batch.chunks}
+            self._unseen = [each for each in self.known.same(leaves) if each not in written]
+        self._signs = await run_in_thread(
+            begin_pass, session.vital_signs, plan.leaves, leaves, self._unseen, session.kernels
+        )
+        if self._signs is not None and self._signs.missing:
+            # The step is published without waiting for them.
+            session.tasks.start_soon(self._compile_kernels, self._signs.missing)
+
+    async def _compile_kernels(self, missing: Sequence[KernelKey]) -> None:
+        """Compile kernels for later saves, once the caller does not wait any more."""
+        await self._call.returned.wait()
+        for key in missing:
+            await run_in_thread(self._session.kernels.compile, key)
 
     async def _stage_held(self, sources: dict[int, list[Source]]) -> None:
         await self._stage_batches(sources, self._session.held_stagers)
@@ -265,7 +294,7 @@ class ItemWrite:
             staged,
             known.chunks,
             self._small_left,
-            session.vital_signs,
+            self._signs,
         )
         session.recorder.report("digest", began_ns, ended_ns, batch.nbytes, batch=number)
         kept = None
@@ -312,7 +341,7 @@ class ItemWrite:
                 batch,
                 plan.leaves,
                 memory,
-                vital_signs=session.vital_signs,
+                self._signs,
                 told=told,
             )
             found = await run_in_thread(encode)
@@ -334,7 +363,7 @@ class ItemWrite:
         # Not while the caller waits: hashing needs a core, and writing does not.
         await _first_of(self._call.returned, written)
         (found, entry), began_ns, ended_ns = await run_in_thread(
-            timed, _file_contents, batch, plan.leaves, memory, known, session.vital_signs
+            timed, _file_contents, batch, plan.leaves, memory, known, self._signs
         )
         session.recorder.report("digest", began_ns, ended_ns, memory.nbytes, lane, number)
         session.files[path] = entry
@@ -386,8 +415,19 @@ class ItemWrite:
         await self._digested.wait()
 
     def report(self) -> ItemReport:
-        """Return what this process has of the item: what it takes over, and what it writes."""
-        return self._report(with_digests=True)
+        """Return what this process has of the item: what it takes over, and what it writes.
+
+        A warning names devices of this process that should hold the same values and do not.
+        """
+        report = self._report(with_digests=True)
+        if self._signs is None:
+            return report
+        self._signs.warn_of_unequal(self._item)
+        copies = self._signs.copies(self._session.processes.group.index)
+        if self.known is not None and self._unseen:
+            earlier = self.known.chunks.report.copies
+            copies = np.concatenate([copies, earlier[np.isin(earlier["leaf"], self._unseen)]])
+        return replace(report, copies=copies)
 
     def _report(self, *, with_digests: bool) -> ItemReport:
         left = {n: batch for n, batch in enumerate(self._batches) if batch is not None}
@@ -437,10 +477,10 @@ def _same_chunks(
     staged: Array,
     chunks: EarlierChunks,
     most_small: int,
-    vital_signs: bool,
+    signs: KnownSigns | None,
 ) -> tuple[BatchContents, ItemReport]:
     """Return what a batch holds, and what can be taken over instead of chunks of it."""
-    contents = batch_contents(batch, plans, staged, vital_signs=vital_signs)
+    contents = batch_contents(batch, plans, staged, signs)
     return contents, chunks.of_digests(batch, contents.digests, most_small)
 
 
@@ -470,7 +510,7 @@ def _file_contents(
     plans: Sequence[LeafPlan],
     memory: Array,
     known: BatchContents | None,
-    vital_signs: bool,
+    signs: KnownSigns | None,
 ) -> tuple[BatchContents | None, FileEntry]:
     """Return what a batch holds, None if it is encoded, and the entry of its file.
 
@@ -479,11 +519,11 @@ def _file_contents(
         plans: The plans of all leaves of the item.
         memory: The bytes of the file.
         known: What it holds, if that was found before.
-        vital_signs: Whether to take the vital signs, too.
+        signs: The vital signs that are known; None if none are to be taken.
     """
     if batch.encoded:
         return None, FileEntry(size=memory.nbytes, digest=digest(memory.data))
-    found = known or batch_contents(batch, plans, memory, vital_signs=vital_signs)
+    found = known or batch_contents(batch, plans, memory, signs)
     is_one_chunk = batch.chunks[0].nbytes == batch.nbytes
     whole = found.digests[0] if is_one_chunk else digest(memory.data)
     return found, FileEntry(size=batch.nbytes, digest=whole)

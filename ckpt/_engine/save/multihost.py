@@ -431,11 +431,12 @@ def _summary(manifest: Manifest) -> Manifest:
 
 
 def _notable(table: LeafTable) -> LeafTable:
-    """Return the arrays whose values are not all finite, or not known to be; without chunks."""
+    """Return the arrays whose values are not known to be finite and equal; without chunks."""
     are_arrays = np.array([form.dtype is not None for form in table.forms] or [False])[table.form]
     signs = table.signs
     if len(signs):
         are_notable = (signs["norm"] == UNKNOWN) | (signs["nonfinite"] > 0)
+        are_notable[list(table.unequal)] = True
         chosen = np.flatnonzero(are_arrays & are_notable)
         signs = signs[chosen]
     else:
@@ -443,7 +444,9 @@ def _notable(table: LeafTable) -> LeafTable:
         chosen = np.flatnonzero(are_arrays)[:1]
     names = [table.names[number] for number in chosen.tolist()]
     forms = [replace(form, count=0) for form in table.forms] if names else []
-    return LeafTable(names, forms, table.form[chosen], signs=signs)
+    places = {number: at for at, number in enumerate(chosen.tolist())}
+    unequal = {places[number]: each for number, each in table.unequal.items() if number in places}
+    return LeafTable(names, forms, table.form[chosen], signs=signs, unequal=unequal)
 
 
 def _pack(report: WriteReport) -> bytes:

@@ -95,6 +95,7 @@ async def save_step(
                     PlanCache(engine.plans.rules) if calls.in_parts else engine.plans,
                     tasks,
                     engine.vital_signs,
+                    engine.kernels,
                     created_ns,
                     processes,
                     parts={} if calls.in_parts else None,

@@ -18,11 +18,12 @@ from ckpt._engine.plan_cache import PlanCache
 from ckpt._engine.save.merged_items import ItemParts, WrittenTree
 from ckpt._engine.save.multihost import JointSave
 from ckpt._engine.save.request import SaveCall
+from ckpt._engine.signs.kernels import Kernels
 from ckpt._events import EventRecorder
 from ckpt._format.digests import digest
 from ckpt._format.manifest_head import FileEntry
 from ckpt._plan.format_rules import Formatted
-from ckpt._settings import Staging
+from ckpt._settings import Staging, VitalSignsMode
 from ckpt.storage._base import Attempt, Storage
 
 # Measured on 2 cores: direct writes of two lanes keep a disk of 2 GB/s busy, and four do where each
@@ -64,7 +65,8 @@ class SaveSession(Struct):
         recorder: Takes the timed phases.
         plans: Plans of earlier saves.
         tasks: Task group of the save; what it runs is durable when it has ended.
-        vital_signs: Whether the vital signs of arrays are taken.
+        vital_signs: Where the vital signs of arrays are taken.
+        kernels: What takes them on devices.
         created_ns: Unix time in nanoseconds at which the save began.
         processes: The other processes of the job that save the same step.
         save: Id of the attempt that the primary has begun, once `attempt_ready` is set.
@@ -94,7 +96,8 @@ class SaveSession(Struct):
     recorder: EventRecorder
     plans: PlanCache
     tasks: TaskGroup
-    vital_signs: bool
+    vital_signs: VitalSignsMode
+    kernels: Kernels
     created_ns: int
     processes: JointSave
     save: str = ""

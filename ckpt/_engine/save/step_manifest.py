@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import anyio
@@ -29,6 +30,11 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import is_per_process
 from ckpt.handlers._registry import Handlers
+
+logger = logging.getLogger("ckpt")
+
+# Leaves that a warning names.
+_NAMED = 5
 
 
 def own_report(
@@ -83,6 +89,22 @@ def own_entries(
     }
 
 
+def _warn_of_unequal(entries: Mapping[str, ItemEntry]) -> None:
+    """Name the leaves that processes should hold the same values of, and do not."""
+    unequal = [
+        f"{entry.leaves.names[leaf]!r} of {name!r} (process {', '.join(map(str, processes))})"
+        for name, entry in entries.items()
+        for leaf, processes in entry.leaves.unequal.items()
+    ]
+    if unequal:
+        logger.warning(
+            "processes that should hold the same values do not, so what is saved may be wrong: "
+            "%s%s. A device may be faulty, or the program lets its replicas drift apart",
+            ", ".join(unequal[:_NAMED]),
+            f", and {len(unequal) - _NAMED} more" if len(unequal) > _NAMED else "",
+        )
+
+
 async def write_manifest(
     session: SaveSession,
     engine: Engine,
@@ -111,6 +133,8 @@ async def write_manifest(
         for name, entry in entries.items():
             texts = await run_in_thread(text_view, entry)
             files.update({f"{name}/{path}": data for path, data in texts.items()})
+    if not session.processes.is_alone:
+        _warn_of_unequal(entries)
     async with anyio.create_task_group() as writers:
         for path, data in files.items():
             known = session.files[path] = FileEntry(size=len(data), digest=digest(data))

@@ -18,15 +18,16 @@ from msgspec import Struct
 from ckpt._format.digests import digest
 from ckpt._plan.item_reports import DIGEST_BYTES, ROW, ItemReport
 from ckpt._plan.multihost.tree_fingerprint import TreeFingerprint, first_difference
+from ckpt._vitals.replicas import COPY
 from ckpt._vitals.signs import SIGNS
 from ckpt.errors import CorruptCheckpointError
 
 Array = np.ndarray[Any, Any]
 
-_MAGIC = b"ckr2"
-# Files, chunks, bytes of the packed rows, vital signs; of either fingerprint its block and its
-# bytes.
-_HEAD = struct.Struct("<4sQQQQQQQQ")
+_MAGIC = b"ckr3"
+# Files, chunks, bytes of the packed rows, vital signs, copies; of either fingerprint its block and
+# its bytes.
+_HEAD = struct.Struct("<4sQQQQQQQQQ")
 _DATA_FILE = re.compile(r"d/([0-9a-f]{32})")
 
 
@@ -48,7 +49,8 @@ def pack(report: ProcessReport) -> bytes:
     """Return a report as bytes."""
     written, tree, values = report.written, report.tree, report.values
     rows = zlib.compress(b"".join(written.rows[name].tobytes() for name in ROW.names or ()), 1)
-    counts = (len(written.files), len(written.rows), len(rows), len(written.signs))
+    counts: tuple[int, ...] = (len(written.files), len(written.rows), len(rows))
+    counts += (len(written.signs), len(written.copies))
     blocks = (tree.block, len(tree.packed), values.block, len(values.packed))
     matches = [_DATA_FILE.fullmatch(path) for path in written.files]
     names = b"".join(bytes.fromhex(match[1]) for match in matches if match is not None)
@@ -62,6 +64,7 @@ def pack(report: ProcessReport) -> bytes:
             rows,
             written.digests.tobytes(),
             written.signs.tobytes(),
+            written.copies.tobytes(),
             tree.packed,
             values.packed,
         )
@@ -78,10 +81,11 @@ def unpack(data: bytes) -> ProcessReport:
     body, checksum = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
     if len(body) < _HEAD.size or bytes.fromhex(digest(body)) != checksum:
         raise _malformed(data, "it is cut short, or was changed on its way")
-    magic, files, chunks, packed, signs, *blocks = _HEAD.unpack_from(body)
+    magic, files, chunks, packed, signs, copies, *blocks = _HEAD.unpack_from(body)
     tree_block, tree_bytes, value_block, value_bytes = blocks
     lengths = [DIGEST_BYTES, DIGEST_BYTES, files * DIGEST_BYTES, packed]
-    lengths += [chunks * DIGEST_BYTES, signs * SIGNS.itemsize, tree_bytes, value_bytes]
+    lengths += [chunks * DIGEST_BYTES, signs * SIGNS.itemsize, copies * COPY.itemsize]
+    lengths += [tree_bytes, value_bytes]
     if signs not in (0, chunks):
         raise _malformed(data, f"it has the vital signs of {signs} of {chunks} chunks")
     if magic != _MAGIC or _HEAD.size + sum(lengths) != len(body):
@@ -97,11 +101,12 @@ def unpack(data: bytes) -> ProcessReport:
         _rows(parts[3], chunks, data),
         np.frombuffer(parts[4], np.uint8).reshape(chunks, DIGEST_BYTES),
         np.frombuffer(parts[5], SIGNS),
+        np.frombuffer(parts[6], COPY),
     )
     return ProcessReport(
         written,
-        TreeFingerprint(parts[0], tree_block, parts[6]),
-        TreeFingerprint(parts[1], value_block, parts[7]),
+        TreeFingerprint(parts[0], tree_block, parts[7]),
+        TreeFingerprint(parts[1], value_block, parts[8]),
     )
 
 

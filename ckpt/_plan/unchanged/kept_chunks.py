@@ -151,7 +151,8 @@ def joined(reports: Sequence[ItemReport]) -> ItemReport:
             own["file"] = numbers[own["file"]]
         rows.append(own)
     digests = np.concatenate([report.digests for report in reports])
-    return ItemReport(tuple(files), np.concatenate(rows), digests, all_signs(reports))
+    copies = np.concatenate([report.copies for report in reports])
+    return ItemReport(tuple(files), np.concatenate(rows), digests, all_signs(reports), copies)
 
 
 def _number(files: dict[str, int], path: str) -> int:

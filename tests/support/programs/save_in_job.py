@@ -148,6 +148,26 @@ def apart() -> None:
     tell(told)
 
 
+def drifting() -> None:
+    """Save arrays that the processes should have alike, and some do not."""
+    wrong_ones = [int(each) for each in sys.argv[3:]]
+    good = whole("good", (768, 1024), np.float32, 1)
+    bad = good + (index in wrong_ones)
+    state = {
+        name: jax.make_array_from_callback(good.shape, sharding, values.__getitem__)
+        for name, sharding, values in (
+            ("good", NamedSharding(line, P()), good),
+            ("bad", NamedSharding(line, P()), bad),
+            # Each process has half of it, once.
+            ("own", NamedSharding(line, P("x")), bad),
+        )
+    }
+    with ckpt.sync.CheckpointManager(root, vital_signs="device") as mgr:
+        info = mgr.save(1, state).result(60)
+        assert info is not None
+        tell({"unequal": info.unequal_leaves, "ok": mgr.verify(1).ok if index == 0 else None})
+
+
 def restored() -> None:
     """Restore what a job of another size has saved."""
     step = int(sys.argv[3])
@@ -190,4 +210,5 @@ def refused() -> None:
     "restored": restored,
     "apart": apart,
     "refused": refused,
+    "drifting": drifting,
 }[what]()

@@ -19,6 +19,7 @@ from ckpt._engine.memory import staging
 from ckpt._engine.memory.contents import batch_contents
 from ckpt._engine.memory.staging import copy_batch, sources_of
 from ckpt._engine.save.encoding import encode_batch
+from ckpt._engine.signs.device_pass import DevicePass
 from ckpt._format.array_format import ArrayFormat, Blosc, Zstd
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._plan.save_plan import plan_save
@@ -79,12 +80,12 @@ def test_an_encoded_batch_is_a_file_of_its_chunks_and_zeros(
         memory = np.full(batch.block_bytes, 0xAA, np.uint8)
         staged = memory[batch.staged_at : batch.staged_at + batch.nbytes]
         copy_batch(batch, plan.leaves, sources_of(batch, leaves), staged)
-        wanted = batch_contents(batch, plan.leaves, staged, vital_signs=True)
+        wanted = batch_contents(batch, plan.leaves, staged, DevicePass({}))
         chunks = [
             staged[chunk.offset : chunk.offset + chunk.stored_nbytes].copy()
             for chunk in batch.chunks
         ]
-        done = encode_batch(batch, plan.leaves, memory, vital_signs=True)
+        done = encode_batch(batch, plan.leaves, memory, DevicePass({}))
         assert done.contents.digests == wanted.digests
         assert done.contents.signs.tobytes() == wanted.signs.tobytes()
         rest = memory[: done.nbytes].copy()
@@ -141,7 +142,7 @@ def test_the_parts_of_a_batch_are_told_and_add_up_to_it(
     staged = memory[batch.staged_at : batch.staged_at + batch.nbytes]
     copy_batch(batch, plan.leaves, sources_of(batch, [leaf]), staged)
     told: list[tuple[int, int, int]] = []
-    encode_batch(batch, plan.leaves, memory, vital_signs=True, told=lambda *part: told.append(part))
+    encode_batch(batch, plan.leaves, memory, DevicePass({}), told=lambda *part: told.append(part))
     assert len(told) == (1 if pause_ns else len(batch.chunks))
     assert sum(nbytes for _, _, nbytes in told) == batch.nbytes
     assert all(began <= ended and nbytes > 0 for began, ended, nbytes in told)

@@ -143,6 +143,38 @@ def test_the_head_does_not_count_what_is_not_known(tmp_path: Path) -> None:
     assert ckpt.sync.metadata(tmp_path / "a").info.nonfinite_leaves is None
 
 
+def test_unequal_replicas_come_back() -> None:
+    leaves = [replace(W, unequal_on=(0, 3)), replace(TIED, unequal_on=(0, 3)), UNKNOWN]
+    data = msgspec.json.encode(columns(leaves))
+    found = LeafTable.read(msgspec.json.decode(data, type=LeafColumns))
+    assert [leaf.unequal_on for leaf in found] == [(0, 3), (0, 3), ()]
+    assert found == LeafTable.of(leaves)
+    assert b"unequal" not in msgspec.json.encode(columns(LEAVES))
+
+
+@pytest.mark.parametrize(
+    ("unequal", "message"),
+    [([(5, [0])], "a leaf that does not exist"), ([(0, [0]), (0, [1])], "twice")],
+    ids=str,
+)
+def test_unequal_replicas_of_other_leaves_are_refused(unequal: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LeafTable.read(replace(columns(LEAVES), unequal=unequal))
+
+
+def test_a_head_that_counts_other_unequal_replicas_is_refused(stored: bytes) -> None:
+    manifest = decode(stored, where="a")
+    item = manifest.items["default"]
+    leaves = [replace(leaf, unequal_on=(1,) if leaf.name == "w" else ()) for leaf in item.leaves]
+    other = replace(manifest, items={"default": replace(item, leaves=LeafTable.of(leaves))})
+    summary = peek(encode(other))
+    assert summary is not None
+    assert summary.unequal_leaves == decode(encode(other), where="a").unequal_leaves == 1
+    for one, two in ((manifest, other), (other, manifest)):
+        with pytest.raises(CorruptCheckpointError, match="its head counts"):
+            decode(_with_head_of(encode(one), encode(two)), where="a")
+
+
 def test_a_head_that_contradicts_the_leaves_is_refused(stored: bytes) -> None:
     manifest = decode(stored, where="a")
     item = manifest.items["default"]

@@ -1,0 +1,1 @@
+"""Vital signs of arrays that are computed where the arrays are."""

@@ -1,0 +1,306 @@
+"""The pass over arrays on their devices: begun before the caller goes on, and read afterwards.
+
+The kernels are in the queues of the devices when `begin_pass` returns, so the caller may donate its
+arrays then. What they find is a few bytes for each chunk; it is fetched when it is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from msgspec import Struct
+
+from ckpt._engine.memory.staging import shards_of
+from ckpt._engine.signs.kernels import KernelKey, Kernels
+from ckpt._engine.signs.shard_kernel import KERNEL_DTYPES, LARGE_SCALE, SMALL_SCALE, is_run
+from ckpt._format.regions import Region, addressable_regions, chunk_grid, position_in_grid
+from ckpt._plan.chunking import LeafPlan, has_chunks
+from ckpt._plan.ownership import holders_of
+from ckpt._settings import VitalSignsMode
+from ckpt._vitals.replicas import COPY, no_copies
+from ckpt._vitals.signs import SIGNS, Array
+
+logger = logging.getLogger("ckpt")
+
+# Leaves that a warning names.
+_NAMED = 5
+# Smaller shards are many, and the host takes small arrays together.
+_LEAST_BYTES = 1 << 20
+# Indexes and counts have 32 bits.
+_MOST_ELEMENTS = 1 << 31
+
+
+class _LeafPass(Struct, frozen=True, eq=False):
+    """The kernels over one leaf.
+
+    Attributes:
+        plan: Its plan.
+        regions: What devices of this process hold of it, and their positions in the results.
+        elsewhere: Regions that other processes hold, too.
+        devices: The devices, in the order of the results.
+        results: See `Kernels`.
+    """
+
+    plan: LeafPlan
+    regions: Sequence[tuple[Region, Sequence[int]]]
+    elsewhere: frozenset[Region]
+    devices: Sequence[jax.Device]
+    results: tuple[jax.Array, jax.Array]
+
+
+class _Found(Struct, frozen=True, eq=False):
+    """What the kernels over one leaf have found.
+
+    Attributes:
+        records: By number of the chunk the record of its vital signs.
+        copies: What this process holds of chunks that others hold, too; see
+            `ckpt._vitals.replicas`.
+        unequal: Devices that hold other values than most devices with the same region.
+    """
+
+    records: Mapping[int, Array]
+    copies: Array
+    unequal: Sequence[jax.Device]
+
+
+class DevicePass:
+    """The pass over the leaves of an item. Its methods run in worker threads.
+
+    Attributes:
+        missing: Kernels that later saves can use, if they are compiled.
+    """
+
+    def __init__(self, pending: Mapping[int, _LeafPass], missing: Sequence[KernelKey] = ()) -> None:
+        """Wait for the kernels over leaves, by their numbers."""
+        self.missing = missing
+        self._pending = pending
+        # None where the computation failed.
+        self._found: dict[int, _Found | None] = {}
+        self._reading = threading.Lock()
+
+    def record(self, leaf: int, chunk: int) -> Array | None:
+        """Return the record of a chunk; None if it is to be taken on the host."""
+        found = self._read(leaf)
+        return None if found is None else found.records[chunk]
+
+    def copies(self, process: int) -> Array:
+        """Return what this process holds of chunks of which there should be equal ones.
+
+        Args:
+            process: Its number.
+        """
+        found = filter(None, map(self._read, self._pending))
+        copies = np.concatenate([no_copies(), *(each.copies for each in found)])
+        copies["process"] = process
+        return copies
+
+    def warn_of_unequal(self, item: str) -> None:
+        """Name the leaves that devices of this process should hold the same values of, and do not.
+
+        Args:
+            item: The item that they are of.
+        """
+        found = {each.plan.name: self._read(leaf) for leaf, each in self._pending.items()}
+        unequal = {name: each.unequal for name, each in found.items() if each and each.unequal}
+        if not unequal:
+            return
+        some = [
+            f"{name!r} ({', '.join(map(str, devices))})"
+            for name, devices in itertools.islice(unequal.items(), _NAMED)
+        ]
+        more = f", and {len(unequal) - _NAMED} more" if len(unequal) > _NAMED else ""
+        logger.warning(
+            "item %r: devices that should hold the same values do not, so what is saved may be "
+            "wrong: %s%s. A device may be faulty, or the program lets its replicas drift apart",
+            item,
+            ", ".join(some),
+            more,
+        )
+
+    def _read(self, leaf: int) -> _Found | None:
+        if leaf not in self._pending:
+            return None
+        with self._reading:
+            if leaf not in self._found:
+                pending = self._pending[leaf]
+                try:
+                    self._found[leaf] = _read(leaf, pending)
+                except Exception as error:
+                    self._found[leaf] = None
+                    _say_failed(pending.plan, error)
+            return self._found[leaf]
+
+
+def begin_pass(
+    mode: VitalSignsMode,
+    plans: Sequence[LeafPlan],
+    leaves: Sequence[Any],
+    known: Iterable[int],
+    kernels: Kernels,
+) -> DevicePass | None:
+    """Begin to take the vital signs of arrays on their devices, where that is possible.
+
+    Args:
+        mode: Where they are taken; None is returned if nowhere. Only "device" waits for kernels to
+            be compiled: a save should not take longer the first time.
+        plans: The plans of all leaves of the item.
+        leaves: The leaves.
+        known: Numbers of leaves that are not looked at.
+        kernels: The kernels that are there.
+    """
+    if mode is False:
+        return None
+    if mode == "host":
+        return DevicePass({})
+    left_out = set(known)
+    keys = {
+        number: _key_of(plan, leaf)
+        for number, (plan, leaf) in enumerate(zip(plans, leaves, strict=True))
+        if number not in left_out and _is_suitable(plan, leaf, on_cpus=mode == "device")
+    }
+    missing = kernels.missing(keys.values())
+    if mode == "device":
+        for key in missing:
+            kernels.compile(key)
+    pending: dict[int, _LeafPass] = {}
+    for number, key in keys.items():
+        kernel = kernels.find(key)
+        if kernel is not None:
+            try:
+                pending[number] = _begin(plans[number], leaves[number], key, kernel)
+            except Exception as error:
+                _say_failed(plans[number], error)
+    return DevicePass(pending, kernels.missing(missing))
+
+
+def _say_failed(plan: LeafPlan, error: Exception) -> None:
+    logger.warning(
+        "the vital signs of %r were not taken on its devices but on the host, because of %s",
+        plan.name,
+        error,
+    )
+
+
+def _is_suitable(plan: LeafPlan, leaf: Any, *, on_cpus: bool) -> bool:
+    if not isinstance(leaf, jax.Array) or plan.packed or not has_chunks(plan):
+        return False
+    # What is stored must be what is on the device.
+    if leaf.dtype.name not in KERNEL_DTYPES or leaf.dtype.name != plan.spec.dtype:
+        return False
+    if leaf.is_deleted() or not _is_in_device_memory(leaf, on_cpus=on_cpus):
+        return False
+    shard = leaf.sharding.shard_shape(leaf.shape)
+    divides = all(
+        part % n == 0 or part == length
+        for part, n, length in zip(shard, plan.chunk, leaf.shape, strict=True)
+    )
+    elements = math.prod(shard)
+    return (
+        divides
+        and is_run(plan.chunk, shard)
+        and elements * leaf.dtype.itemsize >= _LEAST_BYTES
+        and max(*leaf.shape, elements) <= _MOST_ELEMENTS
+    )
+
+
+def _is_in_device_memory(leaf: jax.Array, *, on_cpus: bool) -> bool:
+    device: Any = next(iter(leaf.sharding.addressable_devices))
+    if device.platform == "cpu":
+        return on_cpus
+    return leaf.sharding.memory_kind in (None, _memory_of(device))
+
+
+@functools.lru_cache(maxsize=64)
+def _memory_of(device: Any) -> str:
+    return str(device.default_memory().kind)
+
+
+def _key_of(plan: LeafPlan, leaf: jax.Array) -> KernelKey:
+    return _key_for(leaf.sharding, leaf.shape, leaf.dtype.name, tuple(plan.chunk))
+
+
+@functools.lru_cache(maxsize=4096)
+def _key_for(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype: str, chunk: tuple[int, ...]
+) -> KernelKey:
+    devices = tuple(sharding.addressable_devices_indices_map(shape))
+    offsets = [(0,) * len(shape)] * len(devices)
+    for region, positions in addressable_regions(sharding, shape):
+        for position in positions:
+            offsets[position] = tuple(region.offset)
+    return KernelKey(devices, sharding.shard_shape(shape), dtype, chunk, tuple(offsets))
+
+
+def _begin(plan: LeafPlan, leaf: jax.Array, key: KernelKey, kernel: Any) -> _LeafPass:
+    # The memory of the shards, seen as one array: nothing is copied, and nothing exchanged.
+    joined = jax.make_array_from_single_device_arrays(
+        key.shape(), key.sharding(), [shard.data for shard in shards_of(leaf)]
+    )
+    regions = addressable_regions(leaf.sharding, leaf.shape)
+    elsewhere = _held_elsewhere(leaf, regions)
+    return _LeafPass(plan, regions, elsewhere, key.devices, kernel(joined))
+
+
+def _held_elsewhere(
+    leaf: jax.Array, regions: Sequence[tuple[Region, Sequence[int]]]
+) -> frozenset[Region]:
+    if leaf.is_fully_addressable:
+        return frozenset()
+    return frozenset(
+        region
+        for region, _ in regions
+        if len(holders_of(leaf.sharding, leaf.shape, region.offset)) > 1
+    )
+
+
+def _read(leaf: int, pending: _LeafPass) -> _Found:
+    """Wait for the kernels over a leaf; whatever went wrong in them is raised."""
+    every = signs_records(*(np.asarray(each) for each in pending.results))
+    found: dict[int, Array] = {}
+    copies: list[tuple[Any, ...]] = []
+    unequal: dict[jax.Device, None] = {}
+    for region, positions in pending.regions:
+        for at, number in enumerate(_chunks_of(pending.plan, region)):
+            records = every[list(positions), at]
+            found[number] = records[0]
+            prints, which, counts = np.unique(
+                records["fingerprint"], axis=0, return_inverse=True, return_counts=True
+            )
+            if len(prints) > 1 or region in pending.elsewhere:
+                copies += [(0, leaf, number, tuple(each)) for each in prints.tolist()]
+            if len(prints) > 1:
+                is_most = counts == counts.max()
+                # Where no value has more holders than every other, all may be wrong.
+                is_other = ~is_most[which.reshape(-1)] | (is_most.sum() > 1)
+                others = [positions[each] for each in np.flatnonzero(is_other).tolist()]
+                unequal.update(dict.fromkeys(pending.devices[each] for each in others))
+    return _Found(found, np.array(copies, COPY), list(unequal))
+
+
+def signs_records(counts: Array, squares: Array) -> Array:
+    """Return the records of vital signs from what kernels have added up."""
+    records = np.zeros(counts.shape[:2], SIGNS)
+    records["fingerprint"] = counts[..., :2]
+    records["nonfinite"] = counts[..., 2]
+    small, middle, large = np.moveaxis(squares[..., :3].astype(np.float64), -1, 0)
+    records["norm"] = np.sqrt(small / SMALL_SCALE**2 + middle + large / LARGE_SCALE**2)
+    records["absmax"] = squares[..., 3]
+    return records
+
+
+def _chunks_of(plan: LeafPlan, region: Region) -> list[int]:
+    """Return the numbers of the chunks of a region, in C order."""
+    first = [at // n for at, n in zip(region.offset, plan.chunk, strict=True)]
+    grid = chunk_grid(region.shape, plan.chunk)
+    return [
+        position_in_grid([a + b for a, b in zip(first, place, strict=True)], plan.grid)
+        for place in np.ndindex(*grid)
+    ]

@@ -1,0 +1,115 @@
+"""Compiled kernels of vital signs, for arrays as they lie on devices."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from msgspec import Struct, field
+
+from ckpt._engine.signs.shard_kernel import chunk_sums
+
+logger = logging.getLogger("ckpt")
+
+# A kernel may need this part of the memory of a shard for itself, and a little.
+_SCRATCH_SHARE, _SCRATCH_BYTES = 8, 4 << 20
+_AXIS = "shards"
+
+
+class KernelKey(Struct, frozen=True):
+    """What a kernel is compiled for.
+
+    Attributes:
+        devices: The devices of the shards, in the order of these.
+        shard: Shape of a shard.
+        dtype: Name of the dtype.
+        chunk: Shape of a chunk, which must be consecutive memory of a shard; see `is_run`.
+        offsets: The first corner of each shard in the array that it is of.
+    """
+
+    devices: tuple[jax.Device, ...]
+    shard: tuple[int, ...]
+    dtype: str
+    chunk: tuple[int, ...]
+    offsets: tuple[tuple[int, ...], ...]
+
+    def sharding(self) -> jax.sharding.NamedSharding:
+        """Return how the shards are one array: side by side along its first axis."""
+        return _side_by_side(self.devices)
+
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of that array."""
+        first, *others = self.shard
+        return (first * len(self.devices), *others)
+
+
+class Kernels(Struct):
+    """The compiled kernels of a manager. Used by one save at a time.
+
+    A kernel is a function of an array whose first axis is divided over devices, so that each has
+    its shard. It returns what `chunk_sums` does, of all devices: `[devices, chunks, n]`.
+    """
+
+    _known: dict[KernelKey, Any] = field(default_factory=dict)
+
+    def find(self, key: KernelKey) -> Any | None:
+        """Return a kernel; None if there is none."""
+        return self._known.get(key)
+
+    def missing(self, keys: Iterable[KernelKey]) -> list[KernelKey]:
+        """Return those of `keys` that were never compiled."""
+        return [key for key in dict.fromkeys(keys) if key not in self._known]
+
+    def compile(self, key: KernelKey) -> None:
+        """Compile a kernel: some tenths of a second. There is none afterwards if that fails."""
+        kernel = None
+        try:
+            kernel = _compiled(key)
+        except Exception as error:
+            logger.warning(
+                "no kernel of vital signs for %s%s on %s: they are taken on the host (%s)",
+                key.dtype,
+                list(key.shard),
+                key.devices[0],
+                error,
+            )
+        self._known[key] = kernel
+
+
+@functools.lru_cache(maxsize=64)
+def _side_by_side(devices: tuple[jax.Device, ...]) -> jax.sharding.NamedSharding:
+    mesh = jax.sharding.Mesh(np.array(devices), (_AXIS,))
+    spec = jax.sharding.PartitionSpec(_AXIS)  # type: ignore[no-untyped-call]
+    return jax.sharding.NamedSharding(mesh, spec)
+
+
+def _compiled(key: KernelKey) -> Any | None:
+    """Return a compiled kernel; None if it would use much memory of its own."""
+    sharding = key.sharding()
+
+    def sums(shard: jax.Array) -> tuple[jax.Array, jax.Array]:
+        offset = jnp.array(key.offsets, jnp.uint32)[lax.axis_index(_AXIS)]
+        return chunk_sums(shard, offset, key.chunk)
+
+    mapped = jax.shard_map(
+        sums,
+        mesh=sharding.mesh,
+        in_specs=sharding.spec,
+        out_specs=(sharding.spec, sharding.spec),
+    )
+    shards = jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+        key.shape(), jnp.dtype(key.dtype), sharding=sharding
+    )
+    kernel = jax.jit(mapped).lower(shards).compile()
+    memory = kernel.memory_analysis()
+    nbytes = shards.dtype.itemsize * math.prod(key.shard)
+    # Not all backends tell.
+    scratch = 0 if memory is None else memory.temp_size_in_bytes
+    return kernel if scratch <= nbytes // _SCRATCH_SHARE + _SCRATCH_BYTES else None

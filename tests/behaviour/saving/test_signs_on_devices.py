@@ -1,0 +1,184 @@
+"""Vital signs that devices take: the same as those of the host, and replicas are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import ckpt
+from ckpt._engine.signs import device_pass
+from ckpt._engine.signs.kernels import Kernels
+from ckpt._format.dtypes import DTYPES
+from ckpt.errors import InvalidArgumentError
+
+# Every shard of which a device takes the signs has a megabyte.
+SHAPE = (2048, 1024)
+MESHES: list[tuple[dict[str, int], PartitionSpec]] = [
+    ({"x": 1}, PartitionSpec()),
+    ({"x": 8}, PartitionSpec("x")),
+    ({"x": 8}, PartitionSpec(None, "x")),
+    ({"x": 8}, PartitionSpec()),
+    ({"x": 2, "y": 4}, PartitionSpec("x", "y")),
+    ({"x": 2, "y": 4}, PartitionSpec("x")),
+    ({"x": 4, "y": 2}, PartitionSpec(None, "y")),
+    ({"x": 2, "y": 2}, PartitionSpec(("y", "x"))),
+]
+
+
+def put(array: Any, axes: Mapping[str, int], spec: PartitionSpec) -> jax.Array:
+    shape = tuple(axes.values())
+    devices = np.array(jax.devices()[: int(np.prod(shape))])
+    return jax.device_put(array, NamedSharding(Mesh(devices.reshape(shape), tuple(axes)), spec))
+
+
+def flipped(array: jax.Array, position: int, word: int = 70_000, bit: int = 9) -> jax.Array:
+    """Return an array of which one device has another bit."""
+    shards = [shard.data for shard in array.addressable_shards]
+    host = np.array(shards[position])
+    host.reshape(-1).view(np.uint32)[word] ^= np.uint32(1 << bit)
+    shards[position] = jax.device_put(host, array.addressable_shards[position].device)
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
+def numbers(seed: int = 0) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.random.default_rng(seed).standard_normal(SHAPE).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def of_the_host(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the host finds in arrays on one device."""
+    path = tmp_path_factory.mktemp("host") / "a"
+    host = numbers()
+    host[3, 5], host[-1, 0] = np.nan, np.inf
+    state = {"w": host, "half": host.astype(DTYPES["bfloat16"]), "n": np.arange(9)}
+    ckpt.sync.save(path, state, vital_signs="host")
+    return state, ckpt.sync.metadata(path).tree
+
+
+@pytest.mark.parametrize(("axes", "spec"), MESHES, ids=str)
+def test_every_mesh_gives_what_the_host_gives(
+    tmp_path: Path, of_the_host: Any, axes: dict[str, int], spec: PartitionSpec
+) -> None:
+    state, wanted = of_the_host
+    info = ckpt.sync.save(
+        tmp_path / "a",
+        {name: put(each, axes, spec) if name != "n" else each for name, each in state.items()},
+        vital_signs="device",
+    )
+    assert (info.nonfinite_leaves, info.unequal_leaves) == (2, 0)
+    for name, leaf in ckpt.sync.metadata(tmp_path / "a").tree.items():
+        found, expected = leaf.vital_signs, wanted[name].vital_signs
+        assert found.fingerprint == expected.fingerprint
+        assert (found.nonfinite, found.absmax) == (expected.nonfinite, expected.absmax)
+        assert found.norm == pytest.approx(expected.norm, rel=1e-5)
+    assert ckpt.sync.verify(tmp_path / "a").ok
+
+
+# Where devices take part in it, two of eight hold each part.
+@pytest.mark.parametrize("position", range(8))
+def test_a_replica_with_one_other_bit_is_named_and_the_signs_are_those_of_the_file(
+    tmp_path: Path, position: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = put(numbers(), {"x": 4, "y": 2}, PartitionSpec("x"))
+    state = {"good": good, "bad": flipped(good, position)}
+    info = ckpt.sync.save(tmp_path / "a", state, vital_signs="device")
+    assert info.unequal_leaves == 1
+    described = ckpt.sync.metadata(tmp_path / "a").tree
+    assert described["good"].unequal_on == ()
+    assert described["bad"].unequal_on == (0,)
+    assert "replicas differ on process 0" in str(ckpt.sync.metadata(tmp_path / "a"))
+    (warning,) = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    # Of two there is none that is wrong for certain.
+    pair = position // 2 * 2
+    one, other = (good.addressable_shards[each].device for each in (pair, pair + 1))
+    assert f"'bad' ({one}, {other})" in warning
+    assert "'good'" not in warning
+    assert ckpt.sync.verify(tmp_path / "a").ok
+
+
+def test_of_many_replicas_those_that_differ_from_most_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = put(numbers(), {"x": 8}, PartitionSpec())
+    bad = flipped(flipped(good, 2), 6, bit=31)
+    ckpt.sync.save(tmp_path / "a", {"bad": bad}, vital_signs="device")
+    devices = [good.addressable_shards[each].device for each in (2, 6)]
+    assert f"'bad' ({devices[0]}, {devices[1]})" in caplog.text
+
+
+def test_without_the_devices_replicas_are_not_compared(tmp_path: Path) -> None:
+    bad = flipped(put(numbers(), {"x": 8}, PartitionSpec()), 3)
+    for mode in (True, "host"):
+        info = ckpt.sync.save(tmp_path / str(mode), {"bad": bad}, vital_signs=mode)
+        assert info.unequal_leaves == 0
+
+
+def test_replicas_that_differ_are_known_of_arrays_that_are_taken_over(tmp_path: Path) -> None:
+    good = put(numbers(), {"x": 8}, PartitionSpec())
+    bad = flipped(good, 3)
+    with ckpt.sync.CheckpointManager(tmp_path, vital_signs="device") as mgr:
+        for step in (1, 2, 3):
+            info = mgr.save(step, {"bad": bad, "step": jnp.full(300_000, step)}).result()
+            assert info.unequal_leaves == 1
+            assert (info.statistics.shared_bytes > 0) == (step > 1)
+        info = mgr.save(4, {"bad": good, "step": jnp.full(300_000, 4)}).result()
+        assert info.unequal_leaves == 0
+    with ckpt.sync.CheckpointManager(tmp_path, read_only=True) as mgr:
+        assert [mgr.metadata(step).tree["bad"].unequal_on for step in (3, 4)] == [(0,), ()]
+
+
+def test_the_caller_may_donate_its_arrays_at_once(tmp_path: Path) -> None:
+    step = jax.jit(lambda x: x * jnp.nan, donate_argnums=0)
+    with ckpt.sync.CheckpointManager(tmp_path, vital_signs="device") as mgr:
+        for number in (1, 2):
+            state = put(numbers(number), {"x": 8}, PartitionSpec("x"))
+            commit = mgr.save(number, {"w": state})
+            state = step(state)
+            assert commit.result().nonfinite_leaves == 0
+        found = [mgr.metadata(number).tree["w"].vital_signs.fingerprint for number in (1, 2)]
+        assert [mgr.verify(number).ok for number in (1, 2)] == [True, True]
+    assert found[0] != found[1]
+
+
+def test_the_first_save_does_not_wait_for_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if the devices were accelerators.
+    monkeypatch.setattr(device_pass, "_is_in_device_memory", lambda leaf, on_cpus: True)
+    bad = flipped(put(numbers(), {"x": 8}, PartitionSpec()), 3)
+    with ckpt.sync.CheckpointManager(tmp_path, vital_signs=True) as mgr:
+        # The host takes the signs of the first; the kernels for the second are there when it is
+        # committed.
+        found = [mgr.save(step, {"bad": bad + step}).result() for step in (1, 2)]
+        described = [mgr.metadata(step).tree["bad"].vital_signs for step in (1, 2)]
+    assert [info.unequal_leaves for info in found] == [0, 1]
+    assert None not in described
+
+
+def test_a_kernel_that_fails_leaves_the_array_to_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(joined: jax.Array) -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(Kernels, "find", lambda self, key: fail)
+    state = {"w": put(numbers(), {"x": 8}, PartitionSpec("x"))}
+    assert ckpt.sync.save(tmp_path / "a", state, vital_signs="device").nonfinite_leaves == 0
+    (warning,) = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert "'w'" in warning
+    assert "RESOURCE_EXHAUSTED" in warning
+
+
+@pytest.mark.parametrize("wrong", ["yes", "gpu", 1, None, ["host"]])
+def test_another_switch_is_refused(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="True, False, 'host' or 'device'"):
+        ckpt.sync.CheckpointManager(tmp_path, vital_signs=wrong)
+    with pytest.raises(InvalidArgumentError, match="vital_signs"):
+        ckpt.sync.save(tmp_path / "a", {"w": jnp.ones(3)}, vital_signs=wrong)
