@@ -46,6 +46,7 @@ from ckpt._steps.watcher import Until, WatchOptions
 from ckpt.coordination._base import Coordinator
 from ckpt.exports import Safetensors, Zarr
 from ckpt.handlers._registry import HandlersLike
+from ckpt.policies._health import Healthy
 from ckpt.policies._ranking import Metric, Mode
 from ckpt.step_names import StepNames
 from ckpt.storage._resolve import PathLike
@@ -211,12 +212,13 @@ class CheckpointManager(ManagerBase):
         adapt: Adapt | Mapping[str, Adapt] | None = None,
         broadcast_bytes: int | None = None,
         fallback: bool = False,
+        healthy: bool | Healthy = False,
         memory: ArrayMemory = "jax",
     ) -> State:
         """Load a committed step; see `ckpt.CheckpointManager.restore`."""
         restore = self._service.reader.restore
         found: State = self._loop.call_served(
-            restore, step, like, items, at, adapt, broadcast_bytes, fallback, memory
+            restore, step, like, items, at, adapt, broadcast_bytes, fallback, healthy, memory
         )
         return found
 
@@ -228,6 +230,7 @@ class CheckpointManager(ManagerBase):
         like: Any = None,
         adapt: Adapt | None = None,
         fallback: bool = True,
+        healthy: bool | Healthy = False,
         source: PathLike | None = None,
     ) -> tuple[int, Fresh]: ...
 
@@ -239,6 +242,7 @@ class CheckpointManager(ManagerBase):
         like: Any = None,
         adapt: Adapt | None = None,
         fallback: bool = True,
+        healthy: bool | Healthy = False,
         source: PathLike | None = None,
     ) -> tuple[int, Fresh]: ...
 
@@ -250,6 +254,7 @@ class CheckpointManager(ManagerBase):
         like: Mapping[str, Any] | None = None,
         adapt: Adapt | Mapping[str, Adapt] | None = None,
         fallback: bool = True,
+        healthy: bool | Healthy = False,
         source: PathLike | None = None,
     ) -> tuple[int, dict[str, Any]]: ...
 
@@ -261,13 +266,14 @@ class CheckpointManager(ManagerBase):
         like: Any = None,
         adapt: Adapt | Mapping[str, Adapt] | None = None,
         fallback: bool = True,
+        healthy: bool | Healthy = False,
         source: PathLike | None = None,
     ) -> tuple[int, Any]:
         """Return the step to go on with, and the state to go on from.
 
         See `ckpt.CheckpointManager.resume`.
         """
-        if self._loop.call(self._service.reader.is_fresh):
+        if self._loop.call(self._service.reader.is_fresh, healthy):
             if source is None:
                 return 0, fresh_state(init, items)
             target = source_target(init, items, like, adapt)
@@ -277,7 +283,7 @@ class CheckpointManager(ManagerBase):
         adapt = None if source is not None else adapt
         target = resume_target(init, items, like, adapt)
         resume = self._service.reader.resume
-        return self._loop.call_served(resume, target, items is not None, adapt, fallback)
+        return self._loop.call_served(resume, target, items is not None, adapt, fallback, healthy)
 
     def watch(
         self,
@@ -306,9 +312,9 @@ class CheckpointManager(ManagerBase):
         """Return every committed step, ascending."""
         return self._loop.call(self._service.reader.all_steps)
 
-    def latest_step(self) -> int | None:
-        """Return the greatest committed step, or None on a fresh run."""
-        return self._loop.call(self._service.reader.latest_step)
+    def latest_step(self, *, healthy: bool | Healthy = False) -> int | None:
+        """Return the greatest committed step, or the greatest healthy one; None without any."""
+        return self._loop.call(self._service.reader.latest_step, healthy)
 
     def best_step(self, metric: Metric | None = None, mode: Mode | None = None) -> int | None:
         """Return the committed step with the best metric.

@@ -25,6 +25,7 @@ from ckpt._settings import ArrayMemory
 from ckpt._steps.pins import Pin
 from ckpt._steps.step_metadata import StepMetadata
 from ckpt._steps.watcher import Until, WatchOptions
+from ckpt.policies._health import Healthy
 from ckpt.policies._ranking import Metric, Mode
 from ckpt.storage._resolve import PathLike
 
@@ -34,11 +35,10 @@ class CheckpointManager(ManagerBase):
     """Saves and restores the steps of one directory while training continues.
 
     Use it as `async with`: leaving the block waits for every commit, and raises the error of a
-    failed one unless you have already fetched it. Its coroutines may be awaited from any task.
-    All work is done on a thread of the library's own, so that neither side stalls the other's event
-    loop. Saves of a manager that was never closed are finished at interpreter exit, and their
-    errors are written to standard error. In a job of several processes, all of them make the same
-    calls.
+    failed one unless you have already fetched it. Its coroutines may be awaited from any task. All
+    work is done on a thread of the library's own, so no event loop stalls. Saves of a manager that
+    was never closed are finished at interpreter exit, and their errors are written to standard
+    error. In a job of several processes, all of them make the same calls.
 
     Example:
         ```python
@@ -228,6 +228,7 @@ class CheckpointManager(ManagerBase):
         adapt: Adapt | Mapping[str, Adapt] | None = None,
         broadcast_bytes: int | None = None,
         fallback: bool = False,
+        healthy: bool | Healthy = False,
         memory: ArrayMemory = "jax",
     ) -> State:
         """Load a committed step.
@@ -248,17 +249,18 @@ class CheckpointManager(ManagerBase):
                 it over the devices, using this much host memory. All processes pass the same value.
             fallback: Without a step, take the newest one that is whole: a warning names each step
                 that is damaged and passed over. If all are, the error of the newest is raised.
+            healthy: Without a step, take the newest one that is known to be healthy, by its vital
+                signs or a `ckpt.policies.Healthy(allow=...)`; a warning says what it passes over.
             memory: Whose memory the arrays have on CPU devices. `"jax"`: its own, which the next
-                step can donate. `"buffers"`: memory of this library, which it uses again for the
-                next restore once the arrays are gone; for evaluators, which donate nothing.
-                `"files"`: the files themselves, mapped without a copy; see the guide on restoring.
+                step can donate. `"buffers"`: memory of this library, used again once the arrays are
+                gone; for evaluators. `"files"`: the files themselves, mapped without a copy.
 
         Returns:
             The tree of a step that was saved without item names, else a dict by item name.
 
         Raises:
             InvalidArgumentError: An argument is invalid.
-            StepNotFoundError: There is no such step, or none at all.
+            StepNotFoundError: There is no such step, none at all, or none that is healthy.
             TargetMismatchError: `like` does not fit; lists every leaf. No array was read.
             CorruptCheckpointError: Stored data is damaged; names the leaf.
             HandlerError: A handler, or an object that it loads, raised an error; names the item.
@@ -270,10 +272,8 @@ class CheckpointManager(ManagerBase):
             state = await mgr.restore(like=state)
             ```
         """
-        restore = self._service.reader.restore
-        return await self._loop.run_served(
-            restore, step, like, items, at, adapt, broadcast_bytes, fallback, memory
-        )
+        given = step, like, items, at, adapt, broadcast_bytes, fallback, healthy, memory
+        return await self._loop.run_served(self._service.reader.restore, *given)
 
     @overload
     async def resume(
@@ -283,6 +283,7 @@ class CheckpointManager(ManagerBase):
         like: Any = None,
         adapt: Adapt | None = None,
         fallback: bool = True,
+        healthy: bool | Healthy = False,
         source: PathLike | None = None,
     ) -> tuple[int, Fresh]: ...
 
@@ -294,6 +295,7 @@ class CheckpointManager(ManagerBase):
         like: Any = None,
         adapt: Adapt | None = None,
         fallback: bool = True,
+        healthy: bool | Healthy = False,
         source: PathLike | None = None,
     ) -> tuple[int, Fresh]: ...
 
@@ -305,6 +307,7 @@ class CheckpointManager(ManagerBase):
         like: Mapping[str, Any] | None = None,
         adapt: Adapt | Mapping[str, Adapt] | None = None,
         fallback: bool = True,
+        healthy: bool | Healthy = False,
         source: PathLike | None = None,
     ) -> tuple[int, dict[str, Any]]: ...
 
@@ -316,6 +319,7 @@ class CheckpointManager(ManagerBase):
         like: Any = None,
         adapt: Adapt | Mapping[str, Adapt] | None = None,
         fallback: bool = True,
+        healthy: bool | Healthy = False,
         source: PathLike | None = None,
     ) -> tuple[int, Any]:
         """Return the step to go on with, and the state to go on from.
@@ -333,8 +337,8 @@ class CheckpointManager(ManagerBase):
             like: A target instead of `init`: for shardings that `init` does not have. For items, a
                 dict of targets for some of them.
             adapt: As for `restore`; with `source`, how that may differ, and steps of this run not.
-            fallback: As for `restore`: a damaged step is passed over for the one before it, which a
-                warning says. When the run comes to that step again, it is moved aside.
+            fallback: As for `restore`: a damaged step is passed over for the one before it.
+            healthy: As for `restore`. Steps that are passed over make way when they are saved anew.
             source: Path or URL of a checkpoint that a new run begins from, such as a model to
                 fine-tune. Steps of the root come first; they name it: `info.parent`.
 
@@ -343,7 +347,7 @@ class CheckpointManager(ManagerBase):
 
         Raises:
             InvalidArgumentError: An argument is invalid.
-            StepNotFoundError: There are steps, and none of them can be read.
+            StepNotFoundError: There are steps, and none of them can be read, or is healthy.
             CheckpointError: As by `restore`.
 
         Cancellation: reading stops and memory is freed before the cancellation continues.
@@ -353,11 +357,10 @@ class CheckpointManager(ManagerBase):
             start, state = await mgr.resume(init_state)
             for step in range(start, 1000):
                 state = train_step(state)
-                if step % 100 == 0:
-                    await mgr.save(step, state)
+                await mgr.save(step, state)
             ```
         """
-        if await self._loop.run(self._service.reader.is_fresh):
+        if await self._loop.run(self._service.reader.is_fresh, healthy):
             if source is None:
                 return 0, fresh_state(init, items)
             target = source_target(init, items, like, adapt)
@@ -365,8 +368,8 @@ class CheckpointManager(ManagerBase):
             return 0, await self._loop.run(self._service.reader.begin_from, *given)
         adapt = adapt if source is None else None
         target = resume_target(init, items, like, adapt)
-        resume = self._service.reader.resume
-        return await self._loop.run_served(resume, target, items is not None, adapt, fallback)
+        told = target, items is not None, adapt, fallback, healthy
+        return await self._loop.run_served(self._service.reader.resume, *told)
 
     def watch(
         self,
@@ -414,15 +417,17 @@ class CheckpointManager(ManagerBase):
         """
         return await self._loop.run(self._service.reader.all_steps)
 
-    async def latest_step(self) -> int | None:
+    async def latest_step(self, *, healthy: bool | Healthy = False) -> int | None:
         """Return the greatest committed step, or None on a fresh run.
+
+        With `healthy`, as for `restore`, the greatest healthy one, or None if none is known to be.
 
         Example:
             ```python
             is_fresh = await mgr.latest_step() is None
             ```
         """
-        return await self._loop.run(self._service.reader.latest_step)
+        return await self._loop.run(self._service.reader.latest_step, healthy)
 
     async def best_step(self, metric: Metric | None = None, mode: Mode | None = None) -> int | None:
         """Return the committed step with the best metric, or None if no step has it.
@@ -524,11 +529,8 @@ class CheckpointManager(ManagerBase):
     async def delete(self, step: SupportsIndex, *, item: str | None = None) -> None:
         """Delete a committed step. It disappears atomically, then its bytes are removed.
 
-        Files in it that this library did not write are moved beside it, to `<step>.others`.
-
-        Args:
-            step: The step.
-            item: Delete only this one of several items; the rest replaces the step atomically.
+        Files in it that this library did not write are moved beside it, to `<step>.others`. With
+        `item`, only that one of several items goes; the rest replaces the step atomically.
 
         Raises:
             InvalidArgumentError: There is no such item, or it is the only one.
@@ -546,9 +548,7 @@ class CheckpointManager(ManagerBase):
     async def pin(self, step: SupportsIndex, name: str) -> None:
         """Protect a step from deletion until it is unpinned, even after this run.
 
-        Args:
-            step: The step.
-            name: A name for the pin, such as the reason; a step may have several pins.
+        A step may have several pins, each with a name, such as the reason.
 
         Raises:
             InvalidArgumentError: An argument is invalid.

@@ -60,6 +60,8 @@ class IndexedStep(Struct, frozen=True):
         save: As in `Manifest`.
         stored_bytes: Bytes of its files, of the manifest, too; None of what another library wrote.
         is_foreign: Whether Orbax wrote it, not this library.
+        nonfinite_leaves: As in `Summary`.
+        unequal_leaves: As in `Summary`.
     """
 
     step: int
@@ -71,25 +73,29 @@ class IndexedStep(Struct, frozen=True):
     save: str = ""
     stored_bytes: int | None = None
     is_foreign: bool = False
+    nonfinite_leaves: int | None = None
+    unequal_leaves: int = 0
 
 
 class PassedOver(Struct, frozen=True):
-    """A step whose manifest is whole and whose data is damaged.
+    """A step that a restore has passed over, though its manifest is whole.
 
     Attributes:
         attempt: The attempt that wrote it; what another attempt wrote may be whole.
         reason: What is wrong with it.
+        state: `damaged`, or `unhealthy` where it was only not known to be healthy.
     """
 
     attempt: str
     reason: str
+    state: Literal["damaged", "unhealthy"] = "damaged"
 
 
 class StepIndex:
     """The committed steps of one root. Its coroutines run on one event loop.
 
     Attributes:
-        passed_over: Steps that a restore has passed over, because their data is damaged.
+        passed_over: Steps that a restore has passed over; a save of the same number replaces them.
     """
 
     def __init__(
@@ -437,6 +443,8 @@ class StepIndex:
             None if summary.metrics is None else flat_metrics(summary.metrics),
             summary.save,
             summary.manifest_bytes + sum(each.size for each in summary.files.values()),
+            nonfinite_leaves=summary.nonfinite_leaves,
+            unequal_leaves=summary.unequal_leaves,
         )
 
     async def _first_answer(self, look: Callable[[Sequence[str]], Awaitable[T | None]]) -> T | None:

@@ -2,18 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import overload
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, overload
 
 import anyio.from_thread
+from msgspec import Struct
 
+from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep, StepIndex
+from ckpt.errors import CheckpointError
 from ckpt.policies._context import SavedStep
+from ckpt.storage._base import Storage
+from ckpt.storage._manifests import read_manifest
+
+if TYPE_CHECKING:
+    from ckpt._format.manifest import Manifest
+
+# Manifests that are read at the same time.
+_READS = 8
 
 
 def saved_step(indexed: IndexedStep) -> SavedStep:
-    """Return a committed step as policies see it."""
-    return SavedStep(indexed.step, indexed.created_ns / 1e9, indexed.metrics)
+    """Return a committed step as policies see it, without the names of leaves."""
+    return SavedStep(
+        indexed.step,
+        indexed.created_ns / 1e9,
+        indexed.metrics,
+        indexed.nonfinite_leaves,
+        indexed.unequal_leaves,
+    )
+
+
+class _Ailing(Struct, frozen=True):
+    """The leaves of a step that have values that are not finite, and that have unequal replicas."""
+
+    nonfinite: tuple[str, ...]
+    unequal: tuple[str, ...]
+
+
+class AilingLeaves:
+    """Which leaves of unhealthy steps are the reason. Its coroutines run on the engine's loop.
+
+    The head of a manifest has their number alone. So the whole of it is read of those steps that
+    have some, once for each attempt.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        """Read the manifests in `storage`."""
+        self._storage = storage
+        self._known: dict[tuple[str, int | None, int], _Ailing] = {}
+
+    async def saved_steps(self, found: Iterable[IndexedStep]) -> list[SavedStep]:
+        """Return committed steps as preservation policies see them, with the names of leaves.
+
+        What cannot be read, or was replaced meanwhile, has none.
+        """
+        steps = list(found)
+        ailing = {
+            _key(each): each for each in steps if each.nonfinite_leaves or each.unequal_leaves
+        }
+        self._known = {key: known for key, known in self._known.items() if key in ailing}
+        limiter = anyio.CapacityLimiter(_READS)
+        # A run that has diverged has the same leaves in every step: they are kept once.
+        same = {known: known for known in self._known.values()}
+
+        async def read(each: IndexedStep) -> None:
+            async with limiter:
+                try:
+                    manifest = await read_manifest(self._storage, each.step_dir)
+                except CheckpointError:
+                    return
+                if manifest.attempt == each.attempt:
+                    known = await run_in_thread(_ailing_leaves, manifest)
+                    self._known[_key(each)] = same.setdefault(known, known)
+
+        async with anyio.create_task_group() as tasks:
+            for key, each in ailing.items():
+                if key not in self._known:
+                    tasks.start_soon(read, each)
+        none = _Ailing((), ())
+        leaves = [self._known.get(_key(each), none) for each in steps]
+        return [
+            replace(saved_step(step), nonfinite=known.nonfinite, unequal=known.unequal)
+            for step, known in zip(steps, leaves, strict=True)
+        ]
+
+
+def _key(step: IndexedStep) -> tuple[str, int | None, int]:
+    return step.attempt, step.nonfinite_leaves, step.unequal_leaves
+
+
+def _ailing_leaves(manifest: Manifest) -> _Ailing:
+    # With numpy, which lists of steps do without.
+    from ckpt._tree.boxes import unboxed_names
+
+    nonfinite: list[str] = []
+    unequal: list[str] = []
+    for name, item in manifest.items.items():
+        leaves = item.leaves
+        start = "" if manifest.unnamed else f"{name}/"
+        paths = unboxed_names(item.nodes, leaves.names)
+        nonfinite += [f"{start}{paths[number]}" for number in leaves.nonfinite()]
+        unequal += [f"{start}{paths[number]}" for number in sorted(leaves.unequal)]
+    return _Ailing(tuple(nonfinite), tuple(unequal))
 
 
 class PreviousSteps(Sequence[SavedStep]):

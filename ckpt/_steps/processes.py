@@ -6,7 +6,8 @@ how many processes there are. With one process every method acts at once, and no
                   one process   several, one root            several, a root each
     open          here          on the primary               on each
     steps         all           all                          those that every process has
-    begins        looks         the primary looks            all find what they have in common
+    decided       here          on the primary               on each, from what all have
+    judged        all           all                          those that every process has
     restoring     finds         the primary finds            all find what they have in common
     on_step       here          on the primary               on each, if all have the step
     everywhere    here          on the primary               on each, all or none
@@ -19,11 +20,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 import anyio
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckpt._arguments import check_step
 from ckpt._engine.restore.shared_reads import Broadcast
@@ -49,6 +51,9 @@ from ckpt.errors import CheckpointError, CoordinationError, StepDeletedError, St
 logger = logging.getLogger("ckpt")
 
 Act = Callable[[], Awaitable[JsonValue]]
+# By step, what speaks against it; empty text for nothing.
+Reasons = dict[int, str]
+Judge = Callable[[Mapping[int, IndexedStep]], Awaitable[Reasons]]
 
 # What the primary hands to all others of a manifest, together. The service of the job hands out a
 # MiB in 25 ms (docs/design/005): a large manifest is quicker from the storage, which serves all at
@@ -93,9 +98,13 @@ class OneProcess:
         """Open the root with `act`."""
         await act()
 
-    async def begins(self, is_fresh: Callable[[], Awaitable[bool]]) -> bool:
-        """Return whether a run begins in the root."""
-        return await is_fresh()
+    async def decided(self, kind: str, what: str, act: Act) -> JsonValue:
+        """Return what `act` decides."""
+        return await act()
+
+    async def judged(self, judge: Judge) -> Reasons:
+        """Return what `judge` says of the steps."""
+        return await judge(await self.steps.refresh())
 
     @contextlib.asynccontextmanager
     async def restoring(
@@ -186,9 +195,13 @@ class SharedRoot(_SeveralProcesses):
                 await self.peers.cannot_open(error)
                 raise
 
-    async def begins(self, is_fresh: Callable[[], Awaitable[bool]]) -> bool:
-        """Return whether a run begins in the root: the primary looks, and tells the others."""
-        return bool(await self.peers.on_primary("begins", "whether the run begins here", is_fresh))
+    async def decided(self, kind: str, what: str, act: Act) -> JsonValue:
+        """Return what `act` decides on the primary, which tells the others."""
+        return await self.peers.on_primary(kind, what, act)
+
+    async def judged(self, judge: Judge) -> Reasons:
+        """Return what `judge` says of the steps; all see the same ones."""
+        return await judge(await self._index.refresh())
 
     @contextlib.asynccontextmanager
     async def restoring(
@@ -310,9 +323,21 @@ class SeparateRoots(_SeveralProcesses):
         look = partial(self._in_common, None)
         return await self.peers.all_or_none("steps", "listing the steps", look)
 
-    async def begins(self, is_fresh: Callable[[], Awaitable[bool]]) -> bool:
-        """Return whether a run begins: the processes have no step in common."""
-        return await is_fresh()
+    async def decided(self, kind: str, what: str, act: Act) -> JsonValue:
+        """Return what `act` decides: of what the processes have in common, the same on each."""
+        return await act()
+
+    async def judged(self, judge: Judge) -> Reasons:
+        """Return what `judge` says of the steps that all processes have; a complaint counts."""
+        async with self.peers.all_of("judge", "how healthy the steps are") as operation:
+            found = await self._in_common(None, operation)
+            async with beating(operation):
+                own = await judge(found)
+            every = await gathered(operation, list(own.values()), "judged")
+        return {
+            step: next(filter(None, reasons), "")
+            for step, reasons in zip(own, zip(*every, strict=True), strict=True)
+        }
 
     async def latest(self) -> IndexedStep | None:
         """Return the greatest step that all processes have, or None."""
@@ -409,12 +434,20 @@ class SeparateRoots(_SeveralProcesses):
         # A step that not all have published does not count, nor one whose parts are from
         # different saves.
         self._say_foreign([each.step for each in found.values() if each.is_foreign])
-        own: JsonValue = [[each.step, each.save] for each in found.values()]
+        own: JsonValue = [
+            [each.step, each.save, each.nonfinite_leaves, each.unequal_leaves]
+            for each in found.values()
+        ]
         every = await gathered(operation, [asked, own], "steps")
         for other, _ in every:
             self._check_same(asked, other)
-        common = set.intersection(*({tuple(each) for each in steps} for _, steps in every))
-        return {step: found[step] for step in sorted(step for step, save in common if save)}
+        disks = [{(step, save): counts for step, save, *counts in steps} for _, steps in every]
+        common = set.intersection(*(set(disk) for disk in disks))
+        return {
+            key[0]: _on_all(found[key[0]], [disk[key] for disk in disks])
+            for key in sorted(common)
+            if key[1]
+        }
 
     def _say_foreign(self, steps: list[int]) -> None:
         """Say once that steps of Orbax are left out: it is not known which belong together."""
@@ -447,6 +480,17 @@ class SeparateRoots(_SeveralProcesses):
 
 
 Processes = OneProcess | SharedRoot | SeparateRoots
+
+
+def _on_all(step: IndexedStep, counts: Sequence[tuple[int | None, int]]) -> IndexedStep:
+    """Return a step whose health is that on all disks: odd values on one of them count."""
+    nonfinite = [each[0] for each in counts]
+    most = max((each for each in nonfinite if each is not None), default=None)
+    return replace(
+        step,
+        nonfinite_leaves=None if None in nonfinite and not most else most,
+        unequal_leaves=max(each[1] for each in counts),
+    )
 
 
 async def _take_back(step: int, trash: StepTrash) -> None:

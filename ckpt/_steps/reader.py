@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -22,10 +22,10 @@ from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import ArrayMemory
-from ckpt._steps.index import PassedOver, StepIndex
+from ckpt._steps.index import IndexedStep, PassedOver, StepIndex
 from ckpt._steps.opened import open_step
-from ckpt._steps.previous_steps import saved_step
-from ckpt._steps.processes import Processes
+from ckpt._steps.previous_steps import AilingLeaves, saved_step
+from ckpt._steps.processes import Processes, Reasons
 from ckpt._steps.restore_requests import context_of, result_of, wanted_items
 from ckpt._steps.step_metadata import StepMetadata, describe_step
 from ckpt._steps.wrong_paths import explained
@@ -39,6 +39,7 @@ from ckpt.errors import (
     StepNotFoundError,
 )
 from ckpt.policies._context import SavedStep
+from ckpt.policies._health import Healthy, check_healthy, why_not_healthy
 from ckpt.policies._ranking import BestN, Metric, Mode, best_of
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import no_manifest, while_read
@@ -48,6 +49,9 @@ logger = logging.getLogger("ckpt")
 
 # A writer that deletes the latest step this often while it is read keeps nothing that one can read.
 _LATEST_TRIES = 20
+
+# Of many steps that are passed over, the reasons of the newest ones are told.
+_MOST_TOLD = 5
 
 _Load = Callable[[int | None], Awaitable[tuple[int | None, Any]]]
 
@@ -78,15 +82,81 @@ class StepReader:
         self._processes = processes
         self._begins_from = begins_from
         self._may_write = may_write
+        self._ailing = AilingLeaves(storage)
+        # What was said of steps that were passed over.
+        self._said_passed: set[tuple[int, PassedOver]] = set()
 
     async def all_steps(self) -> list[int]:
         """Return every committed step, ascending."""
         return list(await self._processes.steps.refresh())
 
-    async def latest_step(self) -> int | None:
-        """Return the greatest committed step, or None."""
+    async def latest_step(self, healthy: bool | Healthy = False) -> int | None:
+        """Return the greatest committed step, or the greatest healthy one; None without any."""
+        wanted = check_healthy(healthy)
+        if wanted is not None:
+            return (await self._healthy_step(wanted))[0]
         latest = await self._processes.steps.latest()
         return None if latest is None else latest.step
+
+    async def _healthy_step(
+        self, wanted: Healthy, tried: Collection[int] = ()
+    ) -> tuple[int | None, dict[int, PassedOver]]:
+        """Return the greatest healthy step that was not tried, and the newer ones, with reasons.
+
+        Without a healthy step that is None, and all. Steps that are passed over are named once.
+        """
+        attempts: dict[int, str] = {}
+
+        async def judge(found: Mapping[int, IndexedStep]) -> Reasons:
+            attempts.update({step: each.attempt for step, each in found.items()})
+            steps = await self._ailing.saved_steps(found.values())
+            return {each.step: why_not_healthy(each, wanted.allow) for each in steps}
+
+        reasons = await self._processes.judged(judge)
+        healthy = (step for step, why in reasons.items() if not why and step not in tried)
+        chosen = max(healthy, default=None)
+        passed = {
+            step: PassedOver(attempts[step], why, "unhealthy")
+            for step, why in reasons.items()
+            if why and (chosen is None or step > chosen)
+        }
+        if chosen is not None and not self._said_passed.issuperset(passed.items()):
+            self._said_passed = set(passed.items())
+            logger.warning(
+                "%s: step %d is the newest healthy one; newer steps are passed over: %s",
+                redact(self._storage.location),
+                chosen,
+                _told(passed),
+            )
+        return chosen, passed
+
+    async def _choose_healthy(self, wanted: Healthy, tried: Collection[int]) -> int:
+        """Return the greatest healthy step that was not tried, for all processes.
+
+        Raises:
+            StepNotFoundError: There is none; says what is wrong with those that there are.
+        """
+
+        async def act() -> int:
+            chosen, passed = await self._healthy_step(wanted, tried)
+            if chosen is None:
+                raise self._none_healthy(passed) if passed else self._index.no_step()
+            # When the run comes to them again, they have to make way.
+            self._index.passed_over |= passed
+            return chosen
+
+        what = "which step is the newest healthy one"
+        return check_step(await self._processes.decided("healthy", what, act))
+
+    def _none_healthy(self, passed: Mapping[int, PassedOver]) -> StepNotFoundError:
+        count = (
+            "its only step is not" if len(passed) == 1 else f"none of its {len(passed)} steps is"
+        )
+        return StepNotFoundError(
+            f"{self._storage.location}: {count} known to be healthy: {_told(passed)}. Restore one "
+            "of them by its number, leave out healthy=, or allow leaves whose values are meant "
+            "with healthy=ckpt.policies.Healthy(allow=[...])"
+        )
 
     async def best_step(self, metric: Metric | None, mode: Mode | None) -> int | None:
         """Return the step with the best metric, or None; see the managers."""
@@ -157,13 +227,16 @@ class StepReader:
                 return report
             raise deleted
 
-    async def is_fresh(self) -> bool:
+    async def is_fresh(self, healthy: bool | Healthy) -> bool:
         """Tell whether a run begins here, in all processes alike: the root has no steps.
 
         Raises:
+            InvalidArgumentError: `healthy` is not what `resume` takes; in a new run, too.
             StepNotFoundError: It has some, and none of them can be read.
         """
-        return await self._processes.begins(self._has_no_steps)
+        check_healthy(healthy)
+        what = "whether the run begins here"
+        return bool(await self._processes.decided("begins", what, self._has_no_steps))
 
     async def _has_no_steps(self) -> bool:
         if await self.latest_step() is not None:
@@ -210,6 +283,7 @@ class StepReader:
         named: bool,
         adapt: Adapt | Mapping[str, Adapt] | None,
         fallback: bool,
+        healthy: bool | Healthy,
         caller: CallingThread,
     ) -> tuple[int, Any]:
         """Return the step after the latest one, and what that one holds; see the managers."""
@@ -223,7 +297,7 @@ class StepReader:
             broadcast_bytes=None,
             caller=caller,
         )
-        step, found = await (self._newest_whole(load) if fallback else load(None))
+        step, found = await self._newest(load, fallback, check_healthy(healthy))
         return check_step(step) + 1, found
 
     async def restore(
@@ -235,6 +309,7 @@ class StepReader:
         adapt: Adapt | Mapping[str, Adapt] | None,
         broadcast_bytes: int | None,
         fallback: bool,
+        healthy: bool | Healthy,
         memory: ArrayMemory,
         caller: CallingThread,
     ) -> Any:
@@ -242,9 +317,11 @@ class StepReader:
 
         Several processes load the same step, and all of them fail where one does. With
         `broadcast_bytes` they share what they read, by programs that `caller` runs. With
-        `fallback`, a damaged step is passed over for the one before it.
+        `fallback`, a damaged step is passed over for the one before it; with `healthy`, all that
+        are not known to be healthy.
         """
         true_or_false("fallback", fallback)
+        wanted = check_healthy(healthy)
         one_of("memory", memory, get_args(ArrayMemory))
         step = None if step is None else check_step(step)
         # It may be asked for more than once.
@@ -264,14 +341,28 @@ class StepReader:
                 "restore(fallback=True) takes the newest step that is whole: leave the step out",
                 step=step,
             )
-        return (await (self._newest_whole(load) if fallback else load(step)))[1]
+        if wanted is not None and step is not None:
+            raise InvalidArgumentError(
+                "restore(healthy=...) takes the newest step that is healthy: leave the step out",
+                step=step,
+            )
+        found = await (load(step) if step is not None else self._newest(load, fallback, wanted))
+        return found[1]
 
-    async def _newest_whole(self, load: _Load) -> tuple[int | None, Any]:
-        """Load the newest step that is whole; each damaged one is named in a warning."""
+    async def _newest(
+        self, load: _Load, fallback: bool, wanted: Healthy | None
+    ) -> tuple[int | None, Any]:
+        """Load the newest step; each one that is passed over is named in a warning.
+
+        Args:
+            load: Loads a step; None is the latest.
+            fallback: Pass damaged steps over.
+            wanted: Pass over those that are not healthy by it.
+        """
         first: CorruptCheckpointError | None = None
         tried: set[int] = set()
         # Listing every step takes long in a large root, and is seldom needed.
-        chosen: int | None = None
+        chosen = None if wanted is None else await self._choose_healthy(wanted, tried)
         while True:
             damage: CorruptCheckpointError | None = None
             step = chosen
@@ -282,7 +373,7 @@ class StepReader:
                     raise
             except CorruptCheckpointError as error:
                 step = error.step if chosen is None else chosen
-                if step is None:
+                if step is None or not fallback:
                     raise
                 damage = error
                 first = first or error
@@ -293,7 +384,15 @@ class StepReader:
             found = await self._processes.steps.refresh()
             if damage is not None and step in found:
                 self._index.passed_over[step] = PassedOver(found[step].attempt, damage.message)
-            chosen = max((each for each in found if each not in tried), default=None)
+            if wanted is None:
+                chosen = max((each for each in found if each not in tried), default=None)
+            else:
+                try:
+                    chosen = await self._choose_healthy(wanted, tried)
+                except StepNotFoundError:
+                    if first is None:
+                        raise
+                    chosen = None
             if chosen is None and first is not None:
                 raise first
 
@@ -351,6 +450,13 @@ class StepReader:
 
     def _recorder(self, operation: str, step: int | None) -> EventRecorder:
         return EventRecorder(operation, step, self._engine.observers)
+
+
+def _told(passed: Mapping[int, PassedOver]) -> str:
+    """Return the reasons why steps are passed over, those of the newest first."""
+    told = [f"step {step}: {passed[step].reason}" for step in sorted(passed, reverse=True)]
+    more = len(told) - _MOST_TOLD
+    return " | ".join(told[:_MOST_TOLD]) + (f" | and {more} more" if more > 0 else "")
 
 
 def _no_metric(metric: Metric, steps: Sequence[SavedStep]) -> InvalidArgumentError:

@@ -5,8 +5,8 @@ When to save: `FixedInterval`, `SpecificSteps`, `Continuous`, `EverySeconds`, `I
 that returns True for steps to save.
 
 What to keep: `PreserveAll`, `LatestN`, `EveryNSteps`, `EveryNStepsClosest`, `EveryNSeconds`,
-`LatestDuration`, `BestN`, `CustomSteps`, `AnyPreservation`, or a function of a step that returns
-True for steps to keep.
+`LatestDuration`, `BestN`, `Healthy`, `CustomSteps`, `AnyPreservation`, or a function of a step that
+returns True for steps to keep.
 
 `refusal_of` and `steps_kept` ask any of them as the manager does; use them to test policies.
 """
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt.policies._context import SaveContext, SavedStep
     from ckpt.policies._deletion import Deletion
+    from ckpt.policies._health import Healthy
     from ckpt.policies._intervals import (
         EveryNSeconds,
         EveryNSteps,
@@ -64,6 +65,7 @@ __all__ = [
     "EveryNStepsClosest",
     "EverySeconds",
     "FixedInterval",
+    "Healthy",
     "Initial",
     "LatestDuration",
     "LatestN",
@@ -101,6 +103,7 @@ _HOMES = {
     "EveryNStepsClosest": "ckpt.policies._intervals",
     "EverySeconds": "ckpt.policies._save_policies",
     "FixedInterval": "ckpt.policies._save_policies",
+    "Healthy": "ckpt.policies._health",
     "Initial": "ckpt.policies._save_policies",
     "LatestDuration": "ckpt.policies._intervals",
     "LatestN": "ckpt.policies._preservation",

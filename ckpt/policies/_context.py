@@ -14,11 +14,21 @@ class SavedStep:
         step: The step.
         time: When its save began, in Unix seconds.
         metrics: The metrics it was saved with, or None.
+        nonfinite_leaves: How many leaves have NaN or infinite values; None if that is not known,
+            as of a step that was saved without vital signs.
+        unequal_leaves: How many leaves had replicas that were not equal, as far as that is known.
+        nonfinite: The leaf paths of the former, where they are known, as they are for preservation
+            policies; in a step of several items each after the name of its item: `model/params.w`.
+        unequal: The leaf paths of the latter.
     """
 
     step: int
     time: float
     metrics: Mapping[str, float] | None = None
+    nonfinite_leaves: int | None = None
+    unequal_leaves: int = 0
+    nonfinite: tuple[str, ...] = ()
+    unequal: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from ckpt._inspection.places import RunRoot, refuse_doubled
 from ckpt._inspection.retention.removals import trash_of_run
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.pins import pins
-from ckpt._steps.previous_steps import saved_step
 from ckpt._steps.removal.retention import Retention
 from ckpt.errors import CheckpointError
 from ckpt.policies._context import SavedStep
 from ckpt.policies._deletion import Deletion
+from ckpt.policies._health import Healthy, allowed_by, health_of
 from ckpt.policies._intervals import EveryNSeconds, EveryNSteps, EveryNStepsClosest, LatestDuration
 from ckpt.policies._preservation import (
     AnyPreservation,
@@ -82,6 +82,8 @@ async def forget_steps(
 ) -> ForgottenSteps:
     """Delete what a policy does not keep, but for the latest, pinned and foreign steps.
 
+    If the latest is unhealthy, the last healthy step stays, too.
+
     Args:
         root: The root.
         policy: What to keep.
@@ -98,7 +100,7 @@ async def forget_steps(
     retention = Retention(root.storage, root.index, policy, deletion, (), time.time_ns)
     found = await root.index.refresh()
     going = await retention.superfluous(found, says_spared=False)
-    steps = await _planned(root, policy, found, going)
+    steps = await _planned(root, policy, found, going, await retention.saved_steps(found))
     if not dry_run and going:
         await root.storage.prepare()
         await retention.prepare()
@@ -131,18 +133,23 @@ async def _planned(
     policy: PreservationPolicyLike,
     found: Mapping[int, IndexedStep],
     going: Mapping[int, IndexedStep],
+    steps: Sequence[SavedStep],
 ) -> list[PlannedStep]:
     now = time.time()
-    kept = kept_for(policy, [saved_step(each) for each in found.values()], now)
+    kept = kept_for(policy, steps, now)
     pinned = await pins(root.storage)
     unmet = [text_of(policy)]
     planned = []
-    for step, each in found.items():
+    for each, saved in zip(found.values(), steps, strict=True):
+        step = each.step
         reasons = [*kept[step]]
         if step in pinned:
             reasons.append(f"pinned: {', '.join(pin.name for pin in pinned[step])}")
         if step not in going and not reasons:
-            reasons = ["written by Orbax"] if each.is_foreign else ["latest"]
+            is_latest = saved is steps[-1]
+            health = health_of(saved, allowed_by(policy))
+            last = "last healthy" if health == "healthy" else "last of unknown health"
+            reasons = ["written by Orbax" if each.is_foreign else "latest" if is_latest else last]
         committed = each.committed_ns / 1e9
         planned.append(
             PlannedStep(
@@ -174,7 +181,10 @@ async def next_to_go(
     now_ns = time.time_ns()
     numbers = list(found)
     distance = numbers[-1] - numbers[-2] if len(numbers) > 1 else 1
-    coming = IndexedStep(numbers[-1] + distance, "", "", now_ns, now_ns, None)
+    # It may well be as healthy as the latest.
+    times = {"created_ns": now_ns, "committed_ns": now_ns}
+    latest = found[numbers[-1]]
+    coming = replace(latest, step=latest.step + distance, metrics=None, is_foreign=False, **times)
     retention = Retention(root.storage, root.index, policy, deletion, (), time.time_ns)
     with_it = {**found, coming.step: coming}
     return frozenset(await retention.superfluous(with_it, says_spared=False)) - {coming.step}
@@ -219,6 +229,8 @@ def text_of(policy: PreservationPolicyLike) -> str:
             return f"within {_duration(policy.seconds)}"
         case BestN() if isinstance(policy.metric, str):
             return f"best {policy.metric}" if policy.n == 1 else f"best {policy.n} {policy.metric}"
+        case Healthy():
+            return "newest healthy" if policy.n == 1 else f"newest {policy.n} healthy"
         case CustomSteps():
             return "chosen"
     return repr(policy)

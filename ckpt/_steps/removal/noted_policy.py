@@ -18,6 +18,7 @@ from ckpt._arguments import shown
 from ckpt.errors import CheckpointError, CorruptCheckpointError
 from ckpt.policies._answers import name_of
 from ckpt.policies._deletion import Deletion, trash_of
+from ckpt.policies._health import Healthy
 from ckpt.policies._intervals import EveryNSeconds, EveryNSteps, EveryNStepsClosest, LatestDuration
 from ckpt.policies._preservation import (
     AnyPreservation,
@@ -43,6 +44,7 @@ _KINDS: dict[str, type[Any]] = {
     "every_n_seconds": EveryNSeconds,
     "latest_duration": LatestDuration,
     "best_n": BestN,
+    "healthy": Healthy,
     "custom_steps": CustomSteps,
     "any": AnyPreservation,
 }

@@ -17,7 +17,7 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt._steps.opened import OpenedStep
 from ckpt._steps.pins import deletion_of, pins, refuse_pinned
-from ckpt._steps.previous_steps import saved_step
+from ckpt._steps.previous_steps import AilingLeaves
 from ckpt._steps.removal.noted_policy import note_policy
 from ckpt._steps.unreadable import shortened
 from ckpt.errors import (
@@ -28,7 +28,9 @@ from ckpt.errors import (
     StorageError,
     located,
 )
+from ckpt.policies._context import SavedStep
 from ckpt.policies._deletion import Deletion, trash_of
+from ckpt.policies._health import allowed_by, last_resort, why_not_healthy
 from ckpt.policies._preservation import PreservationPolicyLike, PreserveAll, steps_kept
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import while_read
@@ -107,11 +109,15 @@ class Retention:
         self._index = index
         self._told = (policy, deletion)
         self._policy = PreserveAll() if policy is None else policy
+        self._allow = allowed_by(policy)
         deletion = Deletion() if deletion is None else deletion
         self._concurrency = deletion.concurrency
         self._keeps_latest = deletion.keep_latest
         self._spares_foreign = not deletion.orbax_steps
         self._said_spared = False
+        self._ailing = AilingLeaves(storage)
+        # The step that was said to stay because the newest one is unhealthy.
+        self._said_last: int | None = None
         self._trash = trash_of(deletion)
         self._observers = observers
         self._now_ns = now_ns
@@ -163,10 +169,10 @@ class Retention:
         """Return the steps that the policy does not keep and that are not pinned.
 
         What was acknowledged last stays, though older steps may be greater: after a run went back,
-        its new steps are the ones it would resume from. `says_spared`: warn of steps of Orbax that
-        stay.
+        its new steps are the ones it would resume from. If the newest step is unhealthy, the last
+        healthy one stays, too. `says_spared`: warn of steps of Orbax that stay, and of that one.
         """
-        steps = [saved_step(each) for each in found.values()]
+        steps = await self.saved_steps(found)
         kept = await run_in_thread(steps_kept, self._policy, steps, self._now_ns() / 1e9)
         always = {self.newest}
         if self._keeps_latest:
@@ -180,7 +186,30 @@ class Retention:
                 self._say_spared(spared)
             going = {step: each for step, each in going.items() if step not in spared}
         pinned = await pins(self._storage) if going else {}
-        return {step: each for step, each in going.items() if step not in pinned}
+        going = {step: each for step, each in going.items() if step not in pinned}
+        last = last_resort(steps, found.keys() - going, self._allow)
+        if last is not None:
+            del going[last.step]
+            if says_spared:
+                self._say_last(last, next(each for each in steps[::-1] if each.step not in going))
+        return going
+
+    async def saved_steps(self, found: Mapping[int, IndexedStep]) -> list[SavedStep]:
+        """Return steps as the policy sees them."""
+        return await self._ailing.saved_steps(found.values())
+
+    def _say_last(self, last: SavedStep, newest: SavedStep) -> None:
+        """Say once that a step stays because it is the last one to go back to."""
+        if last.step != self._said_last:
+            self._said_last = last.step
+            logger.warning(
+                "%s: step %d stays, though the preservation policy does not keep it: no newer "
+                "step is known to be healthy. Step %d: %s",
+                redact(self._storage.location),
+                last.step,
+                newest.step,
+                why_not_healthy(newest, self._allow),
+            )
 
     def _say_spared(self, steps: Sequence[int]) -> None:
         """Say once that steps of Orbax stay though the policy does not keep them."""

@@ -23,8 +23,8 @@ from ckpt.storage._base import Storage
 
 logger = logging.getLogger("ckpt")
 
-# Where damaged steps go when they are saved anew; a folder of the root.
-_DAMAGED = "damaged"
+# Why steps are saved anew. Those that they replace go to a folder of the root of that name.
+_WHY = {"damaged": "it is damaged", "unhealthy": "it was passed over as not healthy"}
 
 
 async def with_plain_metrics(request: SaveRequest) -> SaveRequest:
@@ -43,19 +43,20 @@ async def make_way(
     storage: Storage,
     request: SaveRequest,
     others: Sequence[str] = (),
-    damaged: MutableMapping[int, PassedOver] | None = None,
+    passed_over: MutableMapping[int, PassedOver] | None = None,
 ) -> None:
     """Raise before anything is staged if the step directory is taken; publishing checks again.
 
-    What is going to be replaced is searched for files of others, which are moved out of it. A
-    damaged step is moved aside and kept, where a storage can do that: a run that is started again
-    from the step before comes to the same number every time.
+    What is going to be replaced is searched for files of others, which are moved out of it. A step
+    that is damaged, or was passed over, is moved aside and kept, where a storage can do that: a run
+    that is started again from the step before comes to the same number every time.
 
     Args:
         storage: The root.
         request: What is to be saved.
         others: Step directories that may be the same step under other names.
-        damaged: Steps that look whole and were passed over; one that is moved aside goes from it.
+        passed_over: Steps that look whole and were passed over; one that is moved aside goes from
+            it.
 
     Raises:
         StepExistsError: It is, and is not to be replaced or not ours to replace.
@@ -63,11 +64,11 @@ async def make_way(
     for step_dir in (request.step_dir, *others):
         if not await storage.exists(step_dir):
             continue
-        reason = await _damage_of(storage, request, step_dir, damaged or {})
-        if reason is not None and not storage.keeps_others:
-            await _move_aside(storage, check_step(request.step), step_dir, reason)
-            if damaged is not None:
-                damaged.pop(check_step(request.step), None)
+        why = await _why_passed_over(storage, request, step_dir, passed_over or {})
+        if why is not None and not storage.keeps_others:
+            await _move_aside(storage, check_step(request.step), step_dir, why)
+            if passed_over is not None:
+                passed_over.pop(check_step(request.step), None)
             continue
         where = f"{storage.location}/{step_dir}"
         if not await is_ours(storage, step_dir):
@@ -80,7 +81,7 @@ async def make_way(
                 step=request.step,
             )
         if not request.overwrite:
-            state = "" if reason is None else f" and is damaged ({reason})"
+            state = "" if why is None else f" and is {why.state} ({why.reason})"
             raise StepExistsError(
                 f"{where} already exists{state} and was not changed. Choose another "
                 f"{'path' if request.step is None else 'step'}, or pass overwrite=True to replace "
@@ -90,9 +91,9 @@ async def make_way(
         await spare_others(storage, step_dir)
 
 
-async def _damage_of(
+async def _why_passed_over(
     storage: Storage, request: SaveRequest, step_dir: str, passed_over: Mapping[int, PassedOver]
-) -> str | None:
+) -> PassedOver | None:
     """Return what is wrong with the step that is in the way; None for a whole one, or none."""
     if request.step is None or request.overwrite:
         return None
@@ -100,24 +101,25 @@ async def _damage_of(
     data = None if known is None else await storage.read(step_dir, FILE_NAME, MAX_BYTES)
     summary = None if data is None else await run_in_thread(peek, data)
     if known is not None and summary is not None and summary.attempt == known.attempt:
-        return known.reason
+        return known
     if known is not None and data is None and step_dir in await storage.step_dirs():
         # Of Orbax. It is only moved, so it does not matter if it has become another one.
-        return known.reason
+        return known
     found = await look_closely(storage, step_dir, request.step)
     if found is None or found.kind != "damaged":
         return None
     # A link, or a file, with the name of a step is somebody's own.
-    return found.reason if step_dir in await storage.step_dirs() else None
+    return PassedOver("", found.reason) if step_dir in await storage.step_dirs() else None
 
 
-async def _move_aside(storage: Storage, step: int, step_dir: str, reason: str) -> None:
-    kept = await storage.move(step_dir, _DAMAGED, listed=False)
+async def _move_aside(storage: Storage, step: int, step_dir: str, why: PassedOver) -> None:
+    kept = await storage.move(step_dir, why.state, listed=False)
     if kept is not None:
         logger.warning(
-            "step %d is saved anew, because it is damaged: %s. The damaged step was moved to %s",
+            "step %d is saved anew, because %s: %s. The old one was moved to %s",
             step,
-            reason,
+            _WHY[why.state],
+            why.reason,
             kept,
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -48,6 +49,9 @@ def is_chosen(policy: Any, one: SavedStep, steps: Sequence[SavedStep], now: floa
             return now - one.time <= seconds
         case p.BestN():
             return is_among_the_best(policy, one, steps)
+        case p.Healthy(n, allow):
+            newer = [other for other in steps if other.step > one.step]
+            return is_healthy(one, allow) and sum(is_healthy(o, allow) for o in newer) < n
         case _:
             return bool(policy(one.step))
 
@@ -96,6 +100,19 @@ def is_among_the_best(policy: p.BestN, one: SavedStep, steps: Sequence[SavedStep
     if value_of(one) is None and policy.keep_without_metrics:
         return True
     return sum(is_better(other, one) for other in steps) < policy.n
+
+
+def is_healthy(saved: SavedStep, allow: Sequence[str]) -> bool:
+    """Tell whether a step is known to be healthy; patterns allow whole paths of `LEAVES` here."""
+    known = saved.nonfinite_leaves is not None and len(saved.nonfinite) == saved.nonfinite_leaves
+    meant = all(name.split("/")[-1] in allow for name in saved.nonfinite)
+    return known and meant and saved.unequal_leaves == 0
+
+
+def is_unhealthy(saved: SavedStep, allow: Sequence[str]) -> bool:
+    """Tell whether a step is known to be unhealthy."""
+    is_known = saved.nonfinite_leaves is not None
+    return saved.unequal_leaves > 0 or (is_known and not is_healthy(saved, allow))
 
 
 # ---------------------------------------------------------------- what is saved
@@ -153,6 +170,28 @@ def loss_and_more(metrics: Any) -> float:
     return float(metrics["loss"]) + metrics.get("accuracy", 0.0)
 
 
+# Paths that are plain patterns, too; one is in an item.
+LEAVES = ("mask", "w", "model/mask")
+ALLOWED = st.lists(st.sampled_from(["mask", "w", "other"]), unique=True, max_size=2).map(tuple)
+
+
+@st.composite
+def with_health(draw: st.DrawFn, saved: SavedStep) -> SavedStep:
+    """A step whose health is unknown, whole, or odd in some leaves; not all names are known."""
+    if draw(st.booleans()):
+        return replace(saved, unequal_leaves=draw(st.sampled_from([0, 0, 0, 1])))
+    odd = tuple(draw(st.lists(st.sampled_from(LEAVES), unique=True, max_size=2)))
+    unequal = draw(st.sampled_from([(), (), ("w",)]))
+    are_named = draw(st.sampled_from([True, True, True, False]))
+    return replace(
+        saved,
+        nonfinite_leaves=len(odd),
+        unequal_leaves=len(unequal),
+        nonfinite=odd if are_named else (),
+        unequal=unequal if are_named else (),
+    )
+
+
 @st.composite
 def saved_steps(draw: st.DrawFn, most: int = 25) -> list[SavedStep]:
     """Steps, ascending; their times ascend, too, or have nothing to do with them."""
@@ -161,7 +200,7 @@ def saved_steps(draw: st.DrawFn, most: int = 25) -> list[SavedStep]:
     if draw(st.booleans()):
         times = sorted(times)
     return [
-        SavedStep(step, float(time), draw(METRICS))
+        draw(with_health(SavedStep(step, float(time), draw(METRICS))))
         for step, time in zip(numbers, times, strict=True)
     ]
 
@@ -180,6 +219,7 @@ SIMPLE_PRESERVATION: list[st.SearchStrategy[Any]] = [
         st.sampled_from(["min", "max"]),
         st.booleans(),
     ),
+    st.builds(p.Healthy, st.integers(1, 3), ALLOWED),
     st.builds(p.CustomSteps, st.sets(st.integers(0, 60), max_size=5)),
     st.just(is_odd),
 ]

@@ -22,6 +22,7 @@ def test_counts_and_steps_come_as_numbers_of_numpy_too() -> None:
         p.EveryNStepsClosest(one).n,
         p.EveryNStepsClosest(2, max_to_keep=one).max_to_keep,
         p.BestN(one, "loss", "min").n,
+        p.Healthy(one).n,
         p.Deletion(concurrency=one).concurrency,
         *p.SpecificSteps([one]).steps,
     ):
@@ -47,6 +48,8 @@ def test_what_is_too_long_to_write_is_refused_in_words(value: Any) -> None:
         lambda value: p.SpecificSteps([value]),
         lambda value: p.CustomSteps([value]),
         lambda value: p.BestN(value, "loss", "min"),
+        p.Healthy,
+        lambda value: p.Healthy(allow=value),
         lambda value: p.BestN(1, "loss", value),
         lambda value: p.BestN(1, value, "min"),
         lambda value: p.Deletion(trash=value),

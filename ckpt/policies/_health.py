@@ -1,0 +1,169 @@
+"""Whether steps are healthy: `Healthy`, and the step that stays because the newest one is not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ckpt._arguments import invalid, shown, whole_number
+from ckpt._tree.patterns import compile_pattern
+from ckpt._tree.suggestions import near_miss
+from ckpt.policies._context import SavedStep
+from ckpt.policies._preservation import AnyPreservation
+
+Health = Literal["healthy", "unknown", "unhealthy"]
+
+# Of many leaves, a message names the first ones.
+_MOST_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Healthy:
+    """Keeps the newest steps that are known to be healthy.
+
+    A step is healthy if its vital signs say that no array has NaN or infinite values, and if no
+    replicas differ. The health of a step that was saved without `vital_signs` is not known.
+
+    Attributes:
+        n: How many to keep.
+        allow: Patterns of leaf paths whose arrays may have values that are not finite, such as
+            `["**.mask"]`; in a step of several items they are looked for in each. Replicas that
+            differ are never allowed.
+
+    Raises:
+        InvalidArgumentError: An argument is invalid.
+
+    Example:
+        ```python
+        policy = ckpt.policies.AnyPreservation(
+            ckpt.policies.LatestN(3), ckpt.policies.Healthy(allow=["**.mask"])
+        )
+        mgr = ckpt.CheckpointManager(root, preservation=policy, vital_signs=True)
+        ```
+    """
+
+    n: int = 1
+    allow: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", whole_number("n", self.n, of="Healthy"))
+        object.__setattr__(self, "allow", _patterns(self.allow))
+
+    def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
+        """Return the last `n` healthy ones of `steps`."""
+        healthy = [each.step for each in steps if health_of(each, self.allow) == "healthy"]
+        return frozenset(healthy[-self.n :])
+
+
+def _patterns(given: object) -> tuple[str, ...]:
+    what = "a list of patterns of leaf paths, such as ['**.mask']"
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise invalid("allow", given, what, of="Healthy")
+    found = tuple(given)
+    if not all(isinstance(each, str) and each for each in found):
+        raise invalid("allow", given, what, of="Healthy")
+    return found
+
+
+def check_healthy(healthy: object) -> Healthy | None:
+    """Return what the argument `healthy` of a call asks for; None if it asks for nothing.
+
+    Raises:
+        InvalidArgumentError: It is neither a bool nor a `Healthy`.
+    """
+    if isinstance(healthy, Healthy):
+        return healthy
+    if not isinstance(healthy, bool):
+        what = "True, False, or a policy such as ckpt.policies.Healthy(allow=['**.mask'])"
+        raise invalid("healthy", healthy, what)
+    return Healthy() if healthy else None
+
+
+def health_of(saved: SavedStep, allow: Sequence[str]) -> Health:
+    """Return what is known of the health of a step, where `allow` may have odd values."""
+    if saved.unequal_leaves or _not_allowed(saved, allow)[0]:
+        return "unhealthy"
+    return "unknown" if saved.nonfinite_leaves is None else "healthy"
+
+
+def why_not_healthy(saved: SavedStep, allow: Sequence[str]) -> str:
+    """Return why a step is not known to be healthy; empty text for one that is."""
+    reasons = []
+    count, names = _not_allowed(saved, allow)
+    if count:
+        have = "1 leaf has" if count == 1 else f"{count} leaves have"
+        reasons.append(f"{have} values that are not finite{_listed(names)}")
+        paths = [_path(name) for name in names]
+        for pattern in allow if names else ():
+            if not any(_is_allowed(name, [pattern]) for name in saved.nonfinite):
+                hint = near_miss(pattern, paths)
+                reasons.append(f"allow={shown(pattern)} fits none of its leaves like that{hint}")
+    if saved.unequal_leaves:
+        of = "1 leaf" if saved.unequal_leaves == 1 else f"{saved.unequal_leaves} leaves"
+        reasons.append(f"replicas of {of} differ{_listed(saved.unequal)}")
+    if not reasons and saved.nonfinite_leaves is None:
+        reasons.append("its vital signs are not known: save with vital_signs=True")
+    return "; ".join(reasons)
+
+
+def last_resort(
+    steps: Sequence[SavedStep], staying: Collection[int], allow: Sequence[str]
+) -> SavedStep | None:
+    """Return the step that must not go, because the newest one that stays is unhealthy.
+
+    That is the newest healthy step, or without any the newest of unknown health: the one that a
+    run would go back to.
+
+    Args:
+        steps: The committed steps, ascending.
+        staying: Those that stay in any case.
+        allow: As in `Healthy`.
+
+    Returns:
+        The step; None if it stays anyway, or there is none, or there is no need for it.
+    """
+    newest = next((each for each in reversed(steps) if each.step in staying), None)
+    if newest is None or health_of(newest, allow) != "unhealthy":
+        return None
+    for health in ("healthy", "unknown"):
+        for each in reversed(steps):
+            if health_of(each, allow) == health:
+                return None if each.step in staying else each
+    return None
+
+
+def allowed_by(policy: object) -> tuple[str, ...]:
+    """Return the patterns that a preservation policy allows to have odd values."""
+    if isinstance(policy, AnyPreservation):
+        found = [pattern for each in policy.policies for pattern in allowed_by(each)]
+        return tuple(dict.fromkeys(found))
+    return tuple(policy.allow) if isinstance(policy, Healthy) else ()
+
+
+def _not_allowed(saved: SavedStep, allow: Sequence[str]) -> tuple[int, list[str]]:
+    """Return how many leaves have values that nobody allows, and those that are known by name.
+
+    What is not known by name is not allowed.
+    """
+    if not saved.nonfinite_leaves:
+        return 0, []
+    names = [name for name in saved.nonfinite if not _is_allowed(name, allow)]
+    return saved.nonfinite_leaves - len(saved.nonfinite) + len(names), names
+
+
+def _is_allowed(name: str, allow: Sequence[str]) -> bool:
+    return any(compile_pattern(pattern).covers(_path(name)) for pattern in allow)
+
+
+def _path(name: str) -> str:
+    """Return the leaf path without the item that stands before it."""
+    return name.rpartition("/")[2]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names, for a message."""
+    if not names:
+        return ""
+    more = ", ..." if len(names) > _MOST_NAMED else ""
+    return f": {', '.join(f'{name:.80}' for name in names[:_MOST_NAMED])}{more}"

@@ -1,0 +1,371 @@
+"""Runs that go wrong: what is kept of them, and the step that they go back to."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckpt
+import ckpt.sync
+from ckpt._inspection.listed_steps import list_root
+from ckpt._inspection.places import root_at
+from ckpt._inspection.retention.preservation import forget_steps
+from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, StepNotFoundError
+from ckpt.policies import AnyPreservation, Healthy, LatestN
+from ckpt.storage._manifests import read_manifest
+from tests.support.simulated_job import closed, managers, saved, together
+
+BIAS = np.zeros(2, np.float32)
+FINITE: dict[str, Any] = {"params": {"w": np.ones(4, np.float32), "b": BIAS}, "n": 1}
+ODD: dict[str, Any] = {"params": {"w": np.array([1, math.nan, 1, math.inf], np.float32), "b": BIAS}}
+MASKED = FINITE | {"mask": np.full(3, -math.inf, np.float32)}
+ALLOWING = Healthy(allow=["**.mask"])
+
+
+def opened(root: Path, **options: Any) -> ckpt.sync.CheckpointManager:
+    return ckpt.sync.CheckpointManager(root, **({"vital_signs": True} | options))
+
+
+def save_all(mgr: ckpt.sync.CheckpointManager, states: dict[int, Any]) -> None:
+    for step, state in states.items():
+        mgr.save(step, state | {"n": step}).result()
+        mgr.wait_until_finished()
+
+
+def kept_by(root: Path, states: dict[int, Any], **options: Any) -> list[int]:
+    with opened(root, **options) as mgr:
+        save_all(mgr, states)
+        return mgr.all_steps()
+
+
+def warnings(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if text in record.getMessage()]
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+@pytest.mark.parametrize("policy", [LatestN(1), lambda step: False], ids=["latest", "nothing"])
+def test_the_last_healthy_step_outlives_those_that_went_wrong(
+    tmp_path: Path, policy: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path, preservation=policy) as mgr:
+        save_all(mgr, {1: FINITE, 2: FINITE, 3: ODD, 4: ODD, 5: ODD})
+        assert mgr.all_steps() == [2, 5]
+        (told,) = warnings(caplog, "step 2 stays")
+        assert told.endswith("Step 3: 1 leaf has values that are not finite: params.w")
+        save_all(mgr, {6: FINITE})
+        assert mgr.all_steps() == [6]
+
+
+def test_of_steps_without_vital_signs_the_newest_outlives_unhealthy_ones(tmp_path: Path) -> None:
+    assert kept_by(tmp_path, {1: FINITE, 2: FINITE}, vital_signs=False) == [1, 2]
+    assert kept_by(tmp_path, {3: ODD, 4: ODD}, preservation=LatestN(1)) == [2, 4]
+    # What is not known to be unhealthy protects nothing.
+    assert kept_by(tmp_path, {5: ODD}, vital_signs=False, preservation=LatestN(1)) == [5]
+
+
+def test_values_that_are_meant_are_no_reason_to_keep_a_step(tmp_path: Path) -> None:
+    policy = AnyPreservation(LatestN(1), ALLOWING)
+    states = {1: MASKED, 2: MASKED, 3: MASKED | ODD, 4: MASKED | ODD}
+    assert kept_by(tmp_path, states, preservation=policy) == [2, 4]
+    assert kept_by(tmp_path, {5: MASKED}, preservation=policy) == [5]
+
+
+def test_the_policy_keeps_healthy_steps(tmp_path: Path) -> None:
+    states = {1: FINITE, 2: ODD, 3: FINITE, 4: ODD, 5: FINITE, 6: FINITE, 7: ODD}
+    assert kept_by(tmp_path / "2", states, preservation=Healthy(2)) == [5, 6, 7]
+    both = AnyPreservation(LatestN(2), Healthy())
+    assert kept_by(tmp_path / "both", {1: FINITE, 2: ODD, 3: ODD}, preservation=both) == [1, 2, 3]
+
+
+def test_a_pinned_healthy_step_is_enough(tmp_path: Path) -> None:
+    with opened(tmp_path, preservation=LatestN(1)) as mgr:
+        save_all(mgr, {1: FINITE})
+        mgr.pin(1, "paper")
+        save_all(mgr, {2: ODD, 3: ODD})
+        assert mgr.all_steps() == [1, 3]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 12), st.sampled_from(["healthy", "unhealthy", "unknown", "gone"])),
+        min_size=2,
+        max_size=9,
+    ),
+    st.sampled_from([1, 2]),
+)
+@settings(max_examples=12, deadline=None)
+def test_any_run_keeps_what_it_would_go_back_to(
+    tmp_path_factory: pytest.TempPathFactory, saves: list[tuple[int, str]], n: int
+) -> None:
+    root = tmp_path_factory.mktemp("run")
+    health: dict[int, str] = {}
+    for step, kind in saves:
+        with opened(root, preservation=LatestN(n), vital_signs=kind != "unknown") as mgr:
+            if kind == "gone":
+                for each in health.keys() & {step}:
+                    mgr.delete(each)
+                    del health[each]
+                continue
+            mgr.save(step, ODD if kind == "unhealthy" else FINITE, overwrite=True).result()
+            mgr.wait_until_finished()
+            health[step] = kind
+            stay = {step, *sorted(health)[-n:]}
+            if health[max(health)] == "unhealthy":
+                of = {kind: [s for s in health if health[s] == kind] for kind in health.values()}
+                best = of.get("healthy") or of.get("unknown")
+                stay |= {max(best)} if best else set()
+            health = {each: health[each] for each in sorted(stay)}
+            assert mgr.all_steps() == list(health)
+            healthy = [each for each in health if health[each] == "healthy"]
+            assert mgr.latest_step(healthy=True) == (healthy[-1] if healthy else None)
+
+
+def test_the_command_and_the_list_say_what_a_run_would_do(tmp_path: Path) -> None:
+    with opened(tmp_path) as mgr:
+        save_all(mgr, {1: FINITE, 2: FINITE, 3: ODD, 4: ODD})
+
+    async def plan() -> Any:
+        place = await root_at(str(tmp_path))
+        return await forget_steps(place, LatestN(1), None, for_good=False, dry_run=True)
+
+    planned = anyio.run(plan)
+    assert {each.step: each.goes for each in planned.steps} == {
+        1: True,
+        2: False,
+        3: True,
+        4: False,
+    }
+    assert planned.steps[1].reasons == ["last healthy"]
+    assert planned.steps[3].reasons == ["newest 1"]
+    with opened(tmp_path, preservation=LatestN(2)):
+        pass
+
+    async def listed() -> Any:
+        return await list_root(await root_at(str(tmp_path)))
+
+    found = anyio.run(listed)
+    assert [each.goes_next for each in found.steps] == [True, False, True, False]
+
+
+def test_the_policy_is_written_down_with_its_patterns(tmp_path: Path) -> None:
+    kept_by(tmp_path, {1: FINITE}, preservation=AnyPreservation(LatestN(3), ALLOWING))
+    note = json.loads((tmp_path / ".ckpt-run" / "preservation.json").read_text())
+    assert note["preservation"]["policies"][1] == {"kind": "healthy", "n": 1, "allow": ["**.mask"]}
+
+    async def keeps() -> Any:
+        return (await list_root(await root_at(str(tmp_path)))).keeps
+
+    assert anyio.run(keeps) == "newest 3, newest healthy"
+
+
+# ---------------------------------------------------------------- what a run goes back to
+
+
+def test_the_newest_healthy_step_is_found_and_restored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as mgr:
+        save_all(mgr, {1: FINITE, 2: FINITE})
+    with opened(tmp_path, vital_signs=False) as mgr:
+        save_all(mgr, {3: FINITE})
+    with opened(tmp_path) as mgr:
+        save_all(mgr, {4: ODD})
+        assert (mgr.latest_step(), mgr.latest_step(healthy=False)) == (4, 4)
+        assert mgr.latest_step(healthy=True) == mgr.latest_step(healthy=Healthy(7)) == 2
+        assert mgr.restore(healthy=True)["n"] == 2
+        assert mgr.restore(healthy=True, fallback=True)["n"] == 2
+        (told,) = warnings(caplog, "passed over")
+    assert "step 2 is the newest healthy one" in told
+    assert "step 4: 1 leaf has values that are not finite: params.w | step 3: its vital" in told
+
+
+def test_all_is_as_before_where_the_newest_step_is_healthy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as mgr:
+        assert mgr.latest_step(healthy=True) is None
+        assert mgr.resume(lambda: {"n": 0}, healthy=True) == (0, {"n": 0})
+        save_all(mgr, {1: FINITE, 2: FINITE})
+        step, state = mgr.resume(FINITE, healthy=True)
+        assert (step, state["n"]) == (3, 2)
+    assert not warnings(caplog, "passed over")
+
+
+def test_a_run_that_goes_back_saves_the_same_numbers_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as mgr:
+        save_all(mgr, {1: FINITE, 2: FINITE, 3: ODD, 4: ODD})
+    with opened(tmp_path) as mgr:
+        start, state = mgr.resume(FINITE, healthy=True)
+        assert (start, state["n"]) == (3, 2)
+        save_all(mgr, {3: FINITE, 4: FINITE})
+        # Those are whole: nothing replaces them again.
+        with pytest.raises(ckpt.errors.StepExistsError):
+            mgr.save(4, FINITE)
+        assert mgr.latest_step(healthy=True) == 4
+    assert sorted(os.listdir(tmp_path / "unhealthy")) == ["3", "4"]
+    assert ckpt.sync.metadata(tmp_path / "unhealthy" / "3").info.nonfinite_leaves == 1
+    assert len(warnings(caplog, "saved anew, because it was passed over as not healthy")) == 2
+
+
+def test_a_step_that_replaced_a_passed_over_one_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    with opened(tmp_path) as mgr:
+        save_all(mgr, {1: FINITE, 2: ODD})
+        mgr.resume(FINITE, healthy=True)
+        with opened(tmp_path) as other:
+            other.save(2, FINITE, overwrite=True).result()
+        with pytest.raises(ckpt.errors.StepExistsError):
+            mgr.save(2, FINITE)
+
+
+def test_meant_values_do_not_hide_a_step(tmp_path: Path) -> None:
+    with opened(tmp_path) as mgr:
+        save_all(mgr, {1: MASKED, 2: MASKED | ODD})
+        assert mgr.latest_step(healthy=True) is None
+        assert mgr.latest_step(healthy=ALLOWING) == 1
+        with pytest.raises(StepNotFoundError, match=r"'\*\*\.msk' fits none .*is it '\*\*\.mask'"):
+            mgr.restore(healthy=Healthy(allow=["**.msk"]))
+
+
+def test_leaves_of_several_items_are_named_with_their_item(tmp_path: Path) -> None:
+    with opened(tmp_path) as mgr:
+        items = {"model": {"mask": MASKED["mask"]}, "ema": ODD["params"], "note": "x"}
+        mgr.save(1, items=items).result()
+        with pytest.raises(StepNotFoundError, match="not finite: model/mask, ema/w"):
+            mgr.restore(healthy=True)
+        allow = Healthy(allow=["**.mask", "w"])
+        assert mgr.latest_step(healthy=allow) == 1
+        state = items | {"note": ""}
+        assert mgr.resume(items=state, healthy=allow)[0] == 2
+
+
+def test_without_a_healthy_step_a_restore_says_what_there_is(tmp_path: Path) -> None:
+    with opened(tmp_path) as mgr:
+        with pytest.raises(StepNotFoundError, match="has no committed step"):
+            mgr.restore(healthy=True)
+        save_all(mgr, {7: ODD})
+    with opened(tmp_path, vital_signs=False) as mgr:
+        save_all(mgr, dict.fromkeys(range(10, 17), FINITE))
+        assert mgr.latest_step(healthy=True) is None
+        calls = (lambda: mgr.restore(healthy=True), lambda: mgr.resume(FINITE, healthy=True))
+        for call in calls:
+            with pytest.raises(StepNotFoundError) as caught:
+                call()
+            text = str(caught.value)
+            assert "none of its 8 steps is known to be healthy: step 16: its vital signs" in text
+            assert "save with vital_signs=True" in text
+            assert "and 3 more" in text
+        # Nothing was moved, and nothing makes way.
+        with pytest.raises(ckpt.errors.StepExistsError):
+            mgr.save(16, FINITE)
+
+
+def test_a_damaged_healthy_step_is_passed_over_only_with_fallback(tmp_path: Path) -> None:
+    with opened(tmp_path) as mgr:
+        save_all(mgr, {1: FINITE, 2: FINITE, 3: ODD})
+        for data in (tmp_path / "2" / "default" / "d").iterdir():
+            data.write_bytes(bytes(len(data.read_bytes())))
+        with pytest.raises(CorruptCheckpointError):
+            mgr.restore(healthy=True)
+        assert mgr.restore(healthy=True, fallback=True)["n"] == 1
+        mgr.delete(1)
+        with pytest.raises(CorruptCheckpointError):
+            mgr.resume(FINITE, healthy=True)
+
+
+def test_a_step_whose_leaves_cannot_be_read_is_not_allowed(tmp_path: Path) -> None:
+    with opened(tmp_path) as mgr:
+        save_all(mgr, {1: FINITE, 2: MASKED})
+    manifest = tmp_path / "2" / "ckpt.json"
+    data = manifest.read_bytes()
+    manifest.write_bytes(data[:-9] + b"0" + data[-8:])
+    with opened(tmp_path, read_only=True) as mgr:
+        assert mgr.latest_step(healthy=ALLOWING) == 1
+
+
+@pytest.mark.parametrize("healthy", ["yes", 1, None, ["**.mask"]])
+def test_wrong_arguments_are_refused_in_a_new_run_too(tmp_path: Path, healthy: Any) -> None:
+    with opened(tmp_path) as mgr:
+        for call in (mgr.latest_step, mgr.restore, lambda **given: mgr.resume(FINITE, **given)):
+            with pytest.raises(InvalidArgumentError, match="healthy="):
+                call(healthy=healthy)
+        save_all(mgr, {1: FINITE})
+        with pytest.raises(InvalidArgumentError, match="leave the step out"):
+            mgr.restore(1, healthy=True)
+
+
+def test_asyncio_programs_have_it_too(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with ckpt.CheckpointManager(tmp_path, vital_signs=True) as mgr:
+            await mgr.save(1, FINITE, durable=True)
+            await mgr.save(2, ODD, durable=True)
+            assert await mgr.latest_step(healthy=True) == 1
+            assert (await mgr.restore(healthy=True))["n"] == 1
+            assert (await mgr.resume(FINITE, healthy=True))[0] == 2
+
+    anyio.run(run)
+
+
+def test_only_manifests_of_unhealthy_steps_are_read_and_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as mgr:
+        save_all(mgr, {1: FINITE, 2: ODD, 3: FINITE, 4: ODD})
+    read: list[str] = []
+
+    async def counted(storage: Any, step_dir: str, **options: Any) -> Any:
+        read.append(step_dir)
+        return await read_manifest(storage, step_dir, **options)
+
+    monkeypatch.setattr("ckpt._steps.previous_steps.read_manifest", counted)
+    with opened(tmp_path) as mgr:
+        for _ in range(3):
+            assert mgr.latest_step(healthy=True) == 3
+        assert sorted(read) == ["2", "4"]
+        # What takes the place of a step is another one.
+        mgr.save(2, MASKED, overwrite=True).result()
+        assert mgr.latest_step(healthy=Healthy(allow=["**"])) == 4
+    assert sorted(read) == ["2", "2", "4"]
+
+
+# ---------------------------------------------------------------- jobs of several processes
+
+
+@pytest.mark.parametrize("own_disks", [False, True], ids=["shared", "own disks"])
+def test_all_processes_of_a_job_go_back_to_the_same_step(tmp_path: Path, own_disks: bool) -> None:
+    mgrs = managers(
+        tmp_path, own_disks=own_disks, vital_signs=True, preservation=LatestN(1), seconds=20.0
+    )
+    for step, state in {1: FINITE, 2: FINITE, 3: ODD}.items():
+        saved(mgrs, step, state | {"n": step})
+        together(*(mgr.wait_until_finished for mgr in mgrs))
+    assert together(*(mgr.all_steps for mgr in mgrs)) == [[2, 3]] * 2
+    assert together(*(lambda m=m: m.latest_step(healthy=True) for m in mgrs)) == [2, 2]
+    assert together(*(lambda m=m: m.restore(healthy=True)["n"] for m in mgrs)) == [2, 2]
+    assert together(*(lambda m=m: m.resume(FINITE, healthy=True)[0] for m in mgrs)) == [3, 3]
+    if not own_disks:
+        (found,) = {info.step for info in saved(mgrs, 3, FINITE)}
+        assert found == 3
+        assert (tmp_path / "unhealthy" / "3").is_dir()
+    closed(mgrs)
+
+
+def test_a_job_without_a_healthy_step_hears_it_everywhere(tmp_path: Path) -> None:
+    mgrs = managers(tmp_path, vital_signs=True, seconds=20.0)
+    saved(mgrs, 1, ODD)
+    for error in together(*(lambda m=m: m.restore(healthy=True) for m in mgrs)):
+        assert isinstance(error, StepNotFoundError)
+        assert "params.w" in str(error)
+    closed(mgrs)
