@@ -52,6 +52,7 @@ class Engine(Struct):
         kernels: What takes vital signs on devices.
         last_save: The last step that was saved, or before that the last that was restored: the next
             one can share its files.
+        odd_leaves: The leaves with values that are not finite that the last save has found.
     """
 
     staging: Staging
@@ -65,3 +66,4 @@ class Engine(Struct):
     versions: dict[str, str] = field(default_factory=_versions)
     kernels: Kernels = field(default_factory=Kernels)
     last_save: LastSave | None = None
+    odd_leaves: frozenset[str] = frozenset()

@@ -35,6 +35,8 @@ class ListedStep(Struct, frozen=True):
         writer: `ckpt` or `orbax`.
         goes_next: Whether the run deletes it after its next commit, unless that is a better one;
             None if it is not known what the run keeps.
+        nonfinite_leaves: How many leaves have NaN or infinite values; None if that is not known.
+        unequal_leaves: How many leaves had replicas that were not equal.
     """
 
     step: int
@@ -46,6 +48,8 @@ class ListedStep(Struct, frozen=True):
     pins: list[str]
     writer: str
     goes_next: bool | None
+    nonfinite_leaves: int | None
+    unequal_leaves: int
 
 
 class UnreadableEntry(Struct, frozen=True):
@@ -164,4 +168,6 @@ def _listed(
         sorted(each.name for each in pinned),
         "orbax" if step.is_foreign else "ckpt",
         None if going is None else step.step in going,
+        step.nonfinite_leaves,
+        step.unequal_leaves,
     )

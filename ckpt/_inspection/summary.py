@@ -12,6 +12,7 @@ from ckpt._format.metrics import flat_metrics
 from ckpt._inspection.json_values import finite, time_of
 from ckpt._inspection.leaf_records import ARRAYS
 from ckpt._inspection.places import Checkpoint
+from ckpt._tree.ailing_leaves import nonfinite_leaves, unequal_leaves
 
 
 class ItemSummary(Struct, frozen=True):
@@ -55,6 +56,9 @@ class CheckpointSummary(Struct, frozen=True):
         metadata: User metadata.
         parent: Path of the checkpoint that the run has begun from, or None.
         statistics: Where the time of the save went, in seconds.
+        nonfinite: How many values of leaves are NaN or infinite, by leaf path, where there are
+            some; None if the vital signs of an array are not known.
+        unequal: The leaves whose replicas were not equal.
     """
 
     path: str
@@ -76,6 +80,8 @@ class CheckpointSummary(Struct, frozen=True):
     metadata: Any
     parent: str | None
     statistics: dict[str, float]
+    nonfinite: dict[str, int] | None
+    unequal: list[str]
 
 
 def summarize(checkpoint: Checkpoint) -> CheckpointSummary:
@@ -113,4 +119,6 @@ def summarize(checkpoint: Checkpoint) -> CheckpointSummary:
         metadata=manifest.metadata,
         parent=None if manifest.parent is None else manifest.parent.path,
         statistics=dict(manifest.statistics),
+        nonfinite=None if manifest.nonfinite_leaves is None else nonfinite_leaves(manifest),
+        unequal=unequal_leaves(manifest),
     )

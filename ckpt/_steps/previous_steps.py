@@ -95,17 +95,9 @@ def _key(step: IndexedStep) -> tuple[str, int | None, int]:
 
 def _ailing_leaves(manifest: Manifest) -> _Ailing:
     # With numpy, which lists of steps do without.
-    from ckpt._tree.boxes import unboxed_names
+    from ckpt._tree.ailing_leaves import nonfinite_leaves, unequal_leaves
 
-    nonfinite: list[str] = []
-    unequal: list[str] = []
-    for name, item in manifest.items.items():
-        leaves = item.leaves
-        start = "" if manifest.unnamed else f"{name}/"
-        paths = unboxed_names(item.nodes, leaves.names)
-        nonfinite += [f"{start}{paths[number]}" for number in leaves.nonfinite()]
-        unequal += [f"{start}{paths[number]}" for number in sorted(leaves.unequal)]
-    return _Ailing(tuple(nonfinite), tuple(unequal))
+    return _Ailing(tuple(nonfinite_leaves(manifest)), tuple(unequal_leaves(manifest)))
 
 
 class PreviousSteps(Sequence[SavedStep]):

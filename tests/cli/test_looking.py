@@ -49,6 +49,29 @@ def test_output_of_a_checkpoint_with_items(command: str, items_path: Path) -> No
     check_golden(f"{command}_items", settled(ran.out, path=items_path))
 
 
+def test_the_health_of_steps_is_shown_where_it_is_known(tmp_path: Path) -> None:
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        mgr.save(1, {"w": jnp.ones(3)}).result()
+    with ckpt.sync.CheckpointManager(tmp_path, vital_signs=True) as mgr:
+        mgr.save(2, {"w": jnp.ones(3)}).result()
+        mgr.save(3, {"w": jnp.array([1, jnp.nan, jnp.inf]), "b": jnp.full(1, jnp.nan)}).result()
+    header, *rows = ckpt_command("ls", tmp_path).out.splitlines()[:4]
+    assert header.split()[:4] == ["step", "age", "size", "health"]
+    assert "healthy" not in rows[0]
+    assert "healthy" in rows[1]
+    assert "2 leaves not finite" in rows[2]
+    found = ckpt_command("ls", tmp_path, "--json").json["steps"]
+    assert [each["nonfinite_leaves"] for each in found] == [None, 0, 2]
+    assert [each["unequal_leaves"] for each in found] == [0, 0, 0]
+    health = [ckpt_command("info", tmp_path / step).out for step in "123"]
+    assert "health" not in health[0]
+    assert re.search(r"^health +healthy$", health[1], re.MULTILINE)
+    odd = r"^health +NaN or infinite values in b \(1\), w \(2\)$"
+    assert re.search(odd, health[2], re.MULTILINE)
+    assert ckpt_command("info", tmp_path / "3", "--json").json["nonfinite"] == {"b": 1, "w": 2}
+    assert ckpt_command("info", tmp_path / "1", "--json").json["nonfinite"] is None
+
+
 def test_a_step_may_be_given_by_its_path(run_root: Path) -> None:
     assert ckpt_command("info", run_root / "10", "--json").json["step"] == 10
     assert ckpt_command("info", run_root, "--json").json["step"] == 30

@@ -88,3 +88,13 @@ def test_processes_whose_replicas_differ_are_named(
         "bad": named,
         "own": (),
     }
+
+
+def test_one_process_of_a_job_tells_of_values_that_are_not_finite(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mgrs = managers(tmp_path, vital_signs=True)
+    assert steps(saved(mgrs, 1, {"a": np.full(2, np.nan)})) == [1, 1]
+    closed(mgrs)
+    found = [each.getMessage() for each in caplog.records if "NaN or" in each.getMessage()]
+    assert found == ["step 1 was saved with NaN or infinite values in 1 leaf: a (2)"]

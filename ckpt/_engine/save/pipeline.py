@@ -22,6 +22,7 @@ from ckpt._engine.save.multihost import JointSave
 from ckpt._engine.save.publication import publish
 from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._engine.save.session import SaveSession
+from ckpt._engine.signs.odd_values import warn_of_odd_values
 from ckpt._events import EventRecorder
 from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._runtime.interpreter import quick_switches
@@ -108,6 +109,8 @@ async def save_step(
                 keeper.cancel()
         if session.saved:
             engine.last_save = LastSave(storage, request.step_dir, session.saved)
+        if processes.publishes:
+            warn_of_odd_values(engine, manifest, f"{storage.location}/{request.step_dir}")
         return manifest
     except BaseException as error:
         # Before anything is removed: what that makes the others meet is not what went wrong.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 import anyio
@@ -15,6 +15,8 @@ from ckpt.cli import options
 from ckpt.cli.output import show
 from ckpt.cli.tables import fields
 from ckpt.cli.text import count_text, metric_text, size_text
+
+_MOST_NAMED = 5
 
 
 @click.command()
@@ -43,6 +45,7 @@ def _view(found: CheckpointSummary) -> Iterator[str]:
             ("arrays", size_text(found.nbytes)),
             ("files", _files(found)),
             *(("item", _item(item)) for item in found.items),
+            ("health", _health(found)),
             ("metrics", ", ".join(metrics)),
             ("metadata", "" if metadata is None else msgspec.json.encode(metadata).decode()),
             ("begun from", found.parent or ""),
@@ -60,6 +63,22 @@ def _item(item: ItemSummary) -> str:
         size_text(item.nbytes),
     ]
     return f"{item.name} ({item.handler}): {', '.join(parts)}"
+
+
+def _health(found: CheckpointSummary) -> str:
+    """Return what is known of the values; nothing if that is nothing."""
+    reasons = []
+    if found.nonfinite:
+        named = [f"{leaf} ({count})" for leaf, count in found.nonfinite.items()]
+        reasons.append(f"NaN or infinite values in {_first(named)}")
+    if found.unequal:
+        reasons.append(f"replicas differ in {_first(found.unequal)}")
+    known = "" if found.nonfinite is None else "healthy"
+    return "; ".join(reasons) or known
+
+
+def _first(named: Sequence[str]) -> str:
+    return ", ".join(named[:_MOST_NAMED]) + (", ..." if len(named) > _MOST_NAMED else "")
 
 
 def _time(time: datetime | None) -> str:

@@ -30,12 +30,14 @@ async def _listing(path: str) -> RootListing:
 def _view(listing: RootListing) -> Iterator[str]:
     steps = listing.steps
     metrics = sorted({name for each in steps for name in each.metrics})
+    health = ["health"] if any(map(_health, steps)) else []
     rows = [
         (
             str(each.step),
             age_text(each.age_seconds),
             "-" if each.stored_bytes is None else size_text(each.stored_bytes),
             *(metric_text(each.metrics[name]) if name in each.metrics else "" for name in metrics),
+            *(_health(each) for _ in health),
             _notes(each, listing.keeps),
         )
         for each in steps
@@ -45,19 +47,29 @@ def _view(listing: RootListing) -> Iterator[str]:
             str(each.step),
             age_text(each.age_seconds),
             "-" if each.nbytes is None else size_text(each.nbytes),
-            *("" for _ in metrics),
+            *("" for _ in (*metrics, *health)),
             _attempt(each),
         )
         for each in listing.attempts
     ]
     if rows:
-        headers = ("step", "age", "size", *metrics, "notes")
+        headers = ("step", "age", "size", *metrics, *health, "notes")
         yield from table(headers, rows, right=("step", "age", "size", *metrics))
     known = [each.stored_bytes for each in steps if each.stored_bytes is not None]
     total = f", {size_text(sum(known))}" if known else ""
     what = f"{count_text(len(steps), 'step')}{total}" if steps else "no steps"
     what += "" if listing.keeps is None else f"; keeps: {printable(listing.keeps)}"
     yield click.style(f"{printable(listing.root)}: {what}", dim=True)
+
+
+def _health(step: ListedStep) -> str:
+    """Return what is known of the values of a step; nothing if that is nothing."""
+    reasons = []
+    if step.nonfinite_leaves:
+        reasons.append(f"{count_text(step.nonfinite_leaves, 'leaf', 'leaves')} not finite")
+    if step.unequal_leaves:
+        reasons.append(f"{count_text(step.unequal_leaves, 'leaf', 'leaves')} unequal")
+    return ", ".join(reasons) or ("" if step.nonfinite_leaves is None else "healthy")
 
 
 def _attempt(attempt: ListedAttempt) -> str:

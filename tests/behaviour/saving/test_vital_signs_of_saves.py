@@ -157,3 +157,44 @@ def test_the_text_of_the_metadata_names_leaves_that_are_not_finite(tmp_path: Pat
     info = save(tmp_path / "a", {"w": jnp.array([1.0, jnp.nan, jnp.inf]), "b": 1.5})
     assert info.nonfinite_leaves == 1
     assert "2 values are not finite" in str(ckpt.sync.metadata(tmp_path / "a"))
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [each.getMessage() for each in caplog.records if "NaN or" in each.getMessage()]
+    caplog.clear()
+    return found
+
+
+def test_a_save_with_nan_names_its_leaves_when_they_are_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mask = {"mask": jnp.full(3, -jnp.inf)}
+    odd = {f"w{n}": jnp.zeros(4).at[:n].set(jnp.nan) for n in range(1, 4)}
+    with ckpt.sync.CheckpointManager(tmp_path, vital_signs=True) as mgr:
+        mgr.save(1, {"w": jnp.ones(3)}).result()
+        assert told(caplog) == []
+        mgr.save(2, mask).result()
+        assert told(caplog) == ["step 2 was saved with NaN or infinite values in 1 leaf: mask (3)"]
+        mgr.save(3, mask).result()
+        assert told(caplog) == []
+        mgr.save(4, items={"a": mask | odd, "b": odd}).result()
+        (text,) = told(caplog)
+        assert text.endswith("in 7 leaves: a/mask (3), a/w1 (1), a/w2 (2), a/w3 (3), b/w1 (1), ...")
+        mgr.save(5, {"w": jnp.ones(3)}).result()
+        mgr.save(6, mask).result()
+        assert len(told(caplog)) == 1
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        mgr.save(7, odd).result()
+    assert told(caplog) == []
+
+
+def test_every_checkpoint_by_itself_with_nan_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a", "b"):
+        save(tmp_path / name, {"w": jnp.full(2, jnp.nan)})
+        (text,) = told(caplog)
+        assert text == f"{tmp_path / name} was saved with NaN or infinite values in 1 leaf: w (2)"
+        path = tmp_path / f"{name}, later"
+        ckpt.sync.save_async(path, {"w": jnp.full(2, jnp.nan)}, vital_signs=True).result()
+        assert len(told(caplog)) == 1

@@ -1,0 +1,40 @@
+"""The warning of a save that has found NaN or infinite values."""
+
+from __future__ import annotations
+
+import logging
+
+from ckpt._engine.engine import Engine
+from ckpt._format.manifest import Manifest
+from ckpt._redaction import redact
+from ckpt._tree.ailing_leaves import nonfinite_leaves
+
+logger = logging.getLogger("ckpt")
+
+_MOST_NAMED = 5
+
+
+def warn_of_odd_values(engine: Engine, manifest: Manifest, where: str) -> None:
+    """Name the leaves of a step that have values that are not finite.
+
+    Of the steps of a root they are named again only when they are others than in the step before:
+    a mask of infinite values is in all of them.
+
+    Args:
+        engine: Knows what was said of the step before.
+        manifest: The manifest of what was saved.
+        where: Its path, for a checkpoint that is no step of a root.
+    """
+    found = nonfinite_leaves(manifest)
+    are_known = manifest.step is not None and found.keys() == engine.odd_leaves
+    engine.odd_leaves = frozenset(found)
+    if not found or are_known:
+        return
+    named = [f"{leaf:.80} ({count})" for leaf, count in list(found.items())[:_MOST_NAMED]]
+    logger.warning(
+        "%s was saved with NaN or infinite values in %s: %s%s",
+        redact(where) if manifest.step is None else f"step {manifest.step}",
+        "1 leaf" if len(found) == 1 else f"{len(found)} leaves",
+        ", ".join(named),
+        ", ..." if len(found) > _MOST_NAMED else "",
+    )
