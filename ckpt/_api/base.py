@@ -68,7 +68,8 @@ class ManagerBase:
                 every step.
             preservation: Which steps are kept after a commit: a policy of `ckpt.policies`, or a
                 function that returns True for steps to keep. None keeps all. Pinned steps, the
-                step just saved and the greatest one are always kept.
+                step just saved and the greatest one are always kept; if that one is unhealthy, the
+                last healthy one, too.
             deletion: How the other steps are deleted; `Deletion(trash=...)` moves them away.
             step_names: How the directories of steps are named (`ckpt.step_names`).
             metadata: JSON values to keep with the root. If it has metadata already, that stays.

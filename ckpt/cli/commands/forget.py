@@ -86,7 +86,8 @@ def forget(
 ) -> None:
     """Delete the steps of a root that no option keeps.
 
-    The latest step, pinned steps and those of Orbax stay in any case.
+    The latest step, pinned steps and those of Orbax stay in any case; if the latest is unhealthy,
+    the last healthy one, too.
     """
     members: list[PreservationPolicyLike] = [LatestN(keep_last)] if keep_last else []
     members += [EveryNSteps(each) for each in keep_every]
