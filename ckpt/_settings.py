@@ -19,6 +19,9 @@ ArrayMemory = Literal["jax", "buffers", "files"]
 # the host; all on the host; those of large arrays on their devices, on CPUs, too.
 VitalSignsMode = bool | Literal["host", "device"]
 
+# What a restore verifies beside the digests of what it reads.
+VerifyMode = Literal["device"]
+
 MIN_BUDGET_BYTES = 1 << 20
 # A quarter of the machine's memory leaves room for the state itself, the input pipeline and the
 # page cache that the writes go through.
@@ -109,6 +112,14 @@ def check_vital_signs(value: object) -> None:
     """Check that `value` is a `VitalSignsMode`."""
     if not isinstance(value, bool) and value not in ("host", "device"):
         raise invalid("vital_signs", value, "True, False, 'host' or 'device'")
+
+
+def checks_devices(verify: object) -> bool:
+    """Check that `verify` is None or a `VerifyMode`; return whether devices are checked."""
+    if verify not in (None, *get_args(VerifyMode)):
+        what = "'device' or None; digests are always compared"
+        raise invalid("verify", verify, what)
+    return verify is not None
 
 
 def as_staging(given: Staging | StagingMode | None, default: StagingMode = "auto") -> Staging:

@@ -38,7 +38,7 @@ from ckpt._plan.format_rules import Formats
 from ckpt._runtime.futures import settled_here
 from ckpt._runtime.loop import call_once
 from ckpt._runtime.tracebacks import outcome
-from ckpt._settings import ArrayMemory, Staging, StagingMode, Timeouts, VitalSignsMode
+from ckpt._settings import ArrayMemory, Staging, StagingMode, Timeouts, VerifyMode, VitalSignsMode
 from ckpt._steps.pins import Pin
 from ckpt._steps.saves.requests import make_request
 from ckpt._steps.step_metadata import StepMetadata
@@ -214,12 +214,11 @@ class CheckpointManager(ManagerBase):
         fallback: bool = False,
         healthy: bool | Healthy = False,
         memory: ArrayMemory = "jax",
+        verify: VerifyMode | None = None,
     ) -> State:
         """Load a committed step; see `ckpt.CheckpointManager.restore`."""
-        restore = self._service.reader.restore
-        found: State = self._loop.call_served(
-            restore, step, like, items, at, adapt, broadcast_bytes, fallback, healthy, memory
-        )
+        given = step, like, items, at, adapt, broadcast_bytes, fallback, healthy, memory, verify
+        found: State = self._loop.call_served(self._service.reader.restore, *given)
         return found
 
     @overload
@@ -453,9 +452,11 @@ def load(
     handlers: HandlersLike = (),
     coordinator: Coordinator | None = None,
     memory: ArrayMemory = "jax",
+    verify: VerifyMode | None = None,
 ) -> State:
     """Load a one-shot checkpoint, or a step from a manager's root. See `ckpt.load`."""
-    found: State = call_once(load_call(path, like, items, at, adapt, handlers, coordinator, memory))
+    call = load_call(path, like, items, at, adapt, handlers, coordinator, memory, verify)
+    found: State = call_once(call)
     return found
 
 

@@ -15,7 +15,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._arguments import invalid, shown
-from ckpt._engine.engine import Engine
 from ckpt._engine.restore.branched_target import BranchedTarget
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import ItemTarget, restore_items
@@ -25,6 +24,7 @@ from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import ArrayMemory, Staging
 from ckpt._steps.factory import job_of, make_engine
+from ckpt._steps.opened import OpenedStep
 from ckpt._steps.restore_requests import context_of, wanted_items
 from ckpt._steps.wrong_paths import opened_checkpoint
 from ckpt._tree.leaf_names import escape_slashes, nested
@@ -120,6 +120,7 @@ def branches_call(
     handlers: HandlersLike,
     coordinator: Coordinator | None,
     memory: ArrayMemory,
+    is_checked: bool,
 ) -> Callable[[], Awaitable[Any]]:
     """Return the call behind `load` of several checkpoints.
 
@@ -140,14 +141,20 @@ def branches_call(
             storage, step_dir = open_step_dir(source.path, follow=True)
             branches.append(_BranchLoad(name, source, None, adapts[name], storage, step_dir))
     job = job_of(coordinator)
-    engine = make_engine(Staging(), handlers, ())
-    process = (job.process_index, job.process_count)
+    context_for = partial(
+        context_of,
+        engine=make_engine(Staging(), handlers, ()),
+        process=job.process_index,
+        count=job.process_count,
+        memory=memory,
+        checks_devices=is_checked,
+    )
 
     async def call() -> Any:
         if like is None:
-            return nested(await _loaded(branches, engine, process, memory))
+            return nested(await _loaded(branches, context_for))
         target, parts = await run_in_thread(_with_targets, branches, like, keeps)
-        return target.filled(await _loaded(parts, engine, process, memory))
+        return target.filled(await _loaded(parts, context_for))
 
     return call
 
@@ -166,7 +173,7 @@ def _with_targets(
 
 
 async def _loaded(
-    branches: Sequence[_BranchLoad], engine: Engine, process: tuple[int, int], memory: ArrayMemory
+    branches: Sequence[_BranchLoad], context_for: Callable[[OpenedStep, Storage], RestoreContext]
 ) -> dict[str, Any]:
     """Return what each branch holds, all of them loaded at once within the memory of one load."""
     start = _Start(len(branches))
@@ -177,7 +184,7 @@ async def _loaded(
         with branch.named():
             opened = await opened_checkpoint(branch.source.path, branch.storage, branch.step_dir)
             wanted = _wanted(opened.manifest, branch)
-            context = context_of(opened, branch.storage, engine, *process, memory=memory)
+            context = context_for(opened, branch.storage)
             slots = slots or context.slots
             may_read = partial(start.wait, number)
             ready.append((branch, replace(context, slots=slots, may_read=may_read), wanted))

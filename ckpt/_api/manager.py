@@ -21,7 +21,7 @@ from ckpt._plan.adapt import Adapt
 from ckpt._runtime.futures import settled
 from ckpt._runtime.threads import run_in_thread
 from ckpt._runtime.tracebacks import outcome
-from ckpt._settings import ArrayMemory
+from ckpt._settings import ArrayMemory, VerifyMode
 from ckpt._steps.pins import Pin
 from ckpt._steps.step_metadata import StepMetadata
 from ckpt._steps.watcher import Until, WatchOptions
@@ -230,6 +230,7 @@ class CheckpointManager(ManagerBase):
         fallback: bool = False,
         healthy: bool | Healthy = False,
         memory: ArrayMemory = "jax",
+        verify: VerifyMode | None = None,
     ) -> State:
         """Load a committed step.
 
@@ -254,6 +255,7 @@ class CheckpointManager(ManagerBase):
             memory: Whose memory the arrays have on CPU devices. `"jax"`: its own, which the next
                 step can donate. `"buffers"`: memory of this library, used again once the arrays are
                 gone; for evaluators. `"files"`: the files themselves, mapped without a copy.
+            verify: With `"device"`, what is on the devices is compared with the vital signs.
 
         Returns:
             The tree of a step that was saved without item names, else a dict by item name.
@@ -262,7 +264,7 @@ class CheckpointManager(ManagerBase):
             InvalidArgumentError: An argument is invalid.
             StepNotFoundError: There is no such step, none at all, or none that is healthy.
             TargetMismatchError: `like` does not fit; lists every leaf. No array was read.
-            CorruptCheckpointError: Stored data is damaged; names the leaf.
+            CorruptCheckpointError: Stored data is damaged, or what arrived is; names the leaf.
             HandlerError: A handler, or an object that it loads, raised an error; names the item.
 
         Cancellation: reading stops and memory is freed before the cancellation continues.
@@ -272,7 +274,7 @@ class CheckpointManager(ManagerBase):
             state = await mgr.restore(like=state)
             ```
         """
-        given = step, like, items, at, adapt, broadcast_bytes, fallback, healthy, memory
+        given = step, like, items, at, adapt, broadcast_bytes, fallback, healthy, memory, verify
         return await self._loop.run_served(self._service.reader.restore, *given)
 
     @overload
@@ -334,8 +336,7 @@ class CheckpointManager(ManagerBase):
             items: Instead of `init`, for a step of several items: a dict of their names to fresh
                 objects, or to functions that return them. Objects with a state of their own, such
                 as data iterators, get it back.
-            like: A target instead of `init`: for shardings that `init` does not have. For items, a
-                dict of targets for some of them.
+            like: A target instead of `init`, for other shardings; of items, a dict for some.
             adapt: As for `restore`; with `source`, how that may differ, and steps of this run not.
             fallback: As for `restore`: a damaged step is passed over for the one before it.
             healthy: As for `restore`. Steps that are passed over make way when they are saved anew.
@@ -357,7 +358,8 @@ class CheckpointManager(ManagerBase):
             start, state = await mgr.resume(init_state)
             for step in range(start, 1000):
                 state = train_step(state)
-                await mgr.save(step, state)
+                if step % 100 == 0:
+                    await mgr.save(step, state)
             ```
         """
         if await self._loop.run(self._service.reader.is_fresh, healthy):
@@ -418,9 +420,7 @@ class CheckpointManager(ManagerBase):
         return await self._loop.run(self._service.reader.all_steps)
 
     async def latest_step(self, *, healthy: bool | Healthy = False) -> int | None:
-        """Return the greatest committed step, or None on a fresh run.
-
-        With `healthy`, as for `restore`, the greatest healthy one, or None if none is known to be.
+        """Return the greatest committed step, or the greatest healthy one; None without any.
 
         Example:
             ```python

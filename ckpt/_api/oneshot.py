@@ -30,7 +30,16 @@ from ckpt._runtime.futures import settled
 from ckpt._runtime.loop import run_once
 from ckpt._runtime.threads import run_in_thread
 from ckpt._runtime.tracebacks import outcome
-from ckpt._settings import ArrayMemory, Staging, StagingMode, Timeouts, VitalSignsMode, as_staging
+from ckpt._settings import (
+    ArrayMemory,
+    Staging,
+    StagingMode,
+    Timeouts,
+    VerifyMode,
+    VitalSignsMode,
+    as_staging,
+    checks_devices,
+)
 from ckpt._steps.factory import job_of, make_engine, make_peers
 from ckpt._steps.restore_requests import context_of, result_of, wanted_items
 from ckpt._steps.saves.one_shot import finished, prepared, processes_of
@@ -190,6 +199,7 @@ async def load(
     handlers: HandlersLike = (),
     coordinator: Coordinator | None = None,
     memory: ArrayMemory = "jax",
+    verify: VerifyMode | None = None,
 ) -> State:
     """Load a one-shot checkpoint, or a step from a manager's root (`runs/a/100`).
 
@@ -214,6 +224,9 @@ async def load(
         handlers: Handlers for more kinds of items; or a mapping of item names to handlers.
         coordinator: The processes of the job; None uses those of `jax.distributed`.
         memory: Whose memory the arrays have on CPU devices; see `CheckpointManager.restore`.
+        verify: With `"device"`, compare what has arrived on the devices with the vital signs of the
+            checkpoint. Arrays that cannot be compared are named in a warning. By default, what is
+            read is compared with its digests.
 
     Returns:
         The tree of a checkpoint that was saved without item names, else a dict by item name.
@@ -230,7 +243,8 @@ async def load(
         both = await ckpt.load({"params": "runs/a/100", "opt_state": "runs/b/50"})
         ```
     """
-    return await run_once(load_call(path, like, items, at, adapt, handlers, coordinator, memory))
+    call = load_call(path, like, items, at, adapt, handlers, coordinator, memory, verify)
+    return await run_once(call)
 
 
 @awaited("ckpt.metadata", "ckpt.sync.metadata")
@@ -331,11 +345,15 @@ def load_call(
     handlers: HandlersLike,
     coordinator: Coordinator | None,
     memory: ArrayMemory,
+    verify: VerifyMode | None,
 ) -> Call[Any]:
     """Return the call behind `load`."""
     one_of("memory", memory, get_args(ArrayMemory))
+    is_checked = checks_devices(verify)
     if isinstance(path, Mapping):
-        return branches_call(path, like, items, at, adapt, handlers, coordinator, memory)
+        return branches_call(
+            path, like, items, at, adapt, handlers, coordinator, memory, is_checked
+        )
     storage, step_dir = open_step_dir(path, follow=True)
     job = job_of(coordinator)
     engine = make_engine(Staging(), handlers, ())
@@ -345,7 +363,15 @@ def load_call(
         opened = await opened_checkpoint(path, storage, step_dir)
         manifest, (process, count) = opened.manifest, (job.process_index, job.process_count)
         async with while_read(storage, step_dir, manifest):
-            restore = context_of(opened, storage, engine, process, count, memory=memory)
+            restore = context_of(
+                opened,
+                storage,
+                engine,
+                process,
+                count,
+                memory=memory,
+                checks_devices=is_checked,
+            )
             loaded = await restore_items(restore, wanted_items(manifest, like, items, adapt, at))
         logger.info(
             "loaded %s: %s in %.2f s",

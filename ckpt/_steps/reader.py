@@ -21,7 +21,7 @@ from ckpt._plan.adapt import Adapt
 from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
-from ckpt._settings import ArrayMemory
+from ckpt._settings import ArrayMemory, VerifyMode, checks_devices
 from ckpt._steps.index import IndexedStep, PassedOver, StepIndex
 from ckpt._steps.opened import open_step
 from ckpt._steps.previous_steps import AilingLeaves, saved_step
@@ -311,6 +311,7 @@ class StepReader:
         fallback: bool,
         healthy: bool | Healthy,
         memory: ArrayMemory,
+        verify: VerifyMode | None,
         caller: CallingThread,
     ) -> Any:
         """Load a step, or the latest one: then the next one where it is deleted meanwhile.
@@ -335,6 +336,7 @@ class StepReader:
             broadcast_bytes=broadcast_bytes,
             caller=caller,
             memory=memory,
+            is_checked=checks_devices(verify),
         )
         if fallback and step is not None:
             raise InvalidArgumentError(
@@ -406,6 +408,7 @@ class StepReader:
         broadcast_bytes: int | None,
         caller: CallingThread,
         memory: ArrayMemory = "jax",
+        is_checked: bool = False,
     ) -> tuple[int | None, Any]:
         began = time.perf_counter_ns()
         engine, processes = self._engine, self._processes
@@ -425,6 +428,7 @@ class StepReader:
                                 processes.observers,
                                 found.broadcast,
                                 memory,
+                                checks_devices=is_checked,
                             )
                             wanted = wanted_items(manifest, like, items, adapt, at)
                             loaded = await restore_items(context, wanted)

@@ -36,6 +36,8 @@ def context_of(
     observers: tuple[Observer, ...] = (),
     broadcast: Broadcast | None = None,
     memory: ArrayMemory = "jax",
+    *,
+    checks_devices: bool = False,
 ) -> RestoreContext:
     """Return what a restore of the step needs.
 
@@ -48,6 +50,7 @@ def context_of(
         observers: Told of the phases beside those of the engine.
         broadcast: How processes share what they read.
         memory: Whose memory the arrays have.
+        checks_devices: Whether what has arrived on devices is compared with the vital signs.
     """
     return RestoreContext(
         storage,
@@ -59,6 +62,7 @@ def context_of(
         count,
         broadcast,
         memory=memory,
+        checks_devices=checks_devices,
         foreign=opened.foreign or _virtual(storage, opened),
     )
 

@@ -38,6 +38,7 @@ class RestoreContext(Struct, frozen=True):
         memory: Whose memory the arrays have on CPU devices.
         foreign: The files of a step that another library wrote, or of a virtual one; None where all
             are in the directory of the step.
+        checks_devices: Whether what has arrived on devices is compared with the vital signs.
         may_read: Awaited before the first array of an item is read; None where nothing holds it up.
     """
 
@@ -53,6 +54,7 @@ class RestoreContext(Struct, frozen=True):
     moved: list[int] = field(default_factory=list)
     memory: ArrayMemory = "jax"
     foreign: StepFiles | None = None
+    checks_devices: bool = False
     may_read: Callable[[], Awaitable[None]] | None = None
 
     @property

@@ -29,6 +29,7 @@ from ckpt._engine.restore.destinations import (
 from ckpt._engine.restore.item_files import read_item_file
 from ckpt._engine.restore.placement import cannot_be_weak, place
 from ckpt._engine.restore.shared_reads import BlockReader, SharedReads
+from ckpt._engine.signs.restored_arrays import check_arrays
 from ckpt._format.manifest import ItemEntry
 from ckpt._plan.chunk_reads import (
     COALESCED_BYTES,
@@ -143,6 +144,10 @@ class EngineItemReader:
         for grouping, requests in work.requests.items():
             assert grouping is not None
             await self._read_shared(grouping, requests, work)
+        if self._restore.checks_devices:
+            with self._recorder.phase("place"):
+                kernels = self._restore.engine.kernels
+                await self.in_thread(check_arrays, entry.leaves, reads, work.results, kernels)
         return work.results
 
     def _planned(self, entry: ItemEntry, reads: Sequence[ArrayRead]) -> _ReadState:

@@ -21,7 +21,7 @@ from msgspec import Struct
 from ckpt._engine.memory.staging import shards_of
 from ckpt._engine.signs.kernels import KernelKey, Kernels
 from ckpt._engine.signs.shard_kernel import KERNEL_DTYPES, LARGE_SCALE, SMALL_SCALE, is_run
-from ckpt._format.regions import Region, addressable_regions, chunk_grid, position_in_grid
+from ckpt._format.regions import Region, Shape, addressable_regions, chunk_grid, position_in_grid
 from ckpt._plan.chunking import LeafPlan, has_chunks
 from ckpt._plan.ownership import holders_of
 from ckpt._settings import VitalSignsMode
@@ -162,7 +162,7 @@ def begin_pass(
         return DevicePass({})
     left_out = set(known)
     keys = {
-        number: _key_of(plan, leaf)
+        number: key_of(leaf.sharding, leaf.shape, leaf.dtype.name, tuple(plan.chunk))
         for number, (plan, leaf) in enumerate(zip(plans, leaves, strict=True))
         if number not in left_out and _is_suitable(plan, leaf, on_cpus=mode == "device")
     }
@@ -193,19 +193,24 @@ def _is_suitable(plan: LeafPlan, leaf: Any, *, on_cpus: bool) -> bool:
     if not isinstance(leaf, jax.Array) or plan.packed or not has_chunks(plan):
         return False
     # What is stored must be what is on the device.
-    if leaf.dtype.name not in KERNEL_DTYPES or leaf.dtype.name != plan.spec.dtype:
+    return leaf.dtype.name == plan.spec.dtype and can_be_passed(leaf, plan.chunk, on_cpus=on_cpus)
+
+
+def can_be_passed(leaf: jax.Array, chunk: Shape, *, on_cpus: bool) -> bool:
+    """Tell whether a kernel can go over an array, chunk by chunk, and whether that is worth it."""
+    if leaf.dtype.name not in KERNEL_DTYPES or leaf.is_deleted():
         return False
-    if leaf.is_deleted() or not _is_in_device_memory(leaf, on_cpus=on_cpus):
+    if not _is_in_device_memory(leaf, on_cpus=on_cpus):
         return False
     shard = leaf.sharding.shard_shape(leaf.shape)
     divides = all(
         part % n == 0 or part == length
-        for part, n, length in zip(shard, plan.chunk, leaf.shape, strict=True)
+        for part, n, length in zip(shard, chunk, leaf.shape, strict=True)
     )
     elements = math.prod(shard)
     return (
         divides
-        and is_run(plan.chunk, shard)
+        and is_run(chunk, shard)
         and elements * leaf.dtype.itemsize >= _LEAST_BYTES
         and max(*leaf.shape, elements) <= _MOST_ELEMENTS
     )
@@ -223,14 +228,9 @@ def _memory_of(device: Any) -> str:
     return str(device.default_memory().kind)
 
 
-def _key_of(plan: LeafPlan, leaf: jax.Array) -> KernelKey:
-    return _key_for(leaf.sharding, leaf.shape, leaf.dtype.name, tuple(plan.chunk))
-
-
 @functools.lru_cache(maxsize=4096)
-def _key_for(
-    sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype: str, chunk: tuple[int, ...]
-) -> KernelKey:
+def key_of(sharding: jax.sharding.Sharding, shape: Shape, dtype: str, chunk: Shape) -> KernelKey:
+    """Return what a kernel over the chunks of an array is compiled for."""
     devices = tuple(sharding.addressable_devices_indices_map(shape))
     offsets = [(0,) * len(shape)] * len(devices)
     for region, positions in addressable_regions(sharding, shape):
@@ -240,13 +240,16 @@ def _key_for(
 
 
 def _begin(plan: LeafPlan, leaf: jax.Array, key: KernelKey, kernel: Any) -> _LeafPass:
-    # The memory of the shards, seen as one array: nothing is copied, and nothing exchanged.
-    joined = jax.make_array_from_single_device_arrays(
-        key.shape(), key.sharding(), [shard.data for shard in shards_of(leaf)]
-    )
     regions = addressable_regions(leaf.sharding, leaf.shape)
     elsewhere = _held_elsewhere(leaf, regions)
-    return _LeafPass(plan, regions, elsewhere, key.devices, kernel(joined))
+    return _LeafPass(plan, regions, elsewhere, key.devices, kernel(joined(leaf, key)))
+
+
+def joined(leaf: jax.Array, key: KernelKey) -> jax.Array:
+    """Return the memory of the shards of this process as one array; nothing is copied."""
+    return jax.make_array_from_single_device_arrays(
+        key.shape(), key.sharding(), [shard.data for shard in shards_of(leaf)]
+    )
 
 
 def _held_elsewhere(

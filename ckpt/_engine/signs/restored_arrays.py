@@ -1,0 +1,135 @@
+"""Arrays that were restored, against the vital signs that the step has of them.
+
+The digests prove what is in host memory. This proves what has arrived on the devices, on every one
+of them, however the array was cut when it was saved.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ckpt._engine.memory.staging import host_bytes, shards_of
+from ckpt._engine.signs.device_pass import can_be_passed, joined, key_of, signs_records
+from ckpt._engine.signs.kernels import Kernels
+from ckpt._format.dtypes import parse_dtype
+from ckpt._format.leaf_table import LeafTable
+from ckpt._format.regions import Region, addressable_regions, whole
+from ckpt._plan.targets import ArrayRead
+from ckpt._vitals.signs import SIGNS, Array, box_signs, join_signs, signs_of
+from ckpt.errors import CorruptCheckpointError, InvalidArgumentError
+
+logger = logging.getLogger("ckpt")
+
+# Arrays that a message names.
+_NAMED = 5
+
+
+def check_arrays(
+    leaves: LeafTable, reads: Sequence[ArrayRead], arrays: Sequence[Any], kernels: Kernels
+) -> None:
+    """Compare restored arrays with the fingerprints that a manifest has of them.
+
+    Those that cannot be compared are named in a warning: what was cast, cut or put together, and
+    arrays that other processes have parts of.
+
+    Args:
+        leaves: The leaves of the item.
+        reads: What was read.
+        arrays: What it has become.
+        kernels: The kernels of the engine.
+
+    Raises:
+        CorruptCheckpointError: Arrays are not what was saved; names them, and devices.
+        InvalidArgumentError: The step has no vital signs.
+    """
+    if len(reads) and not len(leaves.signs):
+        raise InvalidArgumentError(
+            "verify='device': the step has no vital signs to compare with; it has to be saved with "
+            "vital_signs=True"
+        )
+    wrong: list[str] = []
+    left_out: list[str] = []
+    for read, array in zip(reads, arrays, strict=True):
+        if read.value is not None:
+            # It came from the manifest, which has a digest of its own.
+            continue
+        saved = None if read.leaf is None else signs_of(leaves.signs[read.leaf])
+        data = jax.random.key_data(array) if read.target.kind == "key" else array
+        if saved is None or not _is_as_saved(read, data):
+            left_out.append(read.path)
+            continue
+        problem = _problem(data, saved.fingerprint, kernels)
+        if problem is not None:
+            wrong.append(f"{read.path!r}: {problem}")
+    if wrong:
+        raise CorruptCheckpointError(
+            f"{len(wrong)} of {len(arrays)} restored arrays are not what was saved: "
+            f"{_some(wrong)}. verify() of the step tells whether the stored bytes are wrong; if "
+            "they are not, a device or the way to it is",
+        )
+    if left_out:
+        logger.warning(
+            "verify='device': %d of %d arrays were not compared, since they were changed on their "
+            "way or are spread over processes: %s",
+            len(left_out),
+            len(arrays),
+            _some(list(map(repr, left_out))),
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _is_as_saved(read: ArrayRead, data: Any) -> bool:
+    is_here = isinstance(data, np.ndarray) or (
+        isinstance(data, jax.Array) and data.is_fully_addressable
+    )
+    return is_here and parse_dtype(read.stored) == read.target.dtype
+
+
+def _problem(data: Any, fingerprint: str, kernels: Kernels) -> str | None:
+    """Return what is wrong with an array that should have a fingerprint."""
+    regions: list[tuple[Region, list[int]]] = [(whole(data.shape), [0])]
+    if isinstance(data, jax.Array):
+        regions = addressable_regions(data.sharding, data.shape)
+    records = _records(data, regions, kernels)
+    for _, positions in regions:
+        prints = records["fingerprint"][positions]
+        if (prints != prints[0]).any():
+            devices = ", ".join(str(shards_of(data)[each].device) for each in positions)
+            return f"{devices} should hold the same values and do not"
+    firsts = records[[positions[0] for _, positions in regions]]
+    (joint,) = join_signs(firsts, np.zeros(len(firsts), np.intp), 1)
+    found = signs_of(joint)
+    assert found is not None
+    if found.fingerprint == fingerprint:
+        return None
+    return f"its fingerprint is {found.fingerprint}, and was {fingerprint}"
+
+
+def _records(data: Any, regions: Sequence[tuple[Region, list[int]]], kernels: Kernels) -> Array:
+    """Return the records of what each device holds; of a numpy array, one."""
+    if isinstance(data, jax.Array):
+        shard = data.sharding.shard_shape(data.shape)
+        if can_be_passed(data, shard, on_cpus=False):
+            key = key_of(data.sharding, data.shape, data.dtype.name, shard)
+            for each in kernels.missing([key]):
+                kernels.compile(each)
+            kernel = kernels.find(key)
+            if kernel is not None:
+                found = signs_records(*map(np.asarray, kernel(joined(data, key))))
+                return found.reshape(-1)
+    records = np.zeros(sum(len(positions) for _, positions in regions), SIGNS)
+    for region, positions in regions:
+        for position in positions:
+            part = shards_of(data)[position].data if isinstance(data, jax.Array) else data
+            dtype = np.dtype(part.dtype)
+            records[position] = box_signs(host_bytes(part), region.offset, region.shape, dtype, len)
+    return records
