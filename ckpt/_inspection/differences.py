@@ -1,22 +1,25 @@
 """How two checkpoints differ, from their manifests alone.
 
 Digests are of the logical bytes of a chunk, so that arrays with the same chunks are compared
-without reading them, however they are compressed.
+without reading them, however they are compressed. Where the chunks are others, vital signs tell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
 
-from ckpt._format.leaf_table import UNCHECKED, LeafEntry
+from ckpt._format.leaf_table import LeafForm, LeafTable
 from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._format.metrics import flat_metrics
-from ckpt._inspection.leaf_records import LeafRecord, leaf_records
+from ckpt._inspection.compared_leaves import ComparedLeaves, Verdict, compare_leaves
+from ckpt._inspection.leaf_records import LeafRecord, records_of
 from ckpt._inspection.places import Checkpoint
+from ckpt._vitals.signs import VitalSigns, signs_of
 
 if TYPE_CHECKING:
     from ckpt._inspection.values.array_changes import ArrayChange
@@ -46,12 +49,27 @@ class ComparedArray(Struct, frozen=True):
         chunks: How many chunks it has there.
         chunks_changed: How many of them have other digests; None where digests do not tell.
         change: How much the values differ; None where they were not read.
+        signs: The vital signs in the first checkpoint and in the second; None if one has none.
     """
 
     leaf: LeafRecord
     chunks: int
     chunks_changed: int | None
     change: ArrayChange | None = None
+    signs: tuple[VitalSigns, VitalSigns] | None = None
+
+    @property
+    def norm_change(self) -> float | None:
+        """By how much the norm changed, as a part of the first one; None if that is not known.
+
+        That is not how far the arrays are apart: arrays of one norm may have nothing in common.
+        """
+        if self.signs is None:
+            return None
+        before, after = (each.norm for each in self.signs)
+        if before == after:
+            return 0.0
+        return (after - before) / before if before else math.inf
 
 
 class CheckpointDifferences(Struct, frozen=True):
@@ -67,11 +85,14 @@ class CheckpointDifferences(Struct, frozen=True):
         values: Leaves that are no arrays, with another value.
         items: Items that were saved by another handler, with other containers or other files.
         contents: Arrays with other contents; with values read, the largest changes first.
-        not_compared: Arrays that have other chunks, or no digests, and were not read.
+        not_compared: Arrays that have other chunks, or no digests, no vital signs, and were not
+            read.
         metrics: Metrics that differ.
         metadata: Values of the user's metadata that differ.
         same: How many leaves are the same.
         values_read: Whether values were read.
+        same_by_fingerprint: Arrays among them that are the same only by their fingerprints, which
+            other contents have by chance, though improbably: digests do not tell.
     """
 
     before: str
@@ -89,60 +110,55 @@ class CheckpointDifferences(Struct, frozen=True):
     metadata: list[ChangedText]
     same: int
     values_read: bool = False
+    same_by_fingerprint: list[LeafRecord] = []
 
 
-class PairedLeaf(Struct, frozen=True):
-    """A leaf that both checkpoints have.
+class PairedArray(Struct, frozen=True):
+    """An array that has one type in both checkpoints, and that digests do not call the same.
 
     Attributes:
         item: The item that it is in, as the manifests name it.
-        records: What it is.
+        compared: What the manifests tell of it.
+        verdict: What follows from that.
         numbers: Its numbers among the leaves of the item.
-        entries: Its entries.
+        form: Its form in the first checkpoint.
     """
 
     item: str
-    records: tuple[LeafRecord, LeafRecord]
+    compared: ComparedArray
+    verdict: Verdict
     numbers: tuple[int, int]
-    entries: tuple[LeafEntry, LeafEntry]
+    form: LeafForm
+
+
+_Manifests = tuple[Manifest, Manifest]
 
 
 def compare(
     before: Checkpoint, after: Checkpoint
-) -> tuple[CheckpointDifferences, dict[str, PairedLeaf]]:
+) -> tuple[CheckpointDifferences, list[PairedArray]]:
     """Return how two checkpoints differ, and their arrays that digests do not call the same.
 
-    These are by `key_of` of their record in the first checkpoint.
+    Leaves are in the order of their trees.
+
+    Raises:
+        CorruptCheckpointError: A manifest contradicts itself.
     """
     manifests = before.opened.manifest, after.opened.manifest
-    first, second = map(_leaves, manifests)
-    removed = [record for key, (record, _) in first.items() if key not in second]
-    added = [record for key, (record, _) in second.items() if key not in first]
+    leaves = _compared_leaves(manifests)
+    removed = _left_over(manifests[0], {name: each.removed for name, each in leaves.items()})
+    added = _left_over(manifests[1], {name: each.added for name, each in leaves.items()})
     types: list[ChangedText] = []
     values: list[ChangedText] = []
-    contents: list[ComparedArray] = []
-    unknown: list[ComparedArray] = []
-    unlike: dict[str, PairedLeaf] = {}
-    same = 0
-    for pair in _pairs(manifests, first, second):
-        record = pair.records[0]
-        texts = _type_text(pair, 0), _type_text(pair, 1)
-        if texts[0] != texts[1]:
-            types.append(ChangedText(record.item, record.path, *texts))
-        elif not record.is_array:
-            if pair.entries[0].value == pair.entries[1].value:
-                same += 1
-            else:
-                texts = _value_text(pair, 0), _value_text(pair, 1)
-                values.append(ChangedText(record.item, record.path, *texts))
-        else:
-            changed = _chunks_changed(pair)
-            if changed == 0:
-                same += 1
-                continue
-            compared = ComparedArray(record, len(pair.entries[0].digests), changed)
-            (unknown if changed is None else contents).append(compared)
-            unlike[key_of(record)] = pair
+    pairs: list[PairedArray] = []
+    for name, each in leaves.items():
+        types += _texts(manifests, name, each, Verdict.OTHER_TYPE)
+        values += _texts(manifests, name, each, Verdict.OTHER_VALUE)
+        pairs += _unlike_arrays(manifests, name, each)
+    contents, unknown, alike = (
+        [pair.compared for pair in pairs if pair.verdict is verdict]
+        for verdict in (Verdict.CHANGED, Verdict.UNKNOWN, Verdict.SAME_BY_FINGERPRINT)
+    )
     items = list(_items(manifests, {each.item for each in (*removed, *added)}))
     metrics = [ChangedText("", *each) for each in _unlike(*map(_metrics, manifests))]
     metadata = [ChangedText("", *each) for each in _unlike(*map(_metadata, manifests))]
@@ -161,68 +177,108 @@ def compare(
         unknown,
         metrics,
         metadata,
-        same,
+        sum(each.same for each in leaves.values()),
+        same_by_fingerprint=[each.leaf for each in alike],
     )
-    return found, unlike
+    return found, pairs
 
 
-def key_of(record: LeafRecord) -> str:
-    """Return what a leaf of both checkpoints is found by."""
-    return f"{record.item}:{record.path}"
+def is_same_state(before: Manifest, after: Manifest) -> bool | None:
+    """Return whether leaves and items are the same; None if none differs and some are not known.
+
+    Metrics and metadata are not looked at.
+
+    Raises:
+        CorruptCheckpointError: A manifest contradicts itself.
+    """
+    manifests = before, after
+    if next(_items(manifests, set()), None) is not None:
+        return False
+    found = {each.is_same for each in _compared_leaves(manifests).values()}
+    return False if False in found else None if None in found else True
 
 
-_Leaves = dict[tuple[str, str], tuple[LeafRecord, int]]
+def largest_first(arrays: Sequence[ComparedArray]) -> list[ComparedArray]:
+    """Return arrays by how much their norms changed, relative to what they were.
+
+    First of all come those with other numbers of values that are not finite, and at the end those
+    without vital signs.
+    """
+
+    def weight(each: ComparedArray) -> tuple[bool, float]:
+        nonfinite = {signs.nonfinite for signs in each.signs or ()}
+        change = each.norm_change
+        return len(nonfinite) > 1, -1.0 if change is None else abs(change)
+
+    return sorted(arrays, key=weight, reverse=True)
 
 
-def _leaves(manifest: Manifest) -> _Leaves:
-    """Return the leaves by item and path, with their numbers in the item."""
-    names = list(manifest.items)
-    found: _Leaves = {}
-    counts = dict.fromkeys(names, 0)
-    for record in leaf_records(manifest):
-        item = names[0] if manifest.unnamed else record.item
-        found[item, record.path] = record, counts[item]
-        counts[item] += 1
-    return found
+def _compared_leaves(manifests: _Manifests) -> dict[str, ComparedLeaves]:
+    first, second = (manifest.items for manifest in manifests)
+    return {name: compare_leaves(first[name], second[name]) for name in first if name in second}
 
 
-def _pairs(
-    manifests: tuple[Manifest, Manifest], first: _Leaves, second: _Leaves
-) -> Iterator[PairedLeaf]:
-    for (item, path), (record, number) in first.items():
-        if (item, path) in second:
-            other, other_number = second[item, path]
-            numbers = number, other_number
-            entries = (
-                manifests[0].items[item].leaves[number],
-                manifests[1].items[item].leaves[other_number],
-            )
-            yield PairedLeaf(item, (record, other), numbers, entries)
+def _left_over(manifest: Manifest, alone: Mapping[str, Sequence[int]]) -> list[LeafRecord]:
+    """Return the leaves that a manifest alone has; all leaves of an item that it alone has."""
+    return [
+        record
+        for name, item in manifest.items.items()
+        for record in records_of(manifest, name, alone.get(name, range(len(item.leaves))))
+    ]
 
 
-def _type_text(pair: PairedLeaf, side: int) -> str:
-    record, entry = pair.records[side], pair.entries[side]
-    return record.type_text if entry.impl is None else f"{record.type_text} of {entry.impl}"
+def _texts(
+    manifests: _Manifests, name: str, leaves: ComparedLeaves, verdict: Verdict
+) -> Iterator[ChangedText]:
+    pairs = leaves.pairs[leaves.verdicts == verdict]
+    text = _type_text if verdict is Verdict.OTHER_TYPE else _value_text
+    columns = [
+        [
+            (record, text(manifest.items[name].leaves, number, record))
+            for number, record in zip(numbers, records_of(manifest, name, numbers), strict=True)
+        ]
+        for manifest, numbers in zip(manifests, pairs.T.tolist(), strict=True)
+    ]
+    for (record, before), (_, after) in zip(*columns, strict=True):
+        yield ChangedText(record.item, record.path, before, after)
 
 
-def _value_text(pair: PairedLeaf, side: int) -> str:
-    record, entry = pair.records[side], pair.entries[side]
-    return str(entry.value) if record.value is None else record.value
+def _type_text(table: LeafTable, number: int, record: LeafRecord) -> str:
+    impl = table.forms[int(table.form[number])].impl
+    return record.type_text if impl is None else f"{record.type_text} of {impl}"
 
 
-def _chunks_changed(pair: PairedLeaf) -> int | None:
-    """Return how many chunks have other digests; None if that cannot be said."""
-    one, other = pair.entries
-    if not pair.records[0].nbytes:
-        return 0
-    digests = one.digests, other.digests
-    known = all(each not in ("", UNCHECKED) for side in digests for each in side)
-    if not known or tuple(one.chunks) != tuple(other.chunks) or len(digests[0]) != len(digests[1]):
-        return None
-    return sum(a != b for a, b in zip(*digests, strict=True))
+def _value_text(table: LeafTable, number: int, record: LeafRecord) -> str:
+    return str(table.values.get(number)) if record.value is None else record.value
 
 
-def _items(manifests: tuple[Manifest, Manifest], resized: set[str]) -> Iterator[ChangedText]:
+def _unlike_arrays(
+    manifests: _Manifests, name: str, leaves: ComparedLeaves
+) -> Iterator[PairedArray]:
+    chosen = (leaves.verdicts > Verdict.SAME) & (leaves.verdicts <= Verdict.UNKNOWN)
+    numbers = leaves.pairs[chosen].tolist()
+    tables = [manifest.items[name].leaves for manifest in manifests]
+    records = records_of(manifests[0], name, [first for first, _ in numbers])
+    verdicts, changed = leaves.verdicts[chosen].tolist(), leaves.chunks_changed[chosen].tolist()
+    for (first, second), record, verdict, chunks in zip(
+        numbers, records, verdicts, changed, strict=True
+    ):
+        form = tables[0].forms[int(tables[0].form[first])]
+        before, after = _signs(tables[0], first), _signs(tables[1], second)
+        compared = ComparedArray(
+            record,
+            form.count,
+            None if chunks < 0 else chunks,
+            signs=None if before is None or after is None else (before, after),
+        )
+        yield PairedArray(name, compared, Verdict(verdict), (first, second), form)
+
+
+def _signs(table: LeafTable, number: int) -> VitalSigns | None:
+    return signs_of(table.signs[number]) if len(table.signs) else None
+
+
+def _items(manifests: _Manifests, resized: set[str]) -> Iterator[ChangedText]:
     """Yield items that differ in more than their leaves."""
     first, second = manifests
     for name in dict.fromkeys((*first.items, *second.items)):

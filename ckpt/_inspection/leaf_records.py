@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
@@ -77,9 +77,19 @@ def leaf_records(manifest: Manifest) -> Iterator[LeafRecord]:
         CorruptCheckpointError: The manifest contradicts itself.
     """
     for name, item in manifest.items.items():
-        paths = unboxed_names(item.nodes, item.leaves.names)
-        for number in range(len(paths)):
-            yield _leaf("" if manifest.unnamed else name, item, paths, number)
+        yield from records_of(manifest, name, range(len(item.leaves)))
+
+
+def records_of(manifest: Manifest, name: str, numbers: Iterable[int]) -> Iterator[LeafRecord]:
+    """Yield some leaves of one item, by their numbers there.
+
+    Raises:
+        CorruptCheckpointError: The manifest contradicts itself.
+    """
+    item = manifest.items[name]
+    paths = unboxed_names(item.nodes, item.leaves.names)
+    for number in numbers:
+        yield _leaf("" if manifest.unnamed else name, item, paths, number)
 
 
 def _leaf(item_name: str, item: ItemEntry, paths: Sequence[str], number: int) -> LeafRecord:

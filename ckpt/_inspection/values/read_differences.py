@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from ckpt._inspection.differences import (
-    CheckpointDifferences,
-    ComparedArray,
-    PairedLeaf,
-    compare,
-    key_of,
-)
+from ckpt._inspection.differences import CheckpointDifferences, ComparedArray, PairedArray, compare
 from ckpt._inspection.places import Checkpoint
 from ckpt._inspection.values.array_changes import ArrayChange, RunningChanges
 from ckpt._inspection.values.leaf_index import pieces_of, whole_index
@@ -35,20 +29,27 @@ async def compare_values(before: Checkpoint, after: Checkpoint) -> CheckpointDif
         CorruptCheckpointError: A chunk is damaged; names the checkpoint and the leaf.
     """
     found, pairs = compare(before, after)
-    by_item: dict[str, list[PairedLeaf]] = {}
-    for pair in pairs.values():
+    by_item: dict[str, list[PairedArray]] = {}
+    for pair in pairs:
         by_item.setdefault(pair.item, []).append(pair)
-    changes: dict[str, ArrayChange] = {}
+    compared: list[ComparedArray] = []
     for item, members in by_item.items():
-        changes |= await _changes(before, after, item, members)
-    compared = [
-        replace(each, change=changes[key_of(each.leaf)])
-        for each in (*found.contents, *found.not_compared)
-    ]
+        changes = await _changes(before, after, item, members)
+        compared += [
+            replace(pair.compared, change=change)
+            for pair, change in zip(members, changes, strict=True)
+        ]
     unlike = [each for each in compared if _is_change(each)]
     unlike.sort(key=_weight, reverse=True)
-    same = found.same + len(compared) - len(unlike)
-    found = replace(found, contents=unlike, not_compared=[], same=same, values_read=True)
+    same = found.same - len(found.same_by_fingerprint) + len(compared) - len(unlike)
+    found = replace(
+        found,
+        contents=unlike,
+        not_compared=[],
+        same=same,
+        values_read=True,
+        same_by_fingerprint=[],
+    )
     lists = (found.removed, found.added, found.types, found.values, found.items, found.contents)
     return replace(found, is_same=not any((*lists, found.metrics, found.metadata)))
 
@@ -66,9 +67,9 @@ def _weight(compared: ComparedArray) -> tuple[bool, float, int]:
 
 
 async def _changes(
-    before: Checkpoint, after: Checkpoint, item: str, pairs: list[PairedLeaf]
-) -> dict[str, ArrayChange]:
-    """Return how much arrays of an item differ, by their keys."""
+    before: Checkpoint, after: Checkpoint, item: str, pairs: list[PairedArray]
+) -> list[ArrayChange]:
+    """Return how much arrays of an item differ, in their order."""
     from ckpt._format.dtypes import parse_dtype
     from ckpt._runtime.threads import run_in_thread
 
@@ -77,13 +78,13 @@ async def _changes(
     running = {}
     wanted = []
     for number, pair in numbers.items():
-        entry = pair.entries[0]
-        dtype = parse_dtype(entry.dtype)
-        running[number] = RunningChanges(dtype, is_key=entry.kind == "key")
-        index = whole_index(entry.shape)
+        form = pair.form
+        dtype = parse_dtype(form.dtype)
+        running[number] = RunningChanges(dtype, is_key=form.kind == "key")
+        index = whole_index(form.shape)
         wanted += [
             WantedPiece(number, each, math.prod(each.shape) * dtype.itemsize)
-            for each in pieces_of(index, entry.chunks, dtype.itemsize, PIECE_BYTES)
+            for each in pieces_of(index, form.chunks, dtype.itemsize, PIECE_BYTES)
         ]
 
     def take(batch: list[WantedPiece], one: list[Array], other: list[Array]) -> None:
@@ -97,7 +98,7 @@ async def _changes(
         with _named(after):
             other = await second.read(others)
         await run_in_thread(take, batch, one, other)
-    return {key_of(pair.records[0]): running[n].result() for n, pair in numbers.items()}
+    return [running[number].result() for number in numbers]
 
 
 @contextlib.contextmanager

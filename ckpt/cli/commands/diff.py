@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import click
+from msgspec.structs import replace
 
-from ckpt._inspection.differences import ChangedText, CheckpointDifferences, ComparedArray, compare
+from ckpt._inspection.differences import CheckpointDifferences, compare, largest_first
 from ckpt._inspection.places import checkpoint_at
 from ckpt._inspection.values.read_differences import compare_values
 from ckpt._runtime.loop import call_once
 from ckpt.cli import exit_status, options
+from ckpt.cli.changes import NORMS, difference_lines
 from ckpt.cli.output import printable, show
-from ckpt.cli.tables import table
 from ckpt.cli.text import count_text
 
 
@@ -27,8 +28,9 @@ def diff(before: str, after: str, values: bool, as_json: bool) -> int:
 
     Leaves, values, items, metrics and metadata are compared, and arrays by the digests of their
     chunks. Where two arrays are cut into other chunks, or another library has written one of them,
-    digests do not tell: with --values such arrays are read. Two steps of a run: ckpt diff runs/a/10
-    runs/a/20. How arrays lie on devices is not compared.
+    digests do not tell: then the fingerprints of vital signs do, if both were saved with them, and
+    with --values such arrays are read. Two steps of a run: ckpt diff runs/a/10 runs/a/20. How
+    arrays lie on devices is not compared.
 
     Exit status: 0 if the two are known to be the same, 1 if not.
     """
@@ -39,102 +41,32 @@ def diff(before: str, after: str, values: bool, as_json: bool) -> int:
 
 async def _differences(before: str, after: str, values: bool) -> CheckpointDifferences:
     first, second = await checkpoint_at(before), await checkpoint_at(after)
-    return await compare_values(first, second) if values else compare(first, second)[0]
+    if values:
+        return await compare_values(first, second)
+    found, _ = compare(first, second)
+    return replace(found, contents=largest_first(found.contents))
 
 
 def _view(found: CheckpointDifferences) -> Iterator[str]:
-    rows = [
-        *(("removed", _path(each.item, each.path), each.type_text, "") for each in found.removed),
-        *(("added", _path(each.item, each.path), "", each.type_text) for each in found.added),
-        *_texts("type", found.types),
-        *_texts("value", found.values),
-        *_texts("item", found.items),
-        *_texts("metric", found.metrics),
-        *_texts("metadata", found.metadata),
-    ]
-    if rows:
-        yield from table(("what", "name", "before", "after"), rows)
-    if rows and found.contents:
-        yield ""
-    if found.contents:
-        yield from _values(found.contents) if found.values_read else _chunks(found.contents)
-    if found.not_compared and (rows or found.contents):
-        yield ""
-    if found.not_compared:
-        yield from _chunks(found.not_compared)
+    yield from difference_lines(found)
     yield click.style(_summary(found), dim=True)
-
-
-def _path(item: str, path: str) -> str:
-    return ": ".join(filter(None, (item, path)))
-
-
-def _texts(what: str, changes: Sequence[ChangedText]) -> Iterator[tuple[str, str, str, str]]:
-    for each in changes:
-        yield what, _path(each.item, each.name), each.before or "-", each.after or "-"
-
-
-def _chunks(arrays: Sequence[ComparedArray]) -> Iterator[str]:
-    rows = [
-        (
-            _path(each.leaf.item, each.leaf.path),
-            each.leaf.type_text,
-            "not compared"
-            if each.chunks_changed is None
-            else f"{each.chunks_changed:,} of {count_text(each.chunks, 'chunk')} "
-            + ("differs" if each.chunks_changed == 1 else "differ"),
-        )
-        for each in arrays
-    ]
-    return table(("array", "type", "contents"), rows)
-
-
-def _values(arrays: Sequence[ComparedArray]) -> Iterator[str]:
-    rows = []
-    for each in arrays:
-        change = each.change
-        assert change is not None
-        notes = [
-            f"{number:,} {what}"
-            for number, what in (
-                (change.nan, "NaN in one alone"),
-                (change.inf, "infinite in one alone"),
-                (change.bits, "equal with other bits"),
-            )
-            if number
-        ]
-        rows.append(
-            (
-                _path(each.leaf.item, each.leaf.path),
-                each.leaf.type_text,
-                _number(change.max),
-                _number(change.mean),
-                "" if change.ulps is None else f"{change.ulps:,}",
-                f"{change.different:,} of {change.size:,}",
-                ", ".join(notes),
-            )
-        )
-    headers = ("array", "type", "max", "mean", "ulps", "differ", "notes")
-    return table(headers, rows, right=("max", "mean", "ulps", "differ"))
-
-
-def _number(value: float | int | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    if not found.values_read and any(each.signs is not None for each in found.contents):
+        yield click.style(NORMS, dim=True)
 
 
 def _summary(found: CheckpointDifferences) -> str:
     changed = len(found.types) + len(found.values) + len(found.contents)
+    by_fingerprint = len(found.same_by_fingerprint)
+    alike = f", {by_fingerprint:,} of them by fingerprint" if by_fingerprint else ""
     numbers = (
         (len(found.removed), "removed"),
         (len(found.added), "added"),
         (changed, "changed"),
-        (found.same, "the same"),
+        (found.same, f"the same{alike}"),
         (len(found.not_compared), "not compared (--values reads them)"),
     )
     parts = [f"{number:,} {what}" for number, what in numbers if number]
     places = f"{printable(found.before)} and {printable(found.after)}"
     if found.is_same:
-        return f"{places} are the same: {count_text(found.same, 'leaf', 'leaves')}"
+        return f"{places} are the same: {count_text(found.same, 'leaf', 'leaves')}{alike}"
     return f"{places}: {', '.join(parts) or 'no leaves'}"
