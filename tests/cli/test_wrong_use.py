@@ -23,6 +23,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "tree": ("PATH",),
     "show": ("PATH", "params.embed"),
     "diff": ("PATH", "PATH"),
+    "bisect": ("PATH", "PATH"),
     "du": ("PATH",),
     "explain": ("PATH",),
     "log": ("PATH",),

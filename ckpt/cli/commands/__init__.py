@@ -17,6 +17,7 @@ NAMES = (
     "tree",
     "show",
     "diff",
+    "bisect",
     "du",
     "explain",
     "log",
