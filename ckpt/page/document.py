@@ -10,9 +10,11 @@ from importlib import resources
 import msgspec
 
 from ckpt._inspection.json_values import json_text
-from ckpt.page.records import RunRecord, StepRecord
+from ckpt.page.records import NormsRecord, RunRecord, StepRecord
 
-ASSETS = {"page.css": "text/css", "page.js": "text/javascript"}
+# In the order in which they run: the last one shows the page.
+SCRIPTS = ("norms.js", "page.js")
+ASSETS = {"page.css": "text/css", **dict.fromkeys(SCRIPTS, "text/javascript")}
 
 
 class StaticData(msgspec.Struct, frozen=True):
@@ -21,10 +23,12 @@ class StaticData(msgspec.Struct, frozen=True):
     Attributes:
         run: The run.
         steps: The contents of some of its steps, by number.
+        norms: The norms of its layers.
     """
 
     run: RunRecord
     steps: Mapping[str, StepRecord]
+    norms: NormsRecord
 
 
 def asset(name: str) -> str:
@@ -34,25 +38,26 @@ def asset(name: str) -> str:
 
 def served_page() -> str:
     """Return the page that asks a server for its parts and its data."""
-    return asset("page.html").replace(
-        "<!-- parts -->",
-        '<link rel="stylesheet" href="page.css">\n<script src="page.js" defer></script>',
-    )
+    parts = ['<link rel="stylesheet" href="page.css">']
+    parts += [f'<script src="{name}" defer></script>' for name in SCRIPTS]
+    return asset("page.html").replace("<!-- parts -->", "\n".join(parts))
 
 
 def single_page(data: StaticData) -> str:
     """Return the page as one file, which needs neither a server nor a network."""
-    style, script = asset("page.css"), asset("page.js")
+    style, scripts = asset("page.css"), [asset(name) for name in SCRIPTS]
     # In a script element, only this could end it; in JSON it means the same.
     encoded = json_text(data).replace("<", "\\u003c")
-    policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
+    allowed = " ".join(f"'{_hash(script)}'" for script in scripts)
+    policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src {allowed}"
     parts = (
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f"<style>{style}</style>\n"
         f'<script type="application/json" id="data">{encoded}</script>\n'
     )
     page = asset("page.html").replace("<!-- parts -->", parts)
-    return page.replace("</body>", f"<script>{script}</script>\n</body>")
+    elements = "".join(f"<script>{script}</script>\n" for script in scripts)
+    return page.replace("</body>", f"{elements}</body>")
 
 
 def _hash(text: str) -> str:

@@ -9,15 +9,19 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckpt._inspection.leaf_records import LeafRecord, leaf_records
 from ckpt._inspection.listed_steps import list_root
+from ckpt._inspection.norms import NormReader
 from ckpt._inspection.places import Checkpoint, RunRoot
 from ckpt._inspection.summary import summarize
 from ckpt.errors import CheckpointError, StorageError
 
 # Of these many steps, the newest ones, the page shows where the time of the save went.
 _MOST_TIMED = 100
+# So many steps and layers are in the chart and the table of norms.
+_MOST_NORM_STEPS, _MOST_LAYERS = 64, 200
 # A bucket charges for every list.
 _POLL_SECONDS, _POLL_SECONDS_OF_STORES = 2.0, 20.0
 
@@ -50,6 +54,18 @@ class StepRecord(Struct, frozen=True):
     leaves: list[LeafRecord]
 
 
+class NormsRecord(Struct, frozen=True):
+    """The norms of layers over steps, as the page shows them.
+
+    Attributes:
+        table: A `NormTable`, with the first of its layers.
+        layers: How many layers there are.
+    """
+
+    table: dict[str, Any]
+    layers: int
+
+
 class RunReader:
     """Reads one root for the page. Its coroutines may run on any event loop, one at a time."""
 
@@ -58,6 +74,7 @@ class RunReader:
         self._root = root
         # By step directory and time of commit, since a step may be saved again.
         self._statistics: dict[tuple[str, object], dict[str, float]] = {}
+        self._norms = NormReader(root, most=_MOST_NORM_STEPS)
 
     @property
     def location(self) -> str:
@@ -112,6 +129,18 @@ class RunReader:
                 summary["metadata"], ensure_ascii=False, separators=(",", ":")
             )
         return StepRecord(summary, list(leaf_records(opened.manifest)))
+
+    async def norms(self) -> NormsRecord:
+        """Return the norms of layers over steps, evenly chosen ones if there are many.
+
+        Raises:
+            StorageError: The root cannot be read.
+        """
+        found = await self._norms.read()
+        shown = msgspec.to_builtins(replace(found, layers=found.layers[:_MOST_LAYERS]))
+        for name in ("steps", "unknown", "unreadable", "nonfinite"):
+            shown[name] = [str(step) for step in shown[name]]
+        return NormsRecord(shown, len(found.layers))
 
     async def _statistics_of(self, number: int) -> dict[str, float]:
         try:

@@ -96,6 +96,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.OK, ASSETS[name], asset(name))
         elif name == "run":
             self._read(lambda: anyio.run(self.server.reader.run))
+        elif name == "norms":
+            self._read(lambda: anyio.run(self.server.reader.norms))
         elif name.startswith("step/") and _PLAIN.step(name.removeprefix("step/")) is not None:
             number = int(name.removeprefix("step/"))
             self._read(lambda: anyio.run(self.server.reader.step, number))

@@ -81,9 +81,12 @@ def test_it_serves_the_run_to_who_has_the_token(run_root: Path) -> None:
         assert status == 200
         assert step["summary"]["step"] == "20"
         assert {leaf["path"] for leaf in step["leaves"]} >= {"params.embed", "epoch"}
+        status, norms, _ = get(url, "/norms", token)
+        assert status == 200
+        assert norms["table"]["steps"] == norms["table"]["unknown"] == ["10", "20", "30"]
 
 
-@pytest.mark.parametrize("path", ["/", "/run", "/step/10", "/page.js", "/nothing"])
+@pytest.mark.parametrize("path", ["/", "/run", "/norms", "/step/10", "/page.js", "/nothing"])
 @pytest.mark.parametrize("token", [None, "", "wrong", "ü"])
 def test_nobody_else_gets_anything(path: str, token: str | None, server: str) -> None:
     status, text, _ = get(server, path, "%C3%BC" if token == "ü" else token)
@@ -135,6 +138,27 @@ def test_a_new_step_is_in_the_next_answer(tmp_path: Path) -> None:
             mgr.save(2, {"w": jnp.zeros(2)}, durable=True)
             _, run, _ = get(url, "/run", token_of(url))
             assert [each["step"] for each in run["listing"]["steps"]] == ["1", "2"]
+
+
+def test_norms_follow_the_run_and_are_bounded(tmp_path: Path) -> None:
+    with ckpt.sync.CheckpointManager(tmp_path, vital_signs=True) as mgr:
+        for step in range(2**53, 2**53 + 70):
+            layers = {f"layer_{n}": jnp.ones(1) for n in range(210)}
+            mgr.save(step, layers if step == 2**53 else {"layer_0": jnp.ones(1)})
+        mgr.wait_until_finished()
+        with served(tmp_path) as (_, url):
+            _, norms, _ = get(url, "/norms", token_of(url))
+            table = norms["table"]
+            # Every second one, and the last; numbers that a browser would round are texts.
+            steps = [*range(2**53, 2**53 + 69, 2), 2**53 + 69]
+            assert table["steps"] == [*map(str, steps)]
+            assert (norms["layers"], len(table["layers"]), table["total"]) == (210, 200, 70)
+            assert table["layers"][0]["norms"] == [1.0] * 36
+            assert table["layers"][1]["norms"] == [1.0, *[None] * 35]
+            mgr.save(2**53 + 70, {"layer_0": jnp.full(1, jnp.nan)}, durable=True)
+            _, norms, _ = get(url, "/norms", token_of(url))
+            assert norms["table"]["nonfinite"] == [str(2**53 + 70)]
+            assert norms["table"]["layers"][0]["nonfinite"][-1] == 1
 
 
 def test_two_runs_can_be_served_to_one_browser(run_root: Path) -> None:

@@ -38,6 +38,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "gc": ("PATH", "--dry-run"),
     "pin": ("PATH", "keep"),
     "unpin": ("PATH/20", "paper"),
+    "norms": ("PATH",),
     "stats": ("PATH",),
     "goodput": ("PATH",),
     "ui": ("PATH", "--export", "OUT"),

@@ -225,6 +225,52 @@ def test_metrics_may_be_called_like_methods(browser: Any, tmp_path: Path) -> Non
     assert opened.wrong == []
 
 
+def signed_run(root: Path) -> Path:
+    """Save a run with vital signs, in which a layer gets NaN at steps 30 and 40."""
+    with ckpt.sync.CheckpointManager(root, vital_signs=True) as mgr:
+        for step in (10, 20, 30, 40, 50):
+            state = state_of(step)
+            if step in (30, 40):
+                kernel = state["params"]["layer_2"]["kernel"]
+                state["params"]["layer_2"]["kernel"] = kernel.astype(float).at[0].set(jnp.nan)
+            mgr.save(step, state, durable=True)
+    return root
+
+
+def test_norms_over_steps(browser: Any, tmp_path: Path) -> None:
+    opened = exported(browser, signed_run(tmp_path / "run"), tmp_path)
+    page = opened.page
+    # The layer with values that are not finite is shown first.
+    assert page.get_by_label("Layer").input_value() == "params.layer_2"
+    assert "2 steps with values that are not finite, first step 30" in opened.text("#norms-text")
+    assert page.locator("#norms rect.bad").count() == 2
+    assert "are in 2 steps of the run: 30, 40" in opened.text("#norms-notes")
+    page.get_by_role("button", name="params.layer_0", exact=True).last.click()
+    assert page.get_by_label("Layer").input_value() == "params.layer_0"
+    assert "Norm of params.layer_0 in 5 steps: 320 to 1600" in opened.text("#norms-text")
+    assert page.locator("#norms rect.bad").count() == 0
+    assert page.locator("#norms circle").count() == 5
+    assert opened.wrong == []
+
+
+def test_a_run_without_vital_signs_has_no_norms(browser: Any, url: str) -> None:
+    opened = Opened(browser, url)
+    sync_api.expect(opened.page.locator("#norms-section")).to_be_hidden()
+    assert opened.wrong == []
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_norms_can_be_read_by_everybody(browser: Any, tmp_path: Path, width: int) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    root, file = signed_run(tmp_path / "run"), tmp_path / "run.html"
+    assert ckpt_command("ui", root, "--export", file).status == 0
+    opened = Opened(browser, file.as_uri(), viewport={"width": width, "height": 900})
+    sync_api.expect(opened.page.locator("#norms-section")).to_be_visible()
+    found = axe.Axe().run(opened.page)
+    assert found.violations_count == 0, found.generate_report()
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
 def test_the_keyboard_is_enough(browser: Any, url: str) -> None:
     opened = Opened(browser, url)
     page = opened.page

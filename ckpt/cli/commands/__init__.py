@@ -33,6 +33,7 @@ NAMES = (
     "pin",
     "unpin",
     "watch",
+    "norms",
     "stats",
     "goodput",
     "trace",

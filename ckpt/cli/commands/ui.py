@@ -60,7 +60,7 @@ def _export(root: RunRoot, file: Path, most: int) -> None:
                 found[number] = await reader.step(int(number))
             except CheckpointError as error:
                 note(f"warning: step {number} is left out: {error}")
-        return StaticData(run, found)
+        return StaticData(run, found, await reader.norms())
 
     data = anyio.run(read)
     try:

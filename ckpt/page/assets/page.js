@@ -1,5 +1,5 @@
 "use strict";
-// The page of a run. Texts from checkpoints become text nodes only, never markup.
+// The page of a run. Texts from checkpoints become text nodes only, never markup. Norms are in norms.js.
 
 const SVG = "http://www.w3.org/2000/svg";
 const MOST_ROWS = 500;
@@ -22,7 +22,7 @@ const contents = new Map();
 
 async function read(path) {
   if (embedded) {
-    if (path === "run") return embedded.run;
+    if (path === "run" || path === "norms") return embedded[path];
     const found = embedded.steps[path.slice("step/".length)];
     if (!found) throw new Error("The file has no leaves of this step. Export more with --steps.");
     return found;
@@ -152,6 +152,7 @@ async function showRun() {
   showSteps(metrics);
   showChart();
   await showStep();
+  await showNorms();
 }
 
 function showOthers() {
@@ -499,6 +500,7 @@ function differences(before, after) {
 // ---- what the user does ----
 
 byId("metric").addEventListener("change", showChart);
+byId("layer").addEventListener("change", showNormChart);
 byId("search").addEventListener("input", () => { showsAll = false; if (shown) showLeaves(); });
 byId("base").addEventListener("change", showDiff);
 byId("more-button").addEventListener("click", () => { showsAll = true; showLeaves(); });

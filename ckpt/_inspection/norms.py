@@ -1,0 +1,249 @@
+"""The norms of the layers of a run over its steps, from the vital signs in its manifests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from ckpt._format.manifest import ItemEntry, Manifest
+from ckpt._inspection.leaf_records import ARRAYS
+from ckpt._inspection.places import RunRoot
+from ckpt._steps.opened import open_step
+from ckpt._tree.boxes import unboxed_names
+from ckpt._tree.patterns import compile_rule
+from ckpt._tree.suggestions import near_miss
+from ckpt._vitals.signs import join_signs, no_signs, signs_of
+from ckpt.errors import CheckpointError, InvalidArgumentError
+
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+DEPTH = 2
+# The least number of steps: the first and the last.
+LEAST_STEPS = 2
+
+
+class LayerSigns(Struct, frozen=True, gc=False):
+    """What the arrays of a layer come to in one step.
+
+    Attributes:
+        leaves: How many there are.
+        norm: Square root of the sum of the squares of their finite values; None if the vital signs
+            of one of them are not known.
+        absmax: The largest absolute value of those.
+        nonfinite: How many values are NaN or infinite.
+    """
+
+    leaves: int
+    norm: float | None
+    absmax: float | None
+    nonfinite: int | None
+
+
+class LayerNorms(Struct, frozen=True):
+    """A layer over the steps; None where a step has no such layer, or no vital signs of it.
+
+    Attributes:
+        name: The item, if it has a name, and the keys that its leaf paths begin with.
+        leaves: How many arrays it has, in the step that has the most.
+        norms: Its norm in each step.
+        absmax: The largest absolute value.
+        nonfinite: How many values are NaN or infinite.
+    """
+
+    name: str
+    leaves: int
+    norms: list[float | None]
+    absmax: list[float | None]
+    nonfinite: list[int | None]
+
+
+class NormTable(Struct, frozen=True):
+    """The norms of the layers of a run over its steps.
+
+    Attributes:
+        path: Where the run is.
+        total: How many steps it has.
+        steps: The steps that were looked at, ascending: evenly chosen ones, and the first that has
+            values that are not finite.
+        layers: Its layers, in the order of the tree.
+        unknown: Those of the steps of which no layer has vital signs.
+        unreadable: Those that were chosen and could not be read.
+        nonfinite: All steps of the run that are known to have values that are not finite, in any
+            layer.
+    """
+
+    path: str
+    total: int
+    steps: list[int]
+    layers: list[LayerNorms]
+    unknown: list[int]
+    unreadable: list[int]
+    nonfinite: list[int]
+
+
+# What a step has, by layer.
+StepLayers = dict[str, LayerSigns]
+
+
+class NormReader:
+    """Reads the norms of a run; of a step that it has seen, the manifest is not read again."""
+
+    def __init__(
+        self, root: RunRoot, *, most: int, depth: int = DEPTH, select: Sequence[str] = ()
+    ) -> None:
+        """Read the steps of `root`.
+
+        Args:
+            root: The run.
+            most: Look at so many steps at most, besides the first with values that are not finite.
+            depth: How many keys of leaf paths a layer has, numbers not counted.
+            select: Only leaves that one of these patterns covers; none for all.
+
+        Raises:
+            InvalidArgumentError: A pattern is none.
+        """
+        self._root = root
+        self._most = most
+        self._depth = depth
+        self._rules = [(pattern, compile_rule(pattern)[0][1]) for pattern in select]
+        # By what a step that is saved again has other ones of.
+        self._known: dict[tuple[str, str, int], StepLayers] = {}
+
+    async def read(self) -> NormTable:
+        """Return the norms as they are now.
+
+        Raises:
+            InvalidArgumentError: A pattern fits no array in any step.
+            StorageError: The root cannot be read.
+        """
+        listed = await self._root.index.refresh()
+        nonfinite = [step for step, each in listed.items() if each.nonfinite_leaves]
+        chosen = sorted({*chosen_steps(list(listed), self._most), *nonfinite[:1]})
+        keys = {(each.step_dir, each.attempt, each.committed_ns) for each in listed.values()}
+        self._known = {key: found for key, found in self._known.items() if key in keys}
+        read: dict[int, StepLayers] = {}
+        for number in chosen:
+            step = listed[number]
+            key = step.step_dir, step.attempt, step.committed_ns
+            found = self._known.get(key)
+            if found is None:
+                found = await self._layers_of(step.step_dir, number)
+            if found is not None:
+                self._known[key] = read[number] = found
+        if self._rules and read and not any(read.values()):
+            raise InvalidArgumentError(await self._nothing(max(read)))
+        unknown = [
+            step
+            for step, layers in read.items()
+            if all(each.norm is None for each in layers.values())
+        ]
+        return NormTable(
+            self._root.location,
+            len(listed),
+            list(read),
+            _over_steps(list(read.values())),
+            unknown,
+            [step for step in chosen if step not in read],
+            nonfinite,
+        )
+
+    async def _layers_of(self, step_dir: str, step: int) -> StepLayers | None:
+        try:
+            opened = await open_step(self._root.storage, step_dir, step)
+        except CheckpointError:
+            return None
+        if opened is None:
+            return None
+        found: dict[str, LayerSigns] = {}
+        for name, item in opened.manifest.items.items():
+            shown = "" if opened.manifest.unnamed else name
+            found |= self._item_layers(shown, item)
+        return found
+
+    def _item_layers(self, item_name: str, item: ItemEntry) -> dict[str, LayerSigns]:
+        table = item.leaves
+        numbers, owners, layers = [], [], dict[str, int]()
+        paths = unboxed_names(item.nodes, table.names)
+        wanted = [form.kind in ARRAYS and form.kind != "key" for form in table.forms]
+        for number, form in enumerate(table.form.tolist()):
+            # Of an array that is stored once, the norm counts once; that of a key says nothing.
+            if not wanted[form] or number in table.same_as:
+                continue
+            path = paths[number]
+            if self._rules and not any(covers(path) for _, covers in self._rules):
+                continue
+            layer = ": ".join(filter(None, (item_name, layer_of(path, self._depth))))
+            numbers.append(number)
+            owners.append(layers.setdefault(layer, len(layers)))
+        of_layer: Integers = np.array(owners, np.int64)
+        signs = table.signs[numbers] if len(table.signs) else no_signs(len(numbers))
+        joined = join_signs(signs, of_layer, len(layers))
+        counts = np.bincount(of_layer, minlength=len(layers)).tolist()
+        return {
+            name: LayerSigns(count, known.norm, known.absmax, known.nonfinite)
+            if (known := signs_of(joined[at])) is not None
+            else LayerSigns(count, None, None, None)
+            for (name, at), count in zip(layers.items(), counts, strict=True)
+        }
+
+    async def _nothing(self, step: int) -> str:
+        opened = await self._root.index.found(step)
+        hint = near_miss(self._rules[0][0], _array_paths(opened.manifest))
+        patterns = ", ".join(repr(pattern) for pattern, _ in self._rules)
+        return f"{self._root.location} has no array that fits {patterns}{hint}"
+
+
+def _array_paths(manifest: Manifest) -> list[str]:
+    return [
+        path
+        for item in manifest.items.values()
+        for path, form in zip(
+            unboxed_names(item.nodes, item.leaves.names), item.leaves.form.tolist(), strict=True
+        )
+        if item.leaves.forms[form].kind in ARRAYS
+    ]
+
+
+def layer_of(path: str, depth: int) -> str:
+    """Return the first keys of a leaf path; a number belongs to the key before it."""
+    keys = path.split(".")
+    taken = named = 0
+    for key in keys:
+        if not key.isdecimal():
+            if named == depth:
+                break
+            named += 1
+        taken += 1
+    return ".".join(keys[:taken])
+
+
+def chosen_steps(steps: Sequence[int], most: int) -> list[int]:
+    """Return at most so many of the steps, evenly: the first, each so many-th, and the last.
+
+    The distance is a power of two, so that a run that goes on has most of its steps chosen again.
+    """
+    distance = 1
+    while len(range(0, len(steps) - 1, distance)) + 1 > max(most, LEAST_STEPS):
+        distance *= 2
+    return [*steps[: len(steps) - 1 : distance], *steps[-1:]]
+
+
+def _over_steps(steps: Sequence[dict[str, LayerSigns]]) -> list[LayerNorms]:
+    names = dict.fromkeys(name for step in steps for name in step)
+    nothing = LayerSigns(0, None, None, None)
+    found = []
+    for name in names:
+        row = [step.get(name, nothing) for step in steps]
+        found.append(
+            LayerNorms(
+                name,
+                max(each.leaves for each in row),
+                [each.norm for each in row],
+                [each.absmax for each in row],
+                [each.nonfinite for each in row],
+            )
+        )
+    return found
