@@ -23,6 +23,7 @@ from ckpt._plan.save_plan import SavePlan
 from ckpt._plan.unchanged.kept_chunks import SMALL_BYTES, EarlierChunks, files_apart
 from ckpt._plan.write_batches import WriteBatch
 from ckpt.storage._base import Storage, can_share
+from ckpt.storage._manifests import lies_in
 
 _NONE = np.zeros(0, np.int64)
 
@@ -137,7 +138,7 @@ class LastSave(Struct):
 
     Attributes:
         storage: The root.
-        step_dir: Name of the step directory.
+        step_dir: The step directory, with the folder that its manifest names.
         items: What is known of its items.
         was_restored: Whether it was restored, and not saved by this program.
     """
@@ -157,7 +158,7 @@ def restored(storage: Storage, step_dir: str, manifest: Manifest) -> LastSave | 
         manifest: Its manifest.
     """
     is_here = manifest.format == OWN_FORMAT and VIRTUAL not in manifest.requires
-    if not is_here or manifest.folder or not can_share(storage):
+    if not is_here or not can_share(storage):
         return None
     items = {}
     for name, entry in manifest.items.items():
@@ -165,7 +166,7 @@ def restored(storage: Storage, step_dir: str, manifest: Manifest) -> LastSave | 
         known = {path: file for path, file in files.items() if file is not None}
         if len(known) == len(files):
             items[name] = RestoredItem(entry, known)
-    return LastSave(storage, step_dir, items, was_restored=True)
+    return LastSave(storage, lies_in(step_dir, manifest), items, was_restored=True)
 
 
 def saved_item(

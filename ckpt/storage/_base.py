@@ -165,19 +165,23 @@ class SharesFiles(Protocol):
     def shares_files(self) -> bool:
         """Whether it can do so here, as far as known."""
 
+    @property
+    def shares_at_once(self) -> bool:
+        """Whether it takes no longer than to open a file, so that a caller may wait for it."""
+
     async def share(
         self, attempt: Attempt, step_dir: str, files: Mapping[str, int]
     ) -> Sequence[str]:
         """Put durable files of a step directory into the attempt, at the same paths.
 
-        Not a byte is copied. A file that is missing, has another size or cannot be shared is left
-        out, and the caller writes what it needs of it: sharing saves work, and must not fail a
-        save.
+        Not a byte passes this program. A file that is missing, has another size or cannot be shared
+        is left out, and the caller writes what it needs of it: sharing saves work, and must not
+        fail a save. Files below 1 MiB may be left out, too, where a write takes no longer.
 
         Args:
             attempt: The attempt.
-            step_dir: The step directory, of the same root.
-            files: Size in bytes of every file, by its path in the step directory.
+            step_dir: The step directory, of the same root; with the folder that its manifest names.
+            files: Size in bytes of every file, by its path there.
 
         Returns:
             The paths of those that the attempt has now.

@@ -20,7 +20,7 @@ from typing import Literal, get_args
 
 from tests.stores.wire import Head, Loopback, read_head, read_pieces, send
 
-__all__ = ["FAULTS", "Fault", "FaultProxy", "Seen"]
+__all__ = ["FAULTS", "Fault", "FaultProxy", "Refusal", "Seen"]
 
 # `lost`: the store does it, and its answer is dropped; `lost and down`: and then nobody listens for
 # a while. `bare`: the answer has no ETag. `truncated`: half of the body, and the
@@ -40,19 +40,25 @@ Fault = Literal[
     "bare",
 ]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
+# What the store does not do, whoever asks how often.
+Refusal = Literal["403", "501"]
 _SLOW_S = 0.3
 _ETAG = re.compile(rb"etag:[^\r]*\r\n", re.IGNORECASE)
 
 
 @dataclass
 class Seen:
-    """One request: what it was, and what became of it (status 0: no answer)."""
+    """One request: what it was, and what became of it (status 0: no answer).
+
+    `copies`: it asks for a copy of another object.
+    """
 
     number: int
     method: str
     path: str
     query: dict[str, str]
     conditional: bool
+    copies: bool = False
     fault: str | None = None
     status: int = 0
     up: int = 0
@@ -93,7 +99,7 @@ class FaultProxy:
         bandwidth: float | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self.plan: Callable[[Seen], Fault | None] = _none
+        self.plan: Callable[[Seen], Fault | Refusal | None] = _none
         self.log: list[Seen] = []
         self.latency = latency
         self.down = 0.3
@@ -148,7 +154,8 @@ class FaultProxy:
         conditional = any(name in head.headers for name in ("if-match", "if-none-match")) or (
             "ifGenerationMatch" in head.query
         )
-        seen = Seen(len(self.log), head.first[0], head.path, head.query, conditional)
+        copies = any(f"x-{name}-copy-source" in head.headers for name in ("amz", "goog"))
+        seen = Seen(len(self.log), head.first[0], head.path, head.query, conditional, copies)
         self.log.append(seen)
         seen.fault = fault = self.plan(seen)
         if self.latency:
@@ -160,7 +167,7 @@ class FaultProxy:
             return False
         if head.headers.get("expect", "").lower() == "100-continue":
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        is_stopped = fault in ("500", "503", "429", "hung")
+        is_stopped = fault in ("500", "503", "429", "hung", "403", "501")
         if not is_stopped:
             asks.write(head.raw)
         async for piece in read_pieces(reader, head):
@@ -183,7 +190,7 @@ class FaultProxy:
     async def _hand_back(
         self,
         seen: Seen,
-        fault: Fault | None,
+        fault: Fault | Refusal | None,
         writer: asyncio.StreamWriter,
         answers: asyncio.StreamReader,
     ) -> bool:

@@ -1,7 +1,8 @@
 """A small fake of Google Cloud Storage: what TensorStore's `gcs` driver asks for, and no more.
 
 Uploads (media), reads of ranges, listings page by page, deletions; conditions on generations are
-obeyed everywhere, and no generation is given twice. Faults come from the proxy in front of it.
+obeyed everywhere, and no generation is given twice. Of the XML API it has copies, and looks at an
+object, as obstore asks for them. Faults come from the proxy in front of it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import sys
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from tests.stores.wire import Head, Loopback, read_head, read_pieces, send
 
@@ -72,13 +73,16 @@ class GcsFake:
         given = head.headers.get("authorization", "").removeprefix("Bearer ")
         if self.tokens is not None and given not in self.tokens:
             return _error(401, f"Invalid Credentials: authorization: Bearer {given}")
-        start = next(each for each in (_UPLOAD, _DOWNLOAD, _OBJECTS) if head.path.startswith(each))
+        apis = (_UPLOAD, _DOWNLOAD, _OBJECTS)
+        start = next((each for each in apis if head.path.startswith(each)), "/")
         bucket, _, rest = head.path.removeprefix(start).partition("/")
         objects = self.buckets.get(bucket)
         if objects is None:
             return _error(404, "The specified bucket does not exist.")
         if method in ("POST", "DELETE", "PUT") and bucket in self.read_only:
             return _error(403, "the caller does not have storage.objects.create access")
+        if start == "/":
+            return self._of_xml(method, bucket, rest, head)
         if start == _UPLOAD:
             if query.get("uploadType") == "resumable":
                 return self._begin_upload(bucket, head)
@@ -104,6 +108,23 @@ class GcsFake:
             del objects[name]
             return 204, b"", {}
         return _read(name, found, head)
+
+    def _of_xml(
+        self, method: str, bucket: str, name: str, head: Head
+    ) -> tuple[int, bytes, dict[str, Any]]:
+        """Copy an object, or tell its size."""
+        objects, source = self.buckets[bucket], ""
+        if method == "PUT":
+            source = unquote(head.headers["x-goog-copy-source"]).removeprefix(f"{bucket}/")
+        found = objects.get(source or name)
+        if found is None:
+            return 404, b"<Error><Code>NoSuchKey</Code></Error>", {}
+        if source:
+            self.put(bucket, name, found.data)
+            return 200, b"<CopyObjectResult/>", {}
+        changed = "Thu, 01 Jan 2026 00:00:00 GMT"
+        headers = {"length": len(found.data), "ETag": f'"{found.generation}"'}
+        return 200, b"", {**headers, "Last_Modified": changed}
 
     def _begin_upload(self, bucket: str, head: Head) -> tuple[int, bytes, dict[str, Any]]:
         """Begin an upload whose bytes come with a request of their own, as gcsfs does it."""

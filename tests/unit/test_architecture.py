@@ -60,6 +60,7 @@ SEAMS = {
     "aiofiles": {"storage._local"},
     "xxhash": {"_format"},
     "matplotlib": {"observers._tracing"},
+    "obstore": {"storage._object"},
     "google_crc32c": {"_format", "_interop"},
     "opentelemetry": {"observers"},
     "prometheus_client": {"observers"},
@@ -215,7 +216,7 @@ def test_importing_everything_public_imports_no_peer_or_tool() -> None:
         "import sys, ckpt\nfor name in ckpt.__all__: getattr(ckpt, name)\n"
         "print(sorted({m.split('.')[0] for m in sys.modules} & "
         "{'orbax', 'flax', 'optax', 'hypothesis', 'pytest', 'IPython', 'matplotlib', 'sklearn', "
-        "'opentelemetry', 'prometheus_client', 'rich'}))"
+        "'obstore', 'opentelemetry', 'prometheus_client', 'rich'}))"
     )
     run = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60

@@ -31,6 +31,7 @@ from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._tree.leaf_specs import StoredLeaf
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import FileData
+from ckpt.storage._base import SharesFiles
 
 T = TypeVar("T")
 
@@ -147,13 +148,17 @@ class EngineItemWriter:
     async def _take_over(self, plan: ItemPlan, known: SavedItem, leaves: Sequence[Any]) -> ItemPlan:
         """Put files of the step before into this one that hold arrays which are the same objects.
 
-        Before the caller goes on, since what cannot be taken over has to be staged.
+        Before the caller goes on, since what cannot be taken over has to be staged. Where that
+        would take long, all is staged, and found to be the same later.
 
         Returns:
             The plan for what is left.
         """
         session, kept = self._session, None
-        wanted = await self.in_thread(known.of_the_same_arrays, leaves)
+        assert isinstance(session.storage, SharesFiles)
+        wanted = None
+        if session.storage.shares_at_once:
+            wanted = await self.in_thread(known.of_the_same_arrays, leaves)
         if wanted is not None:
             kept = await take_over(session, self._item, known, wanted)
         apart = known.apart(kept)

@@ -31,6 +31,7 @@ from ckpt.errors import StorageError, located
 from ckpt.handlers._base import Handler, errors_of, is_per_process
 from ckpt.handlers._registry import Handlers
 from ckpt.storage._base import Attempt, Storage, can_share
+from ckpt.storage._manifests import lies_in
 
 logger = logging.getLogger("ckpt")
 
@@ -108,7 +109,7 @@ async def save_step(
                 manifest = await _run(session, engine, request, calls)
                 keeper.cancel()
         if session.saved:
-            engine.last_save = LastSave(storage, request.step_dir, session.saved)
+            engine.last_save = LastSave(storage, lies_in(request.step_dir, manifest), session.saved)
         if processes.publishes:
             warn_of_odd_values(engine, manifest, f"{storage.location}/{request.step_dir}")
         return manifest

@@ -55,15 +55,24 @@ async def take_over(
     if session.attempt is None:
         return None
     # Two batches may want the same file.
-    async with session.sharing:
-        missing = {
-            full: known.files[path].size
-            for full, path in paths.items()
-            if full not in session.files
-        }
-        if missing:
+    awaited = [session.sharing[full] for full in paths if full in session.sharing]
+    missing = {
+        full: known.files[path].size
+        for full, path in paths.items()
+        if full not in session.files and full not in session.sharing
+    }
+    if missing:
+        is_over = anyio.Event()
+        session.sharing.update(dict.fromkeys(missing, is_over))
+        try:
             shared = await session.storage.share(session.attempt, session.last.step_dir, missing)
             for full in shared:
                 session.files[full] = replace(known.files[paths[full]], shared=True)
+        finally:
+            for full in missing:
+                del session.sharing[full]
+            is_over.set()
+    for each in awaited:
+        await each.wait()
     found = {path for full, path in paths.items() if full in session.files}
     return in_files(wanted, found) if found else None

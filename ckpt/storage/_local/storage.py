@@ -299,6 +299,10 @@ class LocalStorage:
     def shares_files(self) -> bool:
         return self._hard_links
 
+    @property
+    def shares_at_once(self) -> bool:
+        return True
+
     async def share(
         self, attempt: Attempt, step_dir: str, files: Mapping[str, int]
     ) -> Sequence[str]:

@@ -319,8 +319,8 @@ class ObjectClient:
         is_whole: bool = False,
     ) -> Any:
         """Return the result of one request; wait for it within its limit, even if cancelled."""
-        where = f"{self.location}/{key}{self._at}"
-        async with self._slot():
+        where = self.where(key)
+        async with self.slot():
             with anyio.CancelScope(shield=True):
                 store = (await self._stores())[careful]
                 if in_thread:
@@ -330,7 +330,7 @@ class ObjectClient:
                         future = await run_in_thread(begin, store)
                 else:
                     future = begin(store)
-                limit = (seconds or self.seconds) + nbytes / _SLOWEST_BYTES
+                limit = (seconds or self.seconds) + more_seconds(nbytes)
                 ends = anyio.current_time() + limit
                 if is_whole and not await _settled(future, limit / 2):
                     ends += await self._more_seconds(store, key, limit / 4)
@@ -361,6 +361,10 @@ class ObjectClient:
                 nbytes = place * 2
         return nbytes / _SLOWEST_BYTES
 
+    def where(self, key: str) -> str:
+        """Return where an object is, for messages."""
+        return f"{self.location}/{key}{self._at}"
+
     async def _stores(self) -> tuple[KeyValueStore, KeyValueStore]:
         if self._opened is not None:
             return self._opened
@@ -377,7 +381,8 @@ class ObjectClient:
             return opened
 
     @contextlib.asynccontextmanager
-    async def _slot(self) -> AsyncIterator[None]:
+    async def slot(self) -> AsyncIterator[None]:
+        """Hold one of the places for requests."""
         if self._slots is None:
             self._slots = anyio.Semaphore(self._concurrency)
         async with self._slots:
@@ -394,6 +399,11 @@ async def _settled(future: Any, seconds: float) -> bool:
     with anyio.move_on_after(seconds):
         await event.wait()
     return bool(future.done())
+
+
+def more_seconds(nbytes: int) -> float:
+    """Return how much more time than others a request has that moves so many bytes."""
+    return nbytes / _SLOWEST_BYTES
 
 
 def _pauses() -> Iterator[float]:

@@ -43,6 +43,9 @@ class S3:
         concurrency: How many requests are in flight at once.
         single_writer: Promise that no other program writes below `url` meanwhile. Then stores
             that ignore the conditions of writes are accepted, too.
+        server_side_copies: Whether objects of arrays that are the same as in the step before are
+            copied inside the store instead of uploaded again; needs `ckpt-jax[copies]`. False
+            uploads every step in full.
 
     Raises:
         InvalidArgumentError: An argument is invalid.
@@ -62,6 +65,7 @@ class S3:
     request_timeout: float = 60.0
     concurrency: int = 32
     single_writer: bool = False
+    server_side_copies: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", _checked_url("S3", self.url, "s3"))
@@ -94,6 +98,7 @@ class GCS:
         request_timeout: As for `S3`, in seconds.
         concurrency: As for `S3`.
         single_writer: As for `S3`.
+        server_side_copies: As for `S3`.
 
     Raises:
         InvalidArgumentError: An argument is invalid.
@@ -111,6 +116,7 @@ class GCS:
     request_timeout: float = 60.0
     concurrency: int = 32
     single_writer: bool = False
+    server_side_copies: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", _checked_url("GCS", self.url, "gs"))
@@ -264,3 +270,4 @@ def _check_writes(config: S3 | GCS) -> None:
     retries = whole_number("retries", config.retries, of=kind, least=0, most=_MOST_RETRIES)
     object.__setattr__(config, "retries", retries)
     true_or_false("single_writer", config.single_writer, of=kind)
+    true_or_false("server_side_copies", config.server_side_copies, of=kind)

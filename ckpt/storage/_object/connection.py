@@ -37,11 +37,17 @@ class Connection:
 
     Attributes:
         location: The place, for messages.
-        endpoint: The URL of the store, for messages; empty for the usual one.
+        endpoint: The URL of the store; empty for the usual one.
+        region: Region of the bucket; empty where the store is asked for it, or has none.
     """
 
     def __init__(
-        self, location: str, endpoint: str, spec: Callable[[int], dict[str, Any]], retries: int
+        self,
+        location: str,
+        endpoint: str,
+        spec: Callable[[int], dict[str, Any]],
+        retries: int,
+        region: str = "",
     ) -> None:
         """Describe a place.
 
@@ -50,9 +56,11 @@ class Connection:
             endpoint: The URL of the store.
             spec: Returns the specification with a given number of retries.
             retries: How often requests that are harmless to repeat are retried.
+            region: Region of the bucket.
         """
         self.location = location
         self.endpoint = endpoint
+        self.region = region
         self._spec = spec
         self._retries = retries
         self._context: ts.Context | None = None
@@ -112,6 +120,7 @@ def connect(config: StoreConfig) -> Connection:
         endpoint or "",
         functools.partial(_s3, config, bucket, path, endpoint, region),
         config.retries,
+        region or "",
     )
 
 
@@ -128,7 +137,7 @@ def _s3(
         "path": path,
         # Otherwise TensorStore reads the object first, and then writes without a condition.
         "use_conditional_write": True,
-        "aws_credentials": _credentials(config.credentials),
+        "aws_credentials": credentials_of(config.credentials),
         "s3_request_concurrency": {"limit": config.concurrency},
         "s3_request_retries": _retries(retries),
     }
@@ -139,19 +148,23 @@ def _s3(
     return spec
 
 
-def _credentials(given: str) -> dict[str, str]:
+def credentials_of(given: str) -> dict[str, str]:
     """Return where TensorStore looks for keys. It reads files only for a profile."""
     kind, _, profile = given.partition(":")
     if kind == "profile":
-        files = {name: os.environ.get(variable) or usual for name, variable, usual in _FILES}
-        paths = {name: os.path.expanduser(path) for name, path in files.items()}
-        return {"type": kind, "profile": profile, **paths}
+        return {"type": kind, "profile": profile, **key_files()}
     if kind != "default":
         return {"type": kind}
     if all(os.environ.get(name) for name in _KEYS):
         # These have priority anyway, and TensorStore does not warn about missing files then.
         return {"type": "environment"}
     return {"type": kind, "profile": os.environ.get("AWS_PROFILE") or "default"}
+
+
+def key_files() -> dict[str, str]:
+    """Return the paths of the files of Amazon's tools, by TensorStore's names."""
+    files = {name: os.environ.get(variable) or usual for name, variable, usual in _FILES}
+    return {name: os.path.expanduser(path) for name, path in files.items()}
 
 
 def _gcs(config: GCS, bucket: str, path: str, retries: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Errors of object stores: what TensorStore raises, translated to plain words and advice.
 
 TensorStore raises `ValueError` with a status code in its text, and may repeat the store's answer.
+So does obstore, which copies objects, with exceptions of its own.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from ckpt._redaction import redact
 from ckpt.errors import StorageError
 
 _STATUS = re.compile(r"^([A-Z_]{5,}): ?")
-_HTTP = re.compile(r"(?:http_response_code='|status_code=|HTTP response code: |HTTP/1.1 )(\d{3})")
+_HTTP = re.compile(
+    r"(?:http_response_code='|status_code=|HTTP response code: |HTTP/1.1 | status code: )(\d{3})"
+)
 _DETAILS = re.compile(r" \[(?:source locations|http_response_|request_id|[a-z_]+=).*", re.DOTALL)
+# What obstore tells: which request it was, what became of it, and that again for programmers.
+_TOLD = re.compile(r" - (Server returned .*?|HTTP error: .*?)\n\nDebug source:", re.DOTALL)
 _LONGEST_REASON = 300
 
 
@@ -208,6 +213,26 @@ def refused(what: str, where: str, error: Exception, *, is_only: bool = True) ->
         kind,
         is_under_way=False,
         is_only=is_only,
+    )
+
+
+def copy_failed(where: str, error: Exception) -> RequestFailed:
+    """Return the error of a copy inside the store that failed in obstore; it gives no advice.
+
+    Args:
+        where: The new object, for the message.
+        error: What obstore raised.
+    """
+    text = str(error)
+    told = _TOLD.search(text)
+    text = redact(told[1] if told else text)
+    reason = " ".join(text.split())[:_LONGEST_REASON]
+    return RequestFailed(
+        f"cannot copy {where}: {reason.rstrip('.')}",
+        "",
+        _kind("", text),
+        is_under_way=False,
+        is_only=False,
     )
 
 

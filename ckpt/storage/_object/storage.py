@@ -32,6 +32,8 @@ from ckpt.storage._object.listing import StepListing
 from ckpt.storage._object.names import GONE, is_gone
 from ckpt.storage._object.probe import probe
 from ckpt.storage._object.removal import remove, remove_replaced
+from ckpt.storage._object.sharing.copies import Copier, MemoryCopier, ServerSideCopies
+from ckpt.storage._object.sharing.obstore_copier import open_copier
 from ckpt.storage._object.sweep import attempts_in, sweep
 
 logger = logging.getLogger("ckpt")
@@ -82,6 +84,11 @@ class ObjectStorage:
         self._heeds_conditions = isinstance(config, Memory) or config.single_writer
         self._lists = StepListing(self._keys)
         self._sightings = Sightings()
+        self._server_copies = ServerSideCopies(
+            self._keys,
+            self._open_copier,
+            are_wanted=isinstance(config, Memory) or config.server_side_copies,
+        )
         self._copies: anyio.Semaphore | None = None
         self._answered = False
 
@@ -263,6 +270,25 @@ class ObjectStorage:
                     "after it was committed"
                 )
             await self._put(_own(attempt), path, found.data)
+
+    def _open_copier(self) -> Copier:
+        if isinstance(self.config, Memory):
+            return MemoryCopier(self._keys)
+        return open_copier(self.config, self._connection, self._keys)
+
+    @property
+    def shares_files(self) -> bool:
+        return self._server_copies.are_possible
+
+    @property
+    def shares_at_once(self) -> bool:
+        # A copy is a request, and a large state has thousands of objects.
+        return False
+
+    async def share(
+        self, attempt: Attempt, step_dir: str, files: Mapping[str, int]
+    ) -> Sequence[str]:
+        return await self._server_copies.share(_own(attempt), step_dir, files)
 
     async def read_block(
         self,

@@ -30,6 +30,7 @@ from ckpt.testing.conformance.store_cases import (
     manifest_of,
     opened,
     publish,
+    read_all,
     refused,
     write,
 )
@@ -371,27 +372,39 @@ async def files_of_another_step_dir_are_shared(case: StoreCase) -> None:
     async with opened(case) as [storage]:
         if not isinstance(storage, SharesFiles):
             return
-        data, small = content("first", 5000), content("2 small", 100)
-        await publish(storage, "1", "first")
-        for step_dir, gone in (("2", "1"), ("3", "2")):
+        data, small = content("first", _MIB), content("2 small", 100)
+        first = await publish(storage, "1", "first", nbytes=_MIB)
+        place, gone = _place("1", first), "1"
+        for step_dir in ("2", "3"):
             attempt = await storage.begin(step_dir)
-            wanted = {DATA: len(data), SMALL: 101, "item/none": 5}
-            assert list(await storage.share(attempt, gone, wanted)) == [DATA]
-            assert list(await storage.share(attempt, "none", {"item/other": 5})) == []
+            assert list(await storage.share(attempt, place, {DATA: _MIB + 1})) == []
+            wanted = {DATA: _MIB, SMALL: 101, "item/none": 2 * _MIB}
+            shared = list(await storage.share(attempt, place, wanted))
+            if not storage.shares_files:
+                await storage.discard(attempt)
+                return
+            assert shared == [DATA]
+            assert list(await storage.share(attempt, "none", {"item/other": _MIB})) == []
             await storage.write(attempt, SMALL, small)
             manifest = manifest_of(attempt, {SMALL: small, DATA: data})
             await storage.write(attempt, FILE_NAME, manifest)
             await storage.publish(attempt, overwrite=False)
             assert await storage.remove(gone)
-            found = bytearray(len(data))
-            await storage.read_block(step_dir, DATA, 0, memoryview(found))
-            assert found == data
+            place, gone = _place(step_dir, attempt), step_dir
+            found = await read_all(storage, step_dir)
+            assert found is not None
+            assert found[1] == {SMALL: small, DATA: data}
+            assert len(await storage.files(step_dir)) == 3, "files that no manifest names"
         # What an attempt shares goes with it, and stays where it came from.
         attempt = await storage.begin("4")
-        assert list(await storage.share(attempt, "3", {DATA: len(data)})) == [DATA]
+        assert list(await storage.share(attempt, place, {DATA: _MIB})) == [DATA]
         await storage.discard(attempt)
-        await storage.read_block("3", DATA, 0, memoryview(found))
-        assert found == data
+        assert await files_of(storage, "4") == []
+        assert await read_all(storage, gone) == found
+
+
+def _place(step_dir: str, attempt: Attempt) -> str:
+    return f"{step_dir}/{attempt.folder}" if attempt.folder else step_dir
 
 
 async def another_process_joins_an_attempt(case: StoreCase) -> None:

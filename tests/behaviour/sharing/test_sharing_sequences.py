@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from hypothesis.stateful import (
 
 import ckpt
 import ckpt.sync
+from ckpt.storage import Memory
+from ckpt.storage._object.connection import connect
 from tests.support.databases import in_database
 from tests.support.trees import assert_same, sharded
 
@@ -33,9 +36,10 @@ SHAPES = {"large": (96, 1024), "other": (80, 1024), "mesh": (128, 1024)} | {
 NAMES = st.sampled_from(sorted(SHAPES))
 
 
-def made(name: str, version: int) -> Any:
+def made(name: str, version: int, scale: int = 1) -> Any:
     seed = [len(name), sum(name.encode()), version]
-    values = np.random.default_rng(seed).standard_normal(SHAPES[name]).astype(np.float32)
+    shape = (scale * SHAPES[name][0], *SHAPES[name][1:])
+    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
     return sharded(values, "data", "model") if name == "mesh" else jnp.array(values)
 
 
@@ -43,37 +47,45 @@ class Sequences(RuleBasedStateMachine):
     """A run whose arrays change or do not."""
 
     compressed = False
+    # How much larger arrays are.
+    scale = 1
 
     @initialize()
     def begin(self) -> None:
-        self.root = Path(tempfile.mkdtemp())
+        self.root: Any = self.new_root()
         self.versions = dict.fromkeys(SHAPES, 0)
-        self.state = {name: made(name, 0) for name in SHAPES}
+        self.state = {name: self.made(name) for name in SHAPES}
         self.kept: dict[int, dict[str, Any]] = {}
         self.step = 0
         self.open()
 
+    def new_root(self) -> Any:
+        return Path(tempfile.mkdtemp())
+
+    def made(self, name: str) -> Any:
+        return made(name, self.versions[name], self.scale)
+
     def open(self) -> None:
         formats = {"large": ckpt.ArrayFormat(compression="zstd")} if self.compressed else None
         # Small, so that a state has many files.
-        staging = ckpt.Staging(budget_bytes=1 << 20)
+        staging = ckpt.Staging(budget_bytes=self.scale << 20)
         self.mgr = ckpt.sync.CheckpointManager(self.root, formats=formats, staging=staging)
 
     @rule(names=st.sets(NAMES, min_size=1, max_size=4))
     def change(self, names: set[str]) -> None:
         for name in names:
             self.versions[name] += 1
-            self.state[name] = made(name, self.versions[name])
+            self.state[name] = self.made(name)
 
     @rule(names=st.sets(NAMES, min_size=1))
     def make_again(self, names: set[str]) -> None:
         for name in names:
-            self.state[name] = made(name, self.versions[name])
+            self.state[name] = self.made(name)
 
     @rule(name=NAMES)
     def change_back(self, name: str) -> None:
         self.versions[name] = 0
-        self.state[name] = made(name, 0)
+        self.state[name] = self.made(name)
 
     @rule(count=st.integers(1, 3))
     def save(self, count: int) -> None:
@@ -108,9 +120,17 @@ class Sequences(RuleBasedStateMachine):
     @rule(data=st.data())
     def remove_by_hand(self, data: st.DataObject) -> None:
         step = data.draw(st.sampled_from(sorted(self.kept)))
-        shutil.rmtree(self.root / str(step))
+        self.remove_files(step)
         self.mgr.reload()
         del self.kept[step]
+
+    def remove_files(self, step: int) -> None:
+        shutil.rmtree(self.root / str(step))
+
+    def copy_files(self, step: int, target: Path) -> Path:
+        """Copy a step and nothing else; return where its items are."""
+        shutil.copytree(self.root / str(step), target)
+        return target
 
     @rule()
     def open_again(self) -> None:
@@ -131,20 +151,57 @@ class Sequences(RuleBasedStateMachine):
             return
         self.mgr.close()
         for step, state in self.kept.items():
-            # Without all others.
-            alone = self.root.with_name(f"{self.root.name}-alone")
-            shutil.copytree(self.root / str(step), alone)
-            assert ckpt.sync.verify(alone).ok
-            assert_same(ckpt.sync.load(alone), state)
-            # As other readers find it, by the database.
-            for name, array in state.items():
-                assert np.array_equal(in_database(alone / "default", name), np.asarray(array))
-            shutil.rmtree(alone)
+            with tempfile.TemporaryDirectory() as folder:
+                # Without all others.
+                alone = Path(folder, "alone")
+                items = self.copy_files(step, alone)
+                assert ckpt.sync.verify(alone).ok
+                assert_same(ckpt.sync.load(alone), state)
+                # As other readers find it, by the database.
+                for name, array in state.items():
+                    assert np.array_equal(in_database(items / "default", name), np.asarray(array))
+        self.remove_root()
+
+    def remove_root(self) -> None:
         shutil.rmtree(self.root)
 
 
 class Compressed(Sequences):
     compressed = True
+
+
+class InAStore(Sequences):
+    # Objects below 1 MiB are not copied.
+    scale = 4
+
+    def new_root(self) -> Any:
+        return f"memory://{uuid.uuid4().hex}/run"
+
+    def objects(self, step: int) -> dict[str, bytes]:
+        store = connect(Memory(self.root)).open()[0]
+        prefix = f"{step}/".encode()
+        return {
+            key.decode(): store.read(key).result().value
+            for key in store.list().result()
+            if key.startswith(prefix)
+        }
+
+    def remove_files(self, step: int) -> None:
+        store = connect(Memory(self.root)).open()[0]
+        for key in self.objects(step):
+            store.write(key, None).result()
+
+    def copy_files(self, step: int, target: Path) -> Path:
+        for key, data in self.objects(step).items():
+            path = target / key.partition("/")[2]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        [attempt] = [path for path in target.iterdir() if path.is_dir()]
+        return attempt
+
+    def remove_root(self) -> None:
+        for step in self.kept:
+            self.remove_files(step)
 
 
 SETTINGS = settings(max_examples=8, stateful_step_count=12, suppress_health_check=list(HealthCheck))
@@ -156,3 +213,7 @@ def test_steps_that_share_files_are_what_was_saved() -> None:
 
 def test_compressed_ones_are_too() -> None:
     run_state_machine_as_test(Compressed, settings=SETTINGS)
+
+
+def test_those_in_a_store_are_too() -> None:
+    run_state_machine_as_test(InAStore, settings=SETTINGS)
