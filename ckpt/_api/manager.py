@@ -420,7 +420,7 @@ class CheckpointManager(ManagerBase):
         return await self._loop.run(self._service.reader.all_steps)
 
     async def latest_step(self, *, healthy: bool | Healthy = False) -> int | None:
-        """Return the greatest committed step, or the greatest healthy one; None without any.
+        """Return the greatest committed step, or healthy one (see `restore`); None without any.
 
         Example:
             ```python

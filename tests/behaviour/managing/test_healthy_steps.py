@@ -362,6 +362,24 @@ def test_all_processes_of_a_job_go_back_to_the_same_step(tmp_path: Path, own_dis
     closed(mgrs)
 
 
+def test_odd_values_on_one_disk_alone_count_for_all(tmp_path: Path) -> None:
+    # Large arrays that every process has for itself are not compared when they are saved.
+    good, bad = {"w": np.ones(300_000, np.float32)}, {"w": np.full(300_000, np.nan, np.float32)}
+    mgrs = managers(
+        tmp_path, own_disks=True, vital_signs=True, preservation=LatestN(1), seconds=20.0
+    )
+    for step, second in {1: good, 2: bad, 3: bad}.items():
+        saved(mgrs, step, good, second)
+        together(*(mgr.wait_until_finished for mgr in mgrs))
+    assert together(*(mgr.all_steps for mgr in mgrs)) == [[1, 3]] * 2
+    for healthy in (True, Healthy(allow=["w"])):
+        found = together(*(lambda m=m, h=healthy: m.latest_step(healthy=h) for m in mgrs))
+        assert found == [1, 1]
+    restored = together(*(lambda m=m: m.restore(healthy=True)["w"][0] for m in mgrs))
+    assert restored == [1, 1]
+    closed(mgrs)
+
+
 def test_a_job_without_a_healthy_step_hears_it_everywhere(tmp_path: Path) -> None:
     mgrs = managers(tmp_path, vital_signs=True, seconds=20.0)
     saved(mgrs, 1, ODD)
