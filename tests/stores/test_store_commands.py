@@ -83,6 +83,16 @@ def test_differences_of_steps(url: str, run: Callable[..., Ran]) -> None:
     assert "params.w" in ran.out
 
 
+def test_where_two_runs_part(url: str, run: Callable[..., Ran]) -> None:
+    ran = run("bisect", url, url, "--json")
+    assert (ran.status, ran.json["is_same"], ran.json["last_same"]) == (0, True, 3)
+
+
+def test_norms_of_a_run(url: str, run: Callable[..., Ran]) -> None:
+    ran = run("norms", url, "--json")
+    assert (ran.status, ran.json["steps"], ran.json["unreadable"]) == (0, [1, 2, 3], [])
+
+
 def test_a_damaged_step_is_found(place: Place, url: str, run: Callable[..., Ran]) -> None:
     if place.kind == "memory":
         pytest.skip("nobody else can change it")

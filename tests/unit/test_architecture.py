@@ -195,6 +195,8 @@ def test_threads_are_asked_for_in_one_place() -> None:
         "ckpt._engine.memory.thresholds",
         "ckpt._inspection.listed_steps",
         "ckpt._inspection.leaf_records",
+        "ckpt._inspection.norms",
+        "ckpt._inspection.parted_runs",
         "ckpt._inspection.summary",
         "ckpt._inspection.restores.explanation",
         "ckpt._inspection.times.save_times",
