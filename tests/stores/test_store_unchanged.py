@@ -288,7 +288,9 @@ def test_the_step_before_is_deleted_while_its_objects_are_copied(bucket: Place) 
         assert_same(mgr.restore(1), {"base": frozen})
 
 
-def test_a_save_that_is_cancelled_while_it_copies_leaves_nothing(bucket: Place) -> None:
+def test_a_save_that_is_cancelled_while_it_copies_leaves_nothing(
+    bucket: Place, caplog: pytest.LogCaptureFixture
+) -> None:
     frozen, root = base(20), bucket.root("run", request_timeout=30.0)
     with ckpt.sync.CheckpointManager(root, timeouts=ckpt.Timeouts(lease=0.5)) as mgr:
         mgr.save(0, {"base": frozen}).result()
@@ -300,13 +302,15 @@ def test_a_save_that_is_cancelled_while_it_copies_leaves_nothing(bucket: Place) 
             return "hung" if seen.copies else None
 
         with planned(bucket, plan):
-            commit = mgr.save(1, {"base": again(frozen)})
+            commit = mgr.save(1, {"base": frozen})
+            # It has not waited for a copy to end.
+            assert "could not be copied" not in caplog.text
             assert is_copying.wait(60)
             commit.cancel()
             assert isinstance(commit.exception(), ckpt.errors.CommitCancelledError)
         assert mgr.all_steps() == [0]
         assert [key for key in bucket.objects() if key.startswith("run/1/")] == []
-        assert shared(mgr.save(2, {"base": again(frozen)}).result()) >= 20 * MIB
+        assert shared(mgr.save(2, {"base": frozen}).result()) >= 20 * MIB
         assert mgr.verify(0).ok
 
 
