@@ -14,9 +14,9 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
+from ckpt._format.history import DroppedItem, Parent
 from ckpt._format.manifest import Manifest
 from ckpt._format.metrics import flat_metrics
-from ckpt._format.parent import Parent
 from ckpt._runtime.futures import settled, settled_here
 from ckpt._runtime.tracebacks import outcome
 from ckpt._tree.table import size_text
@@ -138,6 +138,7 @@ class StepInfo:
         nonfinite_leaves: How many leaves have NaN or infinite values; None if that is not known.
         unequal_leaves: How many leaves had replicas that were not equal on all their devices, as
             far as these were compared: where devices take the vital signs.
+        dropped: The items that were taken out of the step after it was committed.
 
     Example:
         ```python
@@ -158,6 +159,7 @@ class StepInfo:
     parent: Parent | None = None
     nonfinite_leaves: int | None = None
     unequal_leaves: int = 0
+    dropped: tuple[DroppedItem, ...] = ()
 
     def __repr__(self) -> str:
         name = "" if self.step is None else f"step {self.step}, "
@@ -474,4 +476,5 @@ def step_info(manifest: Manifest, path: str, statistics: SaveStatistics | None =
         parent=manifest.parent,
         nonfinite_leaves=manifest.nonfinite_leaves,
         unequal_leaves=manifest.unequal_leaves,
+        dropped=tuple(manifest.dropped),
     )

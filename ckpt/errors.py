@@ -6,6 +6,7 @@
     ├── TargetMismatchError (ValueError)        `like=` differs from what is stored
     ├── StepNotFoundError (FileNotFoundError)   the step does not exist, or is not committed
     │   └── StepDeletedError                    it was deleted or replaced while it was read
+    ├── ItemDroppedError (LookupError)          the step has lost the item, and has others
     ├── NotACheckpointError (FileNotFoundError) the path holds no committed checkpoint
     ├── StepExistsError (FileExistsError)       the step or path exists, and was not changed
     ├── StepPinnedError                         the step is pinned, and was not deleted
@@ -45,6 +46,7 @@ __all__ = [
     "ForkedProcessError",
     "HandlerError",
     "InvalidArgumentError",
+    "ItemDroppedError",
     "NotACheckpointError",
     "NotAwaitedError",
     "ReadOnlyError",
@@ -162,6 +164,10 @@ class StepNotFoundError(CheckpointError, FileNotFoundError):
 
 class StepDeletedError(StepNotFoundError):
     """The step was deleted or replaced while it was read. Read the latest step instead."""
+
+
+class ItemDroppedError(CheckpointError, LookupError):
+    """The item was dropped from the step, whose other items stay. The message says when and why."""
 
 
 class NotACheckpointError(CheckpointError, FileNotFoundError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckpt._format.history import Parent
 from ckpt._format.leaf_table import LeafEntry, LeafForm, LeafTable
 from ckpt._format.manifest import (
     ItemEntry,
@@ -30,7 +31,6 @@ from ckpt._format.manifest_head import (
     peek_files,
 )
 from ckpt._format.metrics import flat_metrics
-from ckpt._format.parent import Parent
 from ckpt._format.source_files import SourceFile
 
 __all__ = [

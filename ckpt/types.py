@@ -9,6 +9,7 @@ from ckpt._api.trash import SyncTrash, Trash
 from ckpt._api.watch import SyncWatch, Watch
 from ckpt._commit import SaveStatistics
 from ckpt._engine.verify.report import Problem, VerifyReport
+from ckpt._format.history import DroppedItem
 from ckpt._steps.pins import Pin
 from ckpt._steps.removal.trash import TrashedStep
 from ckpt._steps.step_metadata import ItemInfo, LeafInfo
@@ -16,6 +17,7 @@ from ckpt._vitals.signs import VitalSigns
 
 __all__ = [
     "Conversion",
+    "DroppedItem",
     "ItemInfo",
     "LeafInfo",
     "PartialSave",

@@ -41,7 +41,7 @@ class ManagerBase:
         root: PathLike,
         *,
         save_policy: SavePolicyLike | None = None,
-        preservation: PreservationPolicyLike | None = None,
+        preservation: PreservationPolicyLike | Mapping[str, PreservationPolicyLike] | None = None,
         deletion: Deletion | None = None,
         step_names: StepNames | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -69,7 +69,8 @@ class ManagerBase:
             preservation: Which steps are kept after a commit: a policy of `ckpt.policies`, or a
                 function that returns True for steps to keep. None keeps all. Pinned steps, the
                 step just saved and the greatest one are always kept; if that one is unhealthy, the
-                last healthy one, too.
+                last healthy one, too. A mapping of item names (or patterns such as `ema_*`; `*` for
+                all others) to policies keeps some items longer.
             deletion: How the other steps are deleted; `Deletion(trash=...)` moves them away.
             step_names: How the directories of steps are named (`ckpt.step_names`).
             metadata: JSON values to keep with the root. If it has metadata already, that stays.
@@ -117,6 +118,8 @@ class ManagerBase:
             check_save_policy(save_policy)
         if preservation is not None:
             check_preservation(preservation)
+        if isinstance(preservation, Mapping):
+            preservation = dict(preservation)
         deletion = instance_of("deletion", deletion, Deletion)
         names = checked(Standard() if step_names is None else step_names)
         if deletion is not None and deletion.trash is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, get_args
 
 import anyio
@@ -41,16 +41,16 @@ from ckpt._settings import (
     checks_devices,
 )
 from ckpt._steps.factory import job_of, make_engine, make_peers
-from ckpt._steps.restore_requests import context_of, result_of, wanted_items
+from ckpt._steps.restore_requests import context_of, result_of, wanted_items, what_is_missing
 from ckpt._steps.saves.one_shot import finished, prepared, processes_of
 from ckpt._steps.saves.requests import make_request
 from ckpt._steps.step_metadata import StepMetadata, describe_step
 from ckpt._steps.wrong_paths import explained, opened_checkpoint
 from ckpt._tree.table import size_text
 from ckpt.coordination._base import Coordinator
-from ckpt.errors import NotACheckpointError
+from ckpt.errors import NotACheckpointError, StepDeletedError
 from ckpt.handlers._registry import HandlersLike
-from ckpt.storage._manifests import while_read
+from ckpt.storage._manifests import has_lost_items, while_read
 from ckpt.storage._resolve import PathLike, open_step_dir
 
 logger = logging.getLogger("ckpt")
@@ -360,19 +360,33 @@ def load_call(
 
     async def call() -> Any:
         began = time.perf_counter()
-        opened = await opened_checkpoint(path, storage, step_dir)
-        manifest, (process, count) = opened.manifest, (job.process_index, job.process_count)
-        async with while_read(storage, step_dir, manifest):
-            restore = context_of(
-                opened,
-                storage,
-                engine,
-                process,
-                count,
-                memory=memory,
-                checks_devices=is_checked,
-            )
-            loaded = await restore_items(restore, wanted_items(manifest, like, items, adapt, at))
+        process, count = job.process_index, job.process_count
+        wanted = list(items) if isinstance(items, Iterator) else items
+        loaded: dict[str, Any] | None = None
+        while loaded is None:
+            opened = await opened_checkpoint(path, storage, step_dir)
+            manifest = opened.manifest
+            try:
+                async with while_read(storage, step_dir, manifest):
+                    restore = context_of(
+                        opened,
+                        storage,
+                        engine,
+                        process,
+                        count,
+                        memory=memory,
+                        checks_devices=is_checked,
+                    )
+                    targets = wanted_items(manifest, like, wanted, adapt, at)
+                    loaded = await restore_items(restore, targets)
+            except StepDeletedError:
+                # A step has only so many items to lose.
+                if not await has_lost_items(storage, step_dir, manifest):
+                    raise
+        missing = what_is_missing(manifest) if like is None and wanted is None and not at else ""
+        if missing:
+            where = redact(f"{storage.location}/{step_dir}")
+            logger.warning("%s was loaded without some items: %s", where, missing)
         logger.info(
             "loaded %s: %s in %.2f s",
             redact(f"{storage.location}/{step_dir}"),

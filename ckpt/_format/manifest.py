@@ -14,7 +14,7 @@ milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -22,6 +22,7 @@ import numpy as np
 from msgspec import Meta, Struct, field
 
 from ckpt._format.digests import digest
+from ckpt._format.history import DroppedItem, Parent, check_dropped
 from ckpt._format.leaf_table import LeafColumns, LeafTable
 from ckpt._format.manifest_head import (
     FILE_NAME,
@@ -43,10 +44,10 @@ from ckpt._format.manifest_head import (
     short_number,
     sizes_in,
     split_head,
+    tops_of,
     version_of,
 )
 from ckpt._format.metrics import Metrics
-from ckpt._format.parent import Parent
 from ckpt._format.source_files import SourceFile
 from ckpt._vitals.signs import UNKNOWN
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
@@ -158,6 +159,7 @@ class Manifest(Struct, frozen=True):
         statistics: Where the time of the save went until the manifest was written, in seconds.
         files: Every other file of the step, by path relative to it, or to `folder`.
         sources: The data files that are not in the step, by the path that they would have there.
+        dropped: The items that were taken out of the step after it was committed.
     """
 
     format: str
@@ -179,6 +181,7 @@ class Manifest(Struct, frozen=True):
     save: str = ""
     statistics: dict[str, float] = {}
     sources: dict[str, SourceFile] = {}
+    dropped: list[DroppedItem] = []
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -194,6 +197,11 @@ class Manifest(Struct, frozen=True):
     def unequal_leaves(self) -> int:
         """How many leaves had replicas that were not equal, as far as they were compared."""
         return _unequal_leaves(self.items)
+
+
+def _fileless(items: Iterable[str], files: Iterable[str]) -> list[str]:
+    tops = tops_of(files)
+    return [name for name in items if name not in tops]
 
 
 def _unequal_leaves(items: Mapping[str, ItemEntry]) -> int:
@@ -282,6 +290,8 @@ def encode(manifest: Manifest) -> bytes:
             manifest.files,
             manifest.nonfinite_leaves,
             manifest.unequal_leaves,
+            manifest.dropped,
+            _fileless(manifest.items, manifest.files),
             # The comma before it, and the trailer after it.
             1 + len(tail) + len(TRAILER_KEY) + HEX_DIGITS + len(TRAILER_END),
         )
@@ -385,6 +395,10 @@ def decode(data: bytes, *, where: str) -> Manifest:
             raise ValueError("its head counts other leaves with values that are not finite")
         if front.unequal_leaves != _unequal_leaves(items):
             raise ValueError("its head counts other leaves with unequal replicas")
+        # Earlier writers did not name them.
+        if front.fileless and front.fileless != _fileless(items, front.files):
+            raise ValueError("its head names other items without files")
+        check_dropped(front.dropped, items)
         if OWN_DISKS not in front.requires:
             _check_places(items)
         if VIRTUAL not in front.requires:
@@ -416,6 +430,7 @@ def decode(data: bytes, *, where: str) -> Manifest:
         statistics=rest.statistics,
         files=front.files,
         sources=rest.sources,
+        dropped=front.dropped,
     )
 
 

@@ -5,15 +5,15 @@ It needs no numpy either, so that a list of a thousand steps takes as long as re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
 
 from ckpt._format.digests import digest
+from ckpt._format.history import DroppedItem, Step
 from ckpt._format.metrics import Metrics
-from ckpt._format.parent import Step
 
 FILE_NAME = "ckpt.json"
 # Manifests of checkpoints that other libraries wrote are of another format, and never written.
@@ -69,6 +69,8 @@ class Summary(Struct, frozen=True, omit_defaults=True):
     Attributes:
         nonfinite_leaves: How many leaves have values that are not finite; None if not known.
         unequal_leaves: How many leaves had replicas that were not equal.
+        dropped: The items that were taken out of the step after it was committed.
+        fileless: Names of the items that have no file.
         rest: How many bytes of the file follow the head.
         manifest_bytes: Bytes of the file itself; told by `peek`, and not in the file.
     """
@@ -86,6 +88,8 @@ class Summary(Struct, frozen=True, omit_defaults=True):
     files: dict[str, FileEntry] = {}
     nonfinite_leaves: Size | None = None
     unequal_leaves: Size = 0
+    dropped: list[DroppedItem] = []
+    fileless: list[str] = []
     rest: Size = 0
     manifest_bytes: Size = 0
 
@@ -93,6 +97,11 @@ class Summary(Struct, frozen=True, omit_defaults=True):
     def sizes(self) -> dict[str, int]:
         """The size in bytes of every file but the manifest, by path in the step directory."""
         return sizes_in(self.folder, self.files)
+
+    @property
+    def tops(self) -> frozenset[str]:
+        """The directories of the step: each item with files has one, and so have metrics."""
+        return tops_of(self.files)
 
 
 class Origin(Struct, frozen=True):
@@ -114,6 +123,10 @@ class Version(Struct, frozen=True):
 def sizes_in(folder: str, files: Mapping[str, FileEntry]) -> dict[str, int]:
     start = f"{folder}/" if folder else ""
     return {start + path: each.size for path, each in files.items()}
+
+
+def tops_of(files: Iterable[str]) -> frozenset[str]:
+    return frozenset(path.partition("/")[0] for path in files if "/" in path)
 
 
 def is_whole(data: bytes) -> bool:

@@ -15,6 +15,7 @@ from ckpt._redaction import redact
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.pins import Pin, pins
 from ckpt._steps.removal.noted_policy import noted_policy
+from ckpt._steps.removal.superfluous import Superfluous
 
 logger = logging.getLogger("ckpt")
 
@@ -37,6 +38,8 @@ class ListedStep(Struct, frozen=True):
             None if it is not known what the run keeps.
         nonfinite_leaves: How many leaves have NaN or infinite values; None if that is not known.
         unequal_leaves: How many leaves had replicas that were not equal.
+        drops_next: The items that the run takes out of it then.
+        dropped: The items that were taken out of it.
     """
 
     step: int
@@ -50,6 +53,8 @@ class ListedStep(Struct, frozen=True):
     goes_next: bool | None
     nonfinite_leaves: int | None
     unequal_leaves: int
+    drops_next: list[str] = []
+    dropped: list[str] = []
 
 
 class UnreadableEntry(Struct, frozen=True):
@@ -132,7 +137,7 @@ async def list_root(root: RunRoot) -> RootListing:
 
 async def _going(
     root: RunRoot, found: Mapping[int, IndexedStep]
-) -> tuple[frozenset[int] | None, str | None]:
+) -> tuple[Superfluous | None, str | None]:
     """Return what a run deletes next and what it keeps; None for what is not known."""
     noted = await noted_policy(root.storage)
     if noted is None or noted.policy is None or noted.deletion is None:
@@ -155,7 +160,7 @@ async def _attempts(root: RunRoot) -> list[ListedAttempt]:
 
 
 def _listed(
-    step: IndexedStep, pinned: tuple[Pin, ...], going: frozenset[int] | None, now: float
+    step: IndexedStep, pinned: tuple[Pin, ...], going: Superfluous | None, now: float
 ) -> ListedStep:
     committed = step.committed_ns / 1e9
     return ListedStep(
@@ -167,7 +172,9 @@ def _listed(
         finite(step.metrics or {}),
         sorted(each.name for each in pinned),
         "orbax" if step.is_foreign else "ckpt",
-        None if going is None else step.step in going,
+        None if going is None else step.step in going.steps,
         step.nonfinite_leaves,
         step.unequal_leaves,
+        [] if going is None else sorted(going.losing().get(step.step, ())),
+        [each.item for each in step.dropped],
     )

@@ -33,6 +33,22 @@ class ItemSummary(Struct, frozen=True):
     nbytes: int
 
 
+class DroppedSummary(Struct, frozen=True):
+    """An item that was taken out of a checkpoint.
+
+    Attributes:
+        name: Its name.
+        dropped: When that was (UTC).
+        policy: The policy that did not keep it; None if it was deleted by hand.
+        stored_bytes: Bytes of its files.
+    """
+
+    name: str
+    dropped: datetime
+    policy: str | None
+    stored_bytes: int
+
+
 class CheckpointSummary(Struct, frozen=True):
     """A checkpoint in a few figures.
 
@@ -59,6 +75,7 @@ class CheckpointSummary(Struct, frozen=True):
         nonfinite: How many values of leaves are NaN or infinite, by leaf path, where there are
             some; None if the vital signs of an array are not known.
         unequal: The leaves whose replicas were not equal.
+        dropped: Items that it was saved with, and that were taken out since.
     """
 
     path: str
@@ -82,6 +99,7 @@ class CheckpointSummary(Struct, frozen=True):
     statistics: dict[str, float]
     nonfinite: dict[str, int] | None
     unequal: list[str]
+    dropped: list[DroppedSummary] = []
 
 
 def summarize(checkpoint: Checkpoint) -> CheckpointSummary:
@@ -121,4 +139,8 @@ def summarize(checkpoint: Checkpoint) -> CheckpointSummary:
         statistics=dict(manifest.statistics),
         nonfinite=None if manifest.nonfinite_leaves is None else nonfinite_leaves(manifest),
         unequal=unequal_leaves(manifest),
+        dropped=[
+            DroppedSummary(each.item, each.dropped, each.policy, each.nbytes)
+            for each in manifest.dropped
+        ],
     )

@@ -16,6 +16,8 @@ from typing import Literal, TypeVar
 from msgspec import Struct
 
 from ckpt._arguments import check_step
+from ckpt._format.history import DroppedItem
+from ckpt._format.item_file_names import is_item_name
 from ckpt._format.manifest_head import FILE_NAME, HEAD_BYTES, MAX_BYTES, Summary, peek
 from ckpt._format.metrics import flat_metrics
 from ckpt._redaction import redact
@@ -62,6 +64,8 @@ class IndexedStep(Struct, frozen=True):
         is_foreign: Whether Orbax wrote it, not this library.
         nonfinite_leaves: As in `Summary`.
         unequal_leaves: As in `Summary`.
+        items: Names of its items; none where they are not known.
+        dropped: The items that were taken out of it after it was committed.
     """
 
     step: int
@@ -75,6 +79,8 @@ class IndexedStep(Struct, frozen=True):
     is_foreign: bool = False
     nonfinite_leaves: int | None = None
     unequal_leaves: int = 0
+    items: tuple[str, ...] = ()
+    dropped: tuple[DroppedItem, ...] = ()
 
 
 class PassedOver(Struct, frozen=True):
@@ -445,6 +451,8 @@ class StepIndex:
             summary.manifest_bytes + sum(each.size for each in summary.files.values()),
             nonfinite_leaves=summary.nonfinite_leaves,
             unequal_leaves=summary.unequal_leaves,
+            items=tuple(sorted(filter(is_item_name, {*summary.tops, *summary.fileless}))),
+            dropped=tuple(summary.dropped),
         )
 
     async def _first_answer(self, look: Callable[[Sequence[str]], Awaitable[T | None]]) -> T | None:

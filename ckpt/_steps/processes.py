@@ -39,6 +39,7 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt._steps.opened import OpenedStep
 from ckpt._steps.removal.retention import Retention
+from ckpt._steps.removal.superfluous import Superfluous, in_common, kept_of
 from ckpt._steps.removal.trash import StepTrash
 from ckpt._steps.restore_requests import check_broadcast
 from ckpt._steps.unreadable import shortened
@@ -408,19 +409,20 @@ class SeparateRoots(_SeveralProcesses):
                 raise await trash.missing(step)
             await trash.undelete(step, common[-1])
 
-    async def superfluous(self, saved: int, retention: Retention) -> dict[int, IndexedStep] | None:
+    async def superfluous(self, saved: int, retention: Retention) -> Superfluous | None:
         """Return what is to be deleted after `saved`, as it is on this disk.
 
-        Policies see the steps that all processes have; only those that none wants to keep go.
+        Policies see the steps that all processes have; only what none wants to keep goes.
         """
         if retention.keeps_all:
             return None
         async with self.peers.all_of(
             f"preserve-{saved}", f"what to delete after step {saved}"
         ) as operation:
-            own = await retention.superfluous(await self._in_common(None, operation))
-            every = await gathered(operation, list(own), "superfluous")
-            return {step: own[step] for step in sorted(set.intersection(*map(set, every)))}
+            common = await self._in_common(None, operation)
+            own = await retention.superfluous(common)
+            kept: JsonValue = kept_of(common, own)
+            return in_common(own, await gathered(operation, kept, "kept"))
 
     async def _in_common(self, asked: int | None, operation: Operation) -> dict[int, IndexedStep]:
         """Return the steps that all processes have, as they are on this disk.

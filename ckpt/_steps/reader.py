@@ -16,7 +16,8 @@ from ckpt._engine.verify.file_selection import read_limits
 from ckpt._engine.verify.pipeline import verify_step_dir
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._events import EventRecorder
-from ckpt._format.parent import Parent
+from ckpt._format.history import Parent, is_rest_of
+from ckpt._format.manifest import Manifest
 from ckpt._plan.adapt import Adapt
 from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
@@ -26,14 +27,16 @@ from ckpt._steps.index import IndexedStep, PassedOver, StepIndex
 from ckpt._steps.opened import open_step
 from ckpt._steps.previous_steps import AilingLeaves, saved_step
 from ckpt._steps.processes import Processes, Reasons
-from ckpt._steps.restore_requests import context_of, result_of, wanted_items
+from ckpt._steps.restore_requests import context_of, result_of, wanted_items, what_is_missing
 from ckpt._steps.step_metadata import StepMetadata, describe_step
+from ckpt._steps.unreadable import shortened
 from ckpt._steps.wrong_paths import explained
 from ckpt._tree.suggestions import suggestion
 from ckpt._tree.table import size_text
 from ckpt.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
+    ItemDroppedError,
     NotACheckpointError,
     StepDeletedError,
     StepNotFoundError,
@@ -85,6 +88,8 @@ class StepReader:
         self._ailing = AilingLeaves(storage)
         # What was said of steps that were passed over.
         self._said_passed: set[tuple[int, PassedOver]] = set()
+        # The attempts of steps of which it was said which items they lack.
+        self._said_missing: set[str] = set()
 
     async def all_steps(self) -> list[int]:
         """Return every committed step, ascending."""
@@ -196,7 +201,7 @@ class StepReader:
         limits = read_limits(deep, sample, seed, deadline)
         began = time.perf_counter_ns()
         with self._recorder("verify", step).failing(began):
-            for _ in range(_LATEST_TRIES if step is None else 1):
+            for _ in range(_LATEST_TRIES):
                 chosen = await self.latest_step() if step is None else check_step(step)
                 if chosen is None:
                     raise self._index.no_step()
@@ -222,10 +227,17 @@ class StepReader:
                     )
                 except StepNotFoundError as error:
                     deleted = error
+                    if step is not None and not await self._lost_items(step_dirs[0], looked):
+                        raise
                     continue
                 self._recorder("verify", chosen).end(began, "ok", nbytes=report.nbytes)
                 return report
             raise deleted
+
+    async def _lost_items(self, step_dir: str, known: IndexedStep | None) -> bool:
+        """Tell whether a step is still there, and only items were taken out of it."""
+        found = await self._index.look(step_dir)
+        return found is not None and known is not None and is_rest_of(found, known)
 
     async def is_fresh(self, healthy: bool | Healthy) -> bool:
         """Tell whether a run begins here, in all processes alike: the root has no steps.
@@ -358,10 +370,10 @@ class StepReader:
 
         Args:
             load: Loads a step; None is the latest.
-            fallback: Pass damaged steps over.
+            fallback: Pass over steps that are damaged, or lack an item that is wanted.
             wanted: Pass over those that are not healthy by it.
         """
-        first: CorruptCheckpointError | None = None
+        first: CorruptCheckpointError | ItemDroppedError | None = None
         tried: set[int] = set()
         # Listing every step takes long in a large root, and is seldom needed.
         chosen = None if wanted is None else await self._choose_healthy(wanted, tried)
@@ -373,11 +385,11 @@ class StepReader:
             except StepDeletedError:
                 if chosen is None:
                     raise
-            except CorruptCheckpointError as error:
+            except (CorruptCheckpointError, ItemDroppedError) as error:
                 step = error.step if chosen is None else chosen
                 if step is None or not fallback:
                     raise
-                damage = error
+                damage = error if isinstance(error, CorruptCheckpointError) else None
                 first = first or error
                 logger.warning("step %d is passed over for the one before it: %s", step, error)
             assert step is not None
@@ -413,11 +425,20 @@ class StepReader:
         began = time.perf_counter_ns()
         engine, processes = self._engine, self._processes
         with self._recorder("restore", step).failing(began):
-            for _ in range(_LATEST_TRIES if step is None else 1):
+            known: Manifest | None = None
+            deleted: StepDeletedError | None = None
+            for _ in range(_LATEST_TRIES):
+                is_another = False
                 try:
                     async with processes.restoring(step, broadcast_bytes, caller) as found:
                         opened = found.opened
                         manifest = opened.manifest
+                        # One that has lost items meanwhile is still the step that was asked for.
+                        if step is not None and deleted is not None and known is not None:
+                            is_another = not is_rest_of(manifest, known)
+                            if is_another:
+                                raise deleted
+                        known = manifest
                         async with while_read(self._storage, opened.step_dir, manifest):
                             context = context_of(
                                 opened,
@@ -432,9 +453,15 @@ class StepReader:
                             )
                             wanted = wanted_items(manifest, like, items, adapt, at)
                             loaded = await restore_items(context, wanted)
-                except StepDeletedError as error:
-                    deleted = error
-                    continue
+                except ItemDroppedError as error:
+                    raise await self._with_steps(error) from None
+                except StepNotFoundError as error:
+                    if isinstance(error, StepDeletedError) and not is_another:
+                        deleted = error
+                        continue
+                    if step is None or deleted is None:
+                        raise
+                    raise deleted from deleted.__cause__
                 nbytes = sum(context.moved)
                 if manifest.parent is not None:
                     self._begins_from(manifest.parent)
@@ -449,8 +476,25 @@ class StepReader:
                     size_text(nbytes),
                     seconds,
                 )
+                if like is None and items is None and at is None:
+                    self._say_missing(manifest)
                 return manifest.step, result_of(manifest, loaded, named=items is not None)
+            assert deleted is not None
             raise deleted
+
+    async def _with_steps(self, error: ItemDroppedError) -> ItemDroppedError:
+        """Return the error of an item that was dropped, with the steps that still have it."""
+        found = await self._index.refresh()
+        steps = [step for step, each in found.items() if error.item in each.items]
+        left = f"steps that still have it: {shortened(steps)}" if steps else "no step has it now"
+        return ItemDroppedError(f"{error.message}; {left}", step=error.step, item=error.item)
+
+    def _say_missing(self, manifest: Manifest) -> None:
+        """Say once of a step that was restored as a whole what it does not have any more."""
+        missing = what_is_missing(manifest)
+        if missing and manifest.attempt not in self._said_missing:
+            self._said_missing.add(manifest.attempt)
+            logger.warning("step %s was restored without some items: %s", manifest.step, missing)
 
     def _recorder(self, operation: str, step: int | None) -> EventRecorder:
         return EventRecorder(operation, step, self._engine.observers)

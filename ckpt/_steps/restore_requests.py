@@ -20,7 +20,7 @@ from ckpt._settings import ArrayMemory
 from ckpt._steps.opened import OpenedStep
 from ckpt._steps.step_metadata import ItemInfo
 from ckpt._tree.leaf_specs import is_function
-from ckpt.errors import InvalidArgumentError
+from ckpt.errors import InvalidArgumentError, ItemDroppedError
 from ckpt.storage._base import Storage
 
 # Smaller budgets would need too many rounds of exchange.
@@ -88,6 +88,7 @@ def wanted_items(
     Raises:
         InvalidArgumentError: `like` and `items` are both given, `like` does not say which of
             several items it is for, or `adapt` names an item that is not loaded.
+        ItemDroppedError: A wanted item was taken out of the step.
     """
     # An ItemInfo of metadata() means no target, so that a step's metadata can be passed as `like`.
     likes = {
@@ -160,18 +161,34 @@ def _likes(
         if not isinstance(given, Iterable):
             what = "item names, or a dict of item names to targets"
             raise invalid("items", items, what, step=manifest.step)
-        return dict(items) if isinstance(items, Mapping) else dict.fromkeys(items)
+        likes = dict(items) if isinstance(items, Mapping) else dict.fromkeys(items)
+        _refuse_dropped(manifest, likes)
+        return likes
     if like is None:
         return dict.fromkeys(manifest.items)
     if manifest.unnamed:
         return dict.fromkeys(manifest.items, like)
-    if isinstance(like, Mapping) and set(like) <= set(manifest.items):
-        return dict(like)
+    if isinstance(like, Mapping):
+        _refuse_dropped(manifest, like)
+        if set(like) <= set(manifest.items):
+            return dict(like)
     raise InvalidArgumentError(
         f"the step has named items ({', '.join(manifest.items)}): like= must be a dict of item "
         "names to targets",
         step=manifest.step,
     )
+
+
+def _refuse_dropped(manifest: Manifest, names: Iterable[Any]) -> None:
+    dropped = {each.item: each for each in manifest.dropped}
+    gone = next((name for name in names if name in dropped), None)
+    if gone is not None:
+        raise ItemDroppedError(f"it was {dropped[gone]}", step=manifest.step, item=gone)
+
+
+def what_is_missing(manifest: Manifest) -> str:
+    """Return what was dropped from a step, for people; empty if nothing was."""
+    return "; ".join(f"item {each.item!r} was {each}" for each in manifest.dropped)
 
 
 def result_of(manifest: Manifest, loaded: Mapping[str, Any], *, named: bool) -> Any:

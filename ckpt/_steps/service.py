@@ -29,8 +29,9 @@ from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.saves.queue import SaveQueue
 from ckpt.coordination._peers import Peers
 from ckpt.errors import InvalidArgumentError
+from ckpt.policies._by_item import Preservation
 from ckpt.policies._deletion import Deletion, trash_of
-from ckpt.policies._preservation import PreservationPolicyLike, PreserveAll
+from ckpt.policies._preservation import PreserveAll
 from ckpt.policies._ranking import ranking_of
 from ckpt.policies._save_policies import SavePolicyLike
 from ckpt.step_names import StepNames
@@ -49,7 +50,7 @@ class RootService:
         engine: Engine,
         *,
         save_policy: SavePolicyLike | None,
-        preservation: PreservationPolicyLike | None,
+        preservation: Preservation | None,
         deletion: Deletion | None,
         names: StepNames,
         metadata: Mapping[str, Any] | None,
@@ -197,7 +198,7 @@ class RootService:
             if item is None:
                 await root.retention.delete(step)
             else:
-                await root.retention.delete_item(await root.index.found(step), item)
+                await root.retention.delete_items(await root.index.found(step), {item: None})
 
         if not root.processes.owns_root:
             await self.saves.idle()

@@ -194,6 +194,8 @@ class StepMetadata:
             title += f", committed {info.committed:%Y-%m-%d %H:%M:%S} UTC"
         for key, value in info.metrics.items():
             title += f", {key:.60}={value:.6g}"
+        if info.dropped:
+            title += f", without {', '.join(each.item for each in info.dropped)}"
         if info.parent is not None:
             title += f", from {info.parent.path:.200}"
         return title if info.metadata is None else f"{title}, metadata {info.metadata!r:.200}"

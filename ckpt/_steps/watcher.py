@@ -14,9 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import anyio
+from msgspec.structs import replace
 
 from ckpt._arguments import check_step, invalid, number_of_seconds, true_or_false
 from ckpt._commit import StepInfo, step_info
+from ckpt._format.history import is_rest_of
 from ckpt._format.manifest import Manifest
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep, StepIndex
@@ -91,10 +93,10 @@ class Watcher:
         self._storage = storage
         self._index = StepIndex(storage, names, missing="awaited")
         self._options = options
-        # The steps given so far, with the attempts that wrote them.
-        self._seen: dict[int, str] = {}
+        # The steps given so far, as they were then.
+        self._seen: dict[int, IndexedStep] = {}
         self._lease: PinLease | None = None
-        self._given: tuple[int, str | None] | None = None
+        self._given: tuple[int, IndexedStep | None] | None = None
         self._next_time = -math.inf
         self._is_over = False
         self._stopped = False
@@ -133,11 +135,11 @@ class Watcher:
     async def take_back(self) -> None:
         """Undo the last `advance`, whose caller was cancelled before it got the step."""
         if self._given is not None:
-            step, attempt = self._given
+            step, before = self._given
             self._given = None
             self._seen.pop(step)
-            if attempt is not None:
-                self._seen[step] = attempt
+            if before is not None:
+                self._seen[step] = before
             self._is_over = False
         await self._release()
 
@@ -202,21 +204,31 @@ class Watcher:
         found = [
             each
             for each in (await self._index.refresh()).values()
-            if (after is None or each.step > after) and self._seen.get(each.step) != each.attempt
+            if (after is None or each.step > after) and not self._was_given(each)
         ]
         for each in reversed(found) if self._options.only_latest else found:
             manifest = await self._take(each)
             if manifest is None:
                 continue
             if self._options.only_latest:
-                older = {other.step: other.attempt for other in found if other.step < each.step}
-                self._seen |= older
+                self._seen |= {other.step: other for other in found if other.step < each.step}
             self._given = each.step, self._seen.get(each.step)
-            self._seen[each.step] = manifest.attempt
+            self._seen[each.step] = replace(
+                each,
+                attempt=manifest.attempt,
+                created_ns=manifest.created_ns,
+                committed_ns=manifest.committed_ns,
+                dropped=tuple(manifest.dropped),
+            )
             self._next_time = anyio.current_time() + self._options.min_interval
             self._is_over = isinstance(until, int) and each.step >= until
             return step_info(manifest, f"{self._storage.location}/{each.step_dir}")
         return None
+
+    def _was_given(self, found: IndexedStep | Manifest) -> bool:
+        """Tell whether a step was given before, be it with items that it has lost since."""
+        known = None if found.step is None else self._seen.get(found.step)
+        return known is not None and is_rest_of(found, known)
 
     async def _take(self, each: IndexedStep) -> Manifest | None:
         """Pin a step; return None if it is deleted, being deleted, or was given before."""
@@ -226,7 +238,7 @@ class Watcher:
                 opened = await open_step(self._storage, each.step_dir, each.step)
             except NotACheckpointError:
                 opened = None
-            if opened is None or self._seen.get(each.step) == opened.manifest.attempt:
+            if opened is None or self._was_given(opened.manifest):
                 return None
             return opened.manifest
 
@@ -245,7 +257,7 @@ class Watcher:
             raise
         except Exception:
             # Raised once; the next call goes on to the next step.
-            self._seen[each.step] = each.attempt
+            self._seen[each.step] = each
             raise
         if held is None:
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -134,9 +134,11 @@ def last_resort(
 
 
 def allowed_by(policy: object) -> tuple[str, ...]:
-    """Return the patterns that a preservation policy allows to have odd values."""
-    if isinstance(policy, AnyPreservation):
-        found = [pattern for each in policy.policies for pattern in allowed_by(each)]
+    """Return the patterns that preservation policies allow to have odd values."""
+    members = policy.policies if isinstance(policy, AnyPreservation) else ()
+    members = tuple(policy.values()) if isinstance(policy, Mapping) else members
+    if members:
+        found = [pattern for each in members for pattern in allowed_by(each)]
         return tuple(dict.fromkeys(found))
     return tuple(policy.allow) if isinstance(policy, Healthy) else ()
 

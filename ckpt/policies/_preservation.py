@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,19 +30,44 @@ class PreservationPolicy(Protocol):
 
 PreservationPolicyLike = PreservationPolicy | Callable[[int], bool]
 
+# Names of items, in which a star stands for any characters.
+_ITEMS = re.compile(r"^[A-Za-z0-9_*][A-Za-z0-9_.*-]{0,99}\Z")
+
 
 def check_preservation(policy: object) -> None:
     """Check that `policy` can decide what is kept.
 
+    Args:
+        policy: A policy, or a mapping of item names and patterns to policies.
+
     Raises:
         InvalidArgumentError: It is neither an object with the method `keep` nor a function; or it
-            is a class, is async, or is a save policy.
+            is a class, is async, or is a save policy. Or it is a mapping that is empty, has a key
+            that no item can have as its name, or has such a value.
 
     Example:
         ```python
         ckpt.policies.check_preservation(ckpt.policies.LatestN(3))
         ```
     """
+    if not isinstance(policy, Mapping):
+        _check_one(policy)
+        return
+    if not policy:
+        raise InvalidArgumentError(
+            "preservation={}: expected at least one item, such as {'*': LatestN(3)}; leave it out "
+            "to keep everything"
+        )
+    for pattern, each in policy.items():
+        if not isinstance(pattern, str) or not _ITEMS.match(pattern):
+            raise InvalidArgumentError(
+                f"preservation={{{shown(pattern)}: ...}}: expected the name of an item, such as "
+                "'params', a pattern such as 'ema_*', or '*' for all other items"
+            )
+        _check_one(each, f" of the items {pattern!r}")
+
+
+def _check_one(policy: object, what: str = "") -> None:
     hint = why_not_a_policy(
         policy,
         "keep",
@@ -50,7 +76,7 @@ def check_preservation(policy: object) -> None:
     )
     if hint is not None:
         raise InvalidArgumentError(
-            f"preservation policy {shown(policy)}: expected one of ckpt.policies, such as "
+            f"preservation policy{what} {shown(policy)}: expected one of ckpt.policies, such as "
             "LatestN(3), an object with keep(steps, now), or a function of a step that returns "
             f"True for steps to keep; {hint}"
         )
@@ -197,7 +223,7 @@ class AnyPreservation:
         if not policies:
             raise InvalidArgumentError("AnyPreservation(): expected one policy or more")
         for policy in policies:
-            check_preservation(policy)
+            _check_one(policy)
         object.__setattr__(self, "policies", policies)
 
     def __repr__(self) -> str:

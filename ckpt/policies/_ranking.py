@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -99,7 +99,7 @@ def best_of(steps: Sequence[SavedStep], metric: Metric, mode: Mode) -> int | Non
 
 
 def ranking_of(policy: object) -> BestN | None:
-    """Return the `BestN` among the members of a preservation policy.
+    """Return the `BestN` among the members of a preservation policy, or the policies of items.
 
     Returns:
         The first of them; None if there is none, or if they rank by different metrics or modes.
@@ -124,7 +124,9 @@ def _is_alike(one: BestN, other: BestN | None) -> bool:
 def _rankings(policy: object) -> list[BestN]:
     if isinstance(policy, BestN):
         return [policy]
-    members = policy.policies if isinstance(policy, AnyPreservation) else ()
+    members: Iterable[object] = policy.policies if isinstance(policy, AnyPreservation) else ()
+    if isinstance(policy, Mapping):
+        members = policy.values()
     return [each for member in members for each in _rankings(member)]
 
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
+from ckpt._format.history import is_rest_of
 from ckpt._format.item_file_names import is_item_name
 from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, OWN_FORMAT
 from ckpt._runtime.threads import run_in_thread
@@ -74,7 +75,8 @@ async def read_sized(
             step=step,
         )
     # Items are directories: a name from a file must not lead out of the step.
-    wrong = next((name for name in manifest.items if not is_item_name(name)), None)
+    names = [*manifest.items, *(each.item for each in manifest.dropped)]
+    wrong = next((name for name in names if not is_item_name(name)), None)
     if wrong is not None:
         raise CorruptCheckpointError(f"{where}: {wrong!r:.120} cannot be the name of an item")
     return manifest, len(data)
@@ -148,6 +150,21 @@ async def _fate_of(storage: Storage, step_dir: str, manifest: Manifest) -> str |
         # A manifest that cannot be read, or is damaged, was not deleted.
         return None
     return None if found.attempt == manifest.attempt else "replaced"
+
+
+async def has_lost_items(storage: Storage, step_dir: str, manifest: Manifest) -> bool:
+    """Tell whether a checkpoint is still there, and only items were taken out of it.
+
+    Args:
+        storage: The root.
+        step_dir: Its name.
+        manifest: The manifest that was read before.
+    """
+    try:
+        found = await read_manifest(storage, step_dir, step=manifest.step)
+    except CheckpointError:
+        return False
+    return found.attempt != manifest.attempt and is_rest_of(found, manifest)
 
 
 async def _is_file(storage: Storage, name: str) -> bool:

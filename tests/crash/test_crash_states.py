@@ -36,6 +36,11 @@ FORGOTTEN: dict[str, tuple[str, Callable[[str], bool]]] = {
     "the root, of an overwrite": ("overwrite", lambda path: path == "run"),
     "the root, of a deletion": ("delete", lambda path: path == "run"),
     "the root, of a preservation": ("preserve", lambda path: path == "run"),
+    "data files of a step that lost an item": (
+        "drop",
+        lambda path: path.count("/") == 1 and "0." in path,
+    ),
+    "the root, of a dropped item": ("drop", lambda path: path == "run"),
     "the directory of a new root": ("fresh", lambda path: path == "."),
 }
 

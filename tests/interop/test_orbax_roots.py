@@ -233,6 +233,39 @@ def test_retention_counts_steps_of_orbax_and_leaves_them(
     assert "orbax_steps=True" in text
 
 
+def test_retention_by_item_leaves_them_whole(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = contents(root)
+    deletion = policies.Deletion(orbax_steps=True)
+    keep = {"default": policies.LatestN(2)}
+    with (
+        warnings_of(caplog) as said,
+        CheckpointManager(root, preservation=keep, deletion=deletion) as mgr,
+    ):
+        for step in (31, 32, 33):
+            mgr.save(step, state_of(step))
+        mgr.wait_until_finished()
+        assert mgr.all_steps() == [10, 20, 30, 32, 33]
+    assert before.items() <= contents(root).items()
+    (text,) = said
+    assert "steps that Orbax wrote stay whole" in text
+    assert ": 10, 20, 30. delete(step)" in text
+
+
+def test_orbax_reads_what_retention_by_item_has_left(tmp_path: Path) -> None:
+    keep: dict[str, Any] = {"params": policies.PreserveAll(), "*": policies.LatestN(1)}
+    with CheckpointManager(tmp_path, preservation=keep) as mgr:
+        for step in (1, 2):
+            mgr.save(step, items={"params": state_of(step), "opt_state": {"mu": jnp.ones(9)}})
+        mgr.wait_until_finished()
+        assert mgr.metadata(1).info.items == ("params",)
+    assert set(ocp.checkpointables_metadata(tmp_path / "1").metadata) == {"params"}
+    found = ocp.load(tmp_path / "1", checkpointable_name="params")
+    assert np.array_equal(found["w"], np.arange(8.0) + 1)
+    with ocp0.CheckpointManager(tmp_path) as orbax:
+        assert orbax.all_steps() == [1, 2]
+        assert set(orbax.item_metadata(1).keys()) == {"params"}
+
+
 @pytest.mark.parametrize("trash", [None, "trash"])
 def test_retention_deletes_them_where_that_is_asked_for(root: Path, trash: str | None) -> None:
     deletion = policies.Deletion(orbax_steps=True, trash=trash)

@@ -29,7 +29,7 @@ from tests.support.crash_states import CrashState, crash_states, read_tree
 __all__ = ["POWER_CUTS", "power_cuts", "recorded", "states_of"]
 
 # What they do is made durable in an order; opening a root and a one-shot save have no other.
-POWER_CUTS = ("save", "overwrite", "delete", "preserve", "fresh", "share")
+POWER_CUTS = ("save", "overwrite", "delete", "preserve", "drop", "fresh", "share")
 # Takes operations away, as if the library did not do them.
 Filter = Callable[[FileOperation], bool]
 

@@ -7,7 +7,7 @@ import functools
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ckpt._format.digests import digest
 from ckpt._format.manifest import decode
 from ckpt._format.manifest_head import FILE_NAME
 from ckpt.handlers._json import JsonHandler
-from ckpt.policies import LatestN
+from ckpt.policies import LatestN, PreserveAll
 from ckpt.testing.compare import differences
 from ckpt.testing.faults import FaultyFiles, FileOperation, Plan
 
@@ -186,6 +186,15 @@ def scenarios(*, large: bool = True) -> dict[str, Scenario]:
             options={"preservation": LatestN(1)},
         ),
         Scenario(
+            "drop",
+            {"0": 0},
+            _save(1, 1, large=large),
+            # Step 0 with all its items, or with one that says that the other was dropped.
+            [{"0": 0, "1": 1}],
+            [{"0": 0}],
+            options={"preservation": {"config": PreserveAll(), "*": LatestN(1)}},
+        ),
+        Scenario(
             "share",
             {"0": 0},
             _save_two(large),
@@ -254,7 +263,7 @@ def contents(root: Path, mgr: ckpt.sync.CheckpointManager, *, large: bool = True
     assert mgr.latest_step() == (steps[-1] if steps else None)
     for step in steps:
         number = found[str(step)] = mgr.metadata(step).info.metadata
-        same(mgr.restore(step), number, large=large)
+        same(mgr.restore(step), number, large=large, dropped=dropped_of(mgr, step))
         check_files(root / str(step))
     assert mgr._service._engine.arena.used == 0
     if ONE in names:
@@ -275,8 +284,19 @@ def check_files(step: Path) -> None:
         assert digest(data) == entry.digest, f"{path} was changed"
 
 
-def same(found: Any, number: int, *, large: bool = True) -> None:
-    lines = differences(items_of(number, large=large), found)
+def dropped_of(mgr: ckpt.sync.CheckpointManager, step: int) -> set[str]:
+    """Return the items that a step says it has lost; an item may be lost only so."""
+    info = mgr.metadata(step).info
+    dropped = {each.item for each in info.dropped}
+    assert {*info.items, *dropped} == {*items_of(0)}, f"{info.items} are there, not {dropped}"
+    assert all(each.policy == "LatestN(1)" for each in info.dropped)
+    return dropped
+
+
+def same(found: Any, number: int, *, large: bool = True, dropped: Collection[str] = ()) -> None:
+    every = items_of(number, large=large).items()
+    expected = {name: item for name, item in every if name not in dropped}
+    lines = differences(expected, found)
     assert lines == [], f"number {number} is another: {lines}"
 
 

@@ -19,12 +19,13 @@ from ckpt.errors import (
     CheckpointError,
     CommitCancelledError,
     InvalidArgumentError,
+    ItemDroppedError,
     NotACheckpointError,
     StepExistsError,
     StepNotFoundError,
     StepPinnedError,
 )
-from ckpt.policies import LatestN
+from ckpt.policies import LatestN, PreserveAll
 from ckpt.testing.compare import differences
 from tests.stores.places import Place
 from tests.support.trees import abstract, bits, sharded
@@ -113,6 +114,23 @@ def test_a_step_is_overwritten_and_deleted(place: Place) -> None:
         assert mgr.all_steps() == [1]
     if place.proxy is not None:
         assert not leftovers(place, 1)
+
+
+def test_items_are_kept_for_different_times(place: Place) -> None:
+    policies = {"a": PreserveAll(), "*": LatestN(1)}
+    with plain(place, preservation=policies) as mgr:
+        for step in (1, 2, 3):
+            mgr.save(step, items={"a": state(step), "b": {"x": np.arange(1000)}}).result()
+            mgr.wait_until_finished()
+        assert [mgr.metadata(step).info.items for step in (1, 2, 3)] == [("a",), ("a",), ("a", "b")]
+        for step in (1, 2):
+            assert mgr.verify(step).ok
+            assert_same(mgr.restore(step, abstract({"a": state(step)})), {"a": state(step)})
+            with pytest.raises(ItemDroppedError, match="steps that still have it: 3"):
+                mgr.restore(step, items=["b"])
+    if place.proxy is not None:
+        assert not leftovers(place, 1, 2, 3)
+        assert not [key for key in keys_below(place, "run/1/") if "/b/" in key]
 
 
 def test_a_pinned_step_is_kept(place: Place) -> None:

@@ -1,6 +1,8 @@
-"""Item removal: a committed step is published again without one of its items."""
+"""Item removal: a committed step is published again without some of its items."""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Mapping
 
 import anyio
 from msgspec.structs import replace
@@ -8,6 +10,7 @@ from msgspec.structs import replace
 from ckpt._engine.save.republication import republish
 from ckpt._engine.save.step_manifest import features
 from ckpt._format.digests import digest
+from ckpt._format.history import DroppedItem
 from ckpt._format.manifest import Manifest, encode, sizes
 from ckpt._format.manifest_head import FILE_NAME, OWN_DISKS, VIRTUAL, FileEntry
 from ckpt._plan.orbax_view import step_view
@@ -17,8 +20,14 @@ from ckpt.storage._base import Attempt, Storage
 from ckpt.storage._manifests import while_read
 
 
-async def delete_item(storage: Storage, step_dir: str, manifest: Manifest, item: str) -> None:
-    """Take one item out of a committed step directory.
+async def delete_items(
+    storage: Storage,
+    step_dir: str,
+    manifest: Manifest,
+    going: Mapping[str, str | None],
+    now_ns: int,
+) -> None:
+    """Take items out of a committed step directory; the new manifest says so.
 
     Everything else is put into a new attempt, without being copied if the store can do that, and
     the attempt replaces the old step atomically: at every instant one of the two is there, whole.
@@ -28,31 +37,25 @@ async def delete_item(storage: Storage, step_dir: str, manifest: Manifest, item:
         storage: The root.
         step_dir: Its name.
         manifest: Its manifest.
-        item: Name of the item.
-
-    Returns:
-        The manifest of the new step.
+        going: Names of the items, each with the policy that does not keep it; None where that
+            was done by hand.
+        now_ns: The time, in Unix nanoseconds.
 
     Raises:
-        InvalidArgumentError: The step has no such item, or only this one; names those it has.
+        InvalidArgumentError: The step has no such item, or no others; names those it has.
         StepDeletedError: The step was deleted or replaced meanwhile.
         CorruptCheckpointError: A file of another item is missing, or is not a regular file.
         StorageError: The store refused.
 
     Cancellation: operations under way are waited for, and the step is unchanged, unless publishing
-    had begun: then the item is gone.
+    had begun: then the items are gone.
     """
-    items = {name: each for name, each in manifest.items.items() if name != item}
-    if item not in manifest.items:
-        raise InvalidArgumentError(
-            f"item={item!r:.120}: the step has no such item, only {', '.join(items)}",
-            step=manifest.step,
-        )
-    if not items:
-        raise InvalidArgumentError(
-            f"item={item!r:.120} is the only item of the step; delete the step instead",
-            step=manifest.step,
-        )
+    items = {name: each for name, each in manifest.items.items() if name not in going}
+    _refuse_wrong(manifest, going, items)
+    dropped = [
+        DroppedItem(name, now_ns, policy, _bytes_of(manifest, name))
+        for name, policy in going.items()
+    ]
 
     async def write(attempt: Attempt) -> dict[str, int]:
         own_disks, virtual = OWN_DISKS in manifest.requires, VIRTUAL in manifest.requires
@@ -65,20 +68,47 @@ async def delete_item(storage: Storage, step_dir: str, manifest: Manifest, item:
             sources={
                 path: source
                 for path, source in manifest.sources.items()
-                if not path.startswith(f"{item}/")
+                if _item_of(path) not in going
             },
+            dropped=[*manifest.dropped, *dropped],
         )
         async with while_read(storage, step_dir, manifest):
-            return await _write_rest(storage, attempt, manifest, kept, item)
+            return await _write_rest(storage, attempt, manifest, kept, going)
 
     with located(step=manifest.step):
         await republish(storage, step_dir, write, replacing=manifest.attempt)
 
 
+def _refuse_wrong(manifest: Manifest, going: Collection[str], left: Collection[str]) -> None:
+    missing = next((name for name in going if name not in manifest.items), None)
+    if missing is not None:
+        known = next((each for each in manifest.dropped if each.item == missing), None)
+        raise InvalidArgumentError(
+            f"item={missing!r:.120}: the step has no such item, only {', '.join(manifest.items)}"
+            + ("" if known is None else f"; it was {known}"),
+            step=manifest.step,
+        )
+    if not left:
+        named = ", ".join(f"{name!r:.120}" for name in going)
+        what = "is the only item" if len(going) == 1 else "are the only items"
+        raise InvalidArgumentError(
+            f"item={named} {what} of the step; delete the step instead", step=manifest.step
+        )
+
+
+def _bytes_of(manifest: Manifest, item: str) -> int:
+    return sum(each.size for path, each in manifest.files.items() if _item_of(path) == item)
+
+
+def _item_of(path: str) -> str:
+    """Return the item that a file is of; the whole path of one that is of no item."""
+    return path.partition("/")[0]
+
+
 async def _write_rest(
-    storage: Storage, attempt: Attempt, old: Manifest, new: Manifest, item: str
+    storage: Storage, attempt: Attempt, old: Manifest, new: Manifest, going: Collection[str]
 ) -> dict[str, int]:
-    """Write all but one item to an attempt, its manifest last; return the sizes of its files."""
+    """Write all but these items to an attempt, its manifest last; return the sizes of its files."""
     step_dir = attempt.step_dir
     written: dict[str, bytes] = {}
     if not {OWN_DISKS, VIRTUAL} & set(old.requires):
@@ -95,7 +125,7 @@ async def _write_rest(
     linked = {
         path: known
         for path, known in old.files.items()
-        if path not in written and not path.startswith(f"{item}/")
+        if path not in written and _item_of(path) not in going
     }
     with located():
         async with anyio.create_task_group() as tasks:

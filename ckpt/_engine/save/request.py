@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
 from msgspec import Struct, field
 
+from ckpt._format.history import DroppedItem, Parent
 from ckpt._format.manifest import JsonValue
-from ckpt._format.parent import Parent
 
 
 class SaveRequest(Struct, frozen=True):
@@ -30,6 +30,7 @@ class SaveRequest(Struct, frozen=True):
         parent: The checkpoint that the run has begun from, or None.
         times_ns: Of the copy of another step, when its save began and when it was committed, in
             Unix nanoseconds; None for the times of this save.
+        dropped: Items that the other step does not have any more.
     """
 
     step_dir: str
@@ -42,6 +43,7 @@ class SaveRequest(Struct, frozen=True):
     deadline: float | None = None
     parent: Parent | None = None
     times_ns: tuple[int, int] | None = None
+    dropped: Sequence[DroppedItem] = ()
 
 
 def _do_nothing() -> None:

@@ -158,6 +158,7 @@ async def write_manifest(
             save=session.save if session.processes.own_disks else "",
             statistics=session.hooks.watch.early(),
             files=session.files,
+            dropped=list(request.dropped),
         )
         encoded = await run_in_thread(encode, manifest)
     if len(encoded) > MAX_BYTES:

@@ -15,7 +15,9 @@ from ckpt._inspection.retention.removals import trash_of_run
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.pins import pins
 from ckpt._steps.removal.retention import Retention
+from ckpt._steps.removal.superfluous import Superfluous
 from ckpt.errors import CheckpointError
+from ckpt.policies._by_item import Preservation
 from ckpt.policies._context import SavedStep
 from ckpt.policies._deletion import Deletion
 from ckpt.policies._health import Healthy, allowed_by, health_of
@@ -99,13 +101,13 @@ async def forget_steps(
     deletion = Deletion(trash=trash)
     retention = Retention(root.storage, root.index, policy, deletion, (), time.time_ns)
     found = await root.index.refresh()
-    going = await retention.superfluous(found, says_spared=False)
+    going = (await retention.superfluous(found, says_spared=False)).steps
     steps = await _planned(root, policy, found, going, await retention.saved_steps(found))
     if not dry_run and going:
         await root.storage.prepare()
         await retention.prepare()
         try:
-            await retention.preserve(going)
+            await retention.preserve(Superfluous(going))
         except ExceptionGroup as group:
             raise _first(group) from group
         left = await root.index.refresh()
@@ -167,17 +169,19 @@ async def _planned(
 
 async def next_to_go(
     root: RunRoot,
-    policy: PreservationPolicyLike,
+    policy: Preservation,
     deletion: Deletion,
     found: Mapping[int, IndexedStep],
-) -> frozenset[int]:
-    """Return the steps that a run deletes after its next commit, if that is not a better one.
+) -> Superfluous:
+    """Return what a run deletes after its next commit, if that is not a better one.
+
+    That is taken to have the items of the step before it.
 
     Raises:
         CheckpointError: The pins of the root cannot be read, or the policy cannot be asked.
     """
     if not found:
-        return frozenset()
+        return Superfluous()
     now_ns = time.time_ns()
     numbers = list(found)
     distance = numbers[-1] - numbers[-2] if len(numbers) > 1 else 1
@@ -187,7 +191,7 @@ async def next_to_go(
     coming = replace(latest, step=latest.step + distance, metrics=None, is_foreign=False, **times)
     retention = Retention(root.storage, root.index, policy, deletion, (), time.time_ns)
     with_it = {**found, coming.step: coming}
-    return frozenset(await retention.superfluous(with_it, says_spared=False)) - {coming.step}
+    return await retention.superfluous(with_it, says_spared=False)
 
 
 def kept_for(
@@ -210,8 +214,11 @@ def kept_for(
     return found
 
 
-def text_of(policy: PreservationPolicyLike) -> str:
+def text_of(policy: Preservation) -> str:
     """Return what a policy keeps, in a few words: `newest 3`."""
+    if isinstance(policy, Mapping):
+        # In words of their own: each may be several.
+        return ", ".join(f"{text_of(each)} ({name})" for name, each in policy.items())
     match policy:
         case AnyPreservation():
             return ", ".join(text_of(each) for each in policy.policies)

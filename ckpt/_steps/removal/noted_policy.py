@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -17,6 +18,7 @@ from msgspec import Struct
 from ckpt._arguments import shown
 from ckpt.errors import CheckpointError, CorruptCheckpointError
 from ckpt.policies._answers import name_of
+from ckpt.policies._by_item import Preservation, by_item_text
 from ckpt.policies._deletion import Deletion, trash_of
 from ckpt.policies._health import Healthy
 from ckpt.policies._intervals import EveryNSeconds, EveryNSteps, EveryNStepsClosest, LatestDuration
@@ -26,6 +28,7 @@ from ckpt.policies._preservation import (
     LatestN,
     PreservationPolicyLike,
     PreserveAll,
+    check_preservation,
 )
 from ckpt.policies._ranking import BestN
 from ckpt.storage._base import Storage
@@ -48,6 +51,8 @@ _KINDS: dict[str, type[Any]] = {
     "custom_steps": CustomSteps,
     "any": AnyPreservation,
 }
+# A policy for each item; an older version takes it for a policy that it does not know.
+_BY_ITEM = "by_item"
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
@@ -60,13 +65,13 @@ class NotedPolicy(Struct, frozen=True):
         deletion: How steps are deleted; None if that cannot be learnt.
     """
 
-    policy: PreservationPolicyLike | None
+    policy: Preservation | None
     text: str
     deletion: Deletion | None
 
 
 async def note_policy(
-    storage: Storage, policy: PreservationPolicyLike | None, deletion: Deletion | None
+    storage: Storage, policy: Preservation | None, deletion: Deletion | None
 ) -> None:
     """Write down what a run keeps, unless that is known already; failures are of no matter.
 
@@ -104,7 +109,7 @@ async def noted_policy(storage: Storage) -> NotedPolicy | None:
     data = found.get("preservation")
     if not isinstance(data, dict):
         return NotedPolicy(None, "", None)
-    return NotedPolicy(_policy(data), _text(data), _deletion(found.get("deletion")))
+    return NotedPolicy(_preservation(data), _text(data), _deletion(found.get("deletion")))
 
 
 def _parts(encoded: bytes) -> dict[str, Any]:
@@ -128,7 +133,7 @@ def _deletion(given: object) -> Deletion | None:
 
 
 def _encoded(
-    policy: PreservationPolicyLike | None, deletion: Deletion | None, noted: dict[str, Any]
+    policy: Preservation | None, deletion: Deletion | None, noted: dict[str, Any]
 ) -> bytes:
     """Return the note of a policy and a deletion; for what is None, that which is noted."""
     kept, how = noted.get("preservation"), noted.get("deletion")
@@ -153,7 +158,10 @@ def _how(deletion: Deletion) -> dict[str, Any]:
 
 
 def _data(policy: object) -> dict[str, Any]:
-    """Return a policy as data."""
+    """Return a policy, or those of the items, as data."""
+    if isinstance(policy, Mapping):
+        data = {"kind": _BY_ITEM, "items": {name: _data(each) for name, each in policy.items()}}
+        return data | {"text": by_item_text(policy)}
     kind = _NAMES.get(type(policy))
     if kind is None or (isinstance(policy, BestN) and not isinstance(policy.metric, str)):
         return _custom(policy)
@@ -170,9 +178,24 @@ def _data(policy: object) -> dict[str, Any]:
 
 
 def _custom(policy: object) -> dict[str, Any]:
+    if isinstance(policy, Mapping):
+        return {"kind": "custom", "text": by_item_text(policy)}
     text = name_of(policy) if callable(policy) else shown(policy)
     # An address would be another one in every run.
     return {"kind": "custom", "text": type(policy).__qualname__ if " at 0x" in text else text}
+
+
+def _preservation(data: dict[str, Any]) -> Preservation | None:
+    """Return the policy, or those of the items, that data describe; None for unknown ones."""
+    items = data.get("items")
+    if data.get("kind") != _BY_ITEM or not isinstance(items, dict):
+        return _policy(data)
+    found = {pattern: _policy(each) for pattern, each in items.items()}
+    known = {pattern: policy for pattern, policy in found.items() if policy is not None}
+    with contextlib.suppress(CheckpointError):
+        check_preservation(known)
+        return known if len(known) == len(found) else None
+    return None
 
 
 def _policy(data: object, depth: int = 0) -> PreservationPolicyLike | None:

@@ -15,23 +15,26 @@ from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, peek_files
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep, StepIndex
-from ckpt._steps.opened import OpenedStep
+from ckpt._steps.opened import OpenedStep, open_step
 from ckpt._steps.pins import deletion_of, pins, refuse_pinned
 from ckpt._steps.previous_steps import AilingLeaves
 from ckpt._steps.removal.noted_policy import note_policy
+from ckpt._steps.removal.superfluous import Superfluous, keeps_all, superfluous_by
 from ckpt._steps.unreadable import shortened
 from ckpt.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
+    StepDeletedError,
     StepNotFoundError,
     StepPinnedError,
     StorageError,
     located,
 )
+from ckpt.policies._by_item import Preservation, unused_patterns
 from ckpt.policies._context import SavedStep
 from ckpt.policies._deletion import Deletion, trash_of
 from ckpt.policies._health import allowed_by, last_resort, why_not_healthy
-from ckpt.policies._preservation import PreservationPolicyLike, PreserveAll, steps_kept
+from ckpt.policies._preservation import PreserveAll
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import while_read
 
@@ -90,7 +93,7 @@ class Retention:
         self,
         storage: Storage,
         index: StepIndex,
-        policy: PreservationPolicyLike | None,
+        policy: Preservation | None,
         deletion: Deletion | None,
         observers: tuple[Observer, ...],
         now_ns: Callable[[], int],
@@ -100,7 +103,7 @@ class Retention:
         Args:
             storage: The root.
             index: Its committed steps.
-            policy: Which of them to keep; None, where it was not given, keeps all.
+            policy: What of them to keep; None, where it was not given, keeps all.
             deletion: How the others go; None, where it was not given, removes them for good.
             observers: Told of every deletion.
             now_ns: Tells the time, in Unix nanoseconds.
@@ -118,6 +121,7 @@ class Retention:
         self._ailing = AilingLeaves(storage)
         # The step that was said to stay because the newest one is unhealthy.
         self._said_last: int | None = None
+        self._said_unused: set[str] = set()
         self._trash = trash_of(deletion)
         self._observers = observers
         self._now_ns = now_ns
@@ -143,10 +147,10 @@ class Retention:
     @property
     def keeps_all(self) -> bool:
         """Whether `preserve` deletes nothing."""
-        return isinstance(self._policy, PreserveAll)
+        return keeps_all(self._policy)
 
-    async def preserve(self, going: Mapping[int, IndexedStep] | None = None) -> None:
-        """Delete what the policy does not keep, several steps at a time.
+    async def preserve(self, going: Superfluous | None = None) -> None:
+        """Delete what the policy does not keep: steps, and items of steps; several at a time.
 
         Args:
             going: What that is, of `superfluous`; None looks for it. What has become another step
@@ -165,33 +169,38 @@ class Retention:
 
     async def superfluous(
         self, found: Mapping[int, IndexedStep], *, says_spared: bool = True
-    ) -> dict[int, IndexedStep]:
-        """Return the steps that the policy does not keep and that are not pinned.
+    ) -> Superfluous:
+        """Return what the policy does not keep, of steps that are not pinned.
 
         What was acknowledged last stays, though older steps may be greater: after a run went back,
         its new steps are the ones it would resume from. If the newest step is unhealthy, the last
         healthy one stays, too. `says_spared`: warn of steps of Orbax that stay, and of that one.
         """
         steps = await self.saved_steps(found)
-        kept = await run_in_thread(steps_kept, self._policy, steps, self._now_ns() / 1e9)
         always = {self.newest}
         if self._keeps_latest:
             always.add(max(found, default=None))
-        going = {
-            step: each for step, each in found.items() if step not in kept and step not in always
-        }
-        if self._spares_foreign:
-            spared = [step for step, each in going.items() if each.is_foreign]
+        now = self._now_ns() / 1e9
+        going = await run_in_thread(superfluous_by, self._policy, found, steps, now, always)
+        if isinstance(self._policy, Mapping):
+            spared = [step for step, each in found.items() if each.is_foreign]
             if says_spared:
                 self._say_spared(spared)
-            going = {step: each for step, each in going.items() if step not in spared}
-        pinned = await pins(self._storage) if going else {}
-        going = {step: each for step, each in going.items() if step not in pinned}
-        last = last_resort(steps, found.keys() - going, self._allow)
-        if last is not None:
-            del going[last.step]
+                self._say_unused(found)
+        elif self._spares_foreign:
+            spared = [step for step, each in going.steps.items() if each.is_foreign]
             if says_spared:
-                self._say_last(last, next(each for each in steps[::-1] if each.step not in going))
+                self._say_spared(spared)
+            going = going.where(lambda step: step not in spared)
+        pinned = await pins(self._storage) if going else {}
+        going = going.where(lambda step: step not in pinned)
+        whole = [each for each in found if each not in going.steps and each not in going.items]
+        last = last_resort(steps, whole, self._allow)
+        if last is not None:
+            kept = last.step
+            going = going.where(lambda step: step != kept)
+            if says_spared:
+                self._say_last(last, next(each for each in steps[::-1] if each.step in whole))
         return going
 
     async def saved_steps(self, found: Mapping[int, IndexedStep]) -> list[SavedStep]:
@@ -203,8 +212,8 @@ class Retention:
         if last.step != self._said_last:
             self._said_last = last.step
             logger.warning(
-                "%s: step %d stays, though the preservation policy does not keep it: no newer "
-                "step is known to be healthy. Step %d: %s",
+                "%s: step %d stays whole, though the preservation policy does not keep it: no "
+                "newer step is known to be healthy. Step %d: %s",
                 redact(self._storage.location),
                 last.step,
                 newest.step,
@@ -213,24 +222,59 @@ class Retention:
 
     def _say_spared(self, steps: Sequence[int]) -> None:
         """Say once that steps of Orbax stay though the policy does not keep them."""
-        if steps and not self._said_spared:
-            self._said_spared = True
+        if not steps or self._said_spared:
+            return
+        self._said_spared = True
+        where, listed = redact(self._storage.location), shortened(sorted(steps))
+        if isinstance(self._policy, Mapping):
             logger.warning(
-                "%s: steps that Orbax wrote stay, though the preservation policy does not keep "
-                "them: %s. With Deletion(orbax_steps=True) they are deleted, too",
-                redact(self._storage.location),
-                shortened(sorted(steps)),
+                "%s: steps that Orbax wrote stay whole, since a preservation policy for each item "
+                "is about steps of this library: %s. delete(step) deletes one",
+                where,
+                listed,
             )
+            return
+        logger.warning(
+            "%s: steps that Orbax wrote stay, though the preservation policy does not keep "
+            "them: %s. With Deletion(orbax_steps=True) they are deleted, too",
+            where,
+            listed,
+        )
 
-    async def _delete_all(self, going: Mapping[int, IndexedStep]) -> None:
+    def _say_unused(self, found: Mapping[int, IndexedStep]) -> None:
+        """Say once of each pattern of the policy that no step has an item for it."""
+        if not isinstance(self._policy, Mapping):
+            return
+        known = {
+            name
+            for each in found.values()
+            for name in (*each.items, *(gone.item for gone in each.dropped))
+        }
+        for pattern in unused_patterns(self._policy, known):
+            if pattern not in self._said_unused:
+                self._said_unused.add(pattern)
+                logger.warning(
+                    "%s: the preservation policy of the items %r keeps nothing: the steps have "
+                    "the items %s",
+                    redact(self._storage.location),
+                    pattern,
+                    ", ".join(sorted(known)) or "none",
+                )
+
+    async def _delete_all(self, going: Superfluous) -> None:
         limiter = anyio.CapacityLimiter(self._concurrency)
+        losing = going.losing()
         errors: list[Exception] = []
 
         async def delete(step: int) -> None:
             async with limiter:
                 try:
                     with located(step=step):
-                        await self._delete(step, await self._listed(step, going[step].attempt))
+                        if step in losing:
+                            await self._drop(going.found[step], losing[step])
+                            return
+                        attempt = going.steps[step].attempt
+                        await self._delete(step, await self._listed(step, attempt))
                 except StepPinnedError:
                     logger.debug("step %d is kept: it was pinned just now", step)
                 except Exception as error:
@@ -238,7 +282,7 @@ class Retention:
                     errors.append(error)
 
         async with anyio.create_task_group() as tasks:
-            for step in going:
+            for step in sorted({*going.steps, *losing}):
                 tasks.start_soon(delete, step)
         if errors:
             with located():
@@ -308,30 +352,42 @@ class Retention:
             await is_ours(self._storage, step_dir) or await self._index.look(step_dir) is not None
         )
 
-    async def delete_item(self, opened: OpenedStep, item: str) -> None:
-        """Delete one item of a step; see `engine.items.delete_item`.
+    async def _drop(self, found: IndexedStep, going: Mapping[str, str]) -> None:
+        """Take items out of a step, unless it has become another one since it was listed."""
+        opened = await open_step(self._storage, found.step_dir, found.step)
+        if opened is None or opened.manifest.attempt != found.attempt:
+            return
+        try:
+            await self.delete_items(opened, going)
+        except StepDeletedError as error:
+            logger.debug("no item of step %d is dropped: %s", found.step, error)
+
+    async def delete_items(self, opened: OpenedStep, going: Mapping[str, str | None]) -> None:
+        """Take items out of a step, each with the policy that does not keep it, or None.
 
         Raises:
-            InvalidArgumentError: There is no such item, or no other one.
+            InvalidArgumentError: There is no such item, or there are no others.
             StepPinnedError: The step is pinned.
             StepDeletedError: It was deleted or replaced meanwhile.
         """
         # What writes manifests takes numpy and jax, which deleting steps does without.
-        from ckpt._engine.save.item_removal import delete_item
+        from ckpt._engine.save.item_removal import delete_items
 
         step_dir, manifest = opened.step_dir, opened.manifest
         step = check_step(manifest.step)
         if opened.foreign is not None:
             raise InvalidArgumentError(
-                f"delete(item={shown(item)}): Orbax wrote this step, so it can only be deleted as "
-                "a whole",
+                f"delete(item={shown(next(iter(going)))}): Orbax wrote this step, so it can only "
+                "be deleted as a whole",
                 step=step,
             )
         async with self._deletion(step):
             async with while_read(self._storage, step_dir, manifest):
                 await spare_others(self._storage, step_dir)
-            await delete_item(self._storage, step_dir, manifest, item)
-        logger.info("deleted the item %r of step %d", item, step)
+            await delete_items(self._storage, step_dir, manifest, going, self._now_ns())
+        for item, policy in going.items():
+            why = "" if policy is None else f", which {policy} does not keep"
+            logger.info("deleted the item %r of step %d%s", item, step, why)
 
     async def _delete(self, step: int, step_dirs: Mapping[str, str | None]) -> None:
         """Delete directories of a step, each only if it is of the attempt that is given with it."""

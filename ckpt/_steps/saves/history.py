@@ -6,8 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from ckpt._format.history import Parent
 from ckpt._format.manifest import Manifest
-from ckpt._format.parent import Parent
 from ckpt._steps.root import Root
 from ckpt._steps.saves.backlog import BacklogSlot
 from ckpt._steps.saves.overhead import OverheadEstimate

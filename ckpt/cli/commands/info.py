@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from ckpt._inspection.places import checkpoint_at
-from ckpt._inspection.summary import CheckpointSummary, ItemSummary, summarize
+from ckpt._inspection.summary import CheckpointSummary, DroppedSummary, ItemSummary, summarize
 from ckpt.cli import options
 from ckpt.cli.output import show
 from ckpt.cli.tables import fields
@@ -46,6 +46,7 @@ def _view(found: CheckpointSummary) -> Iterator[str]:
             ("files", _files(found)),
             *(("item", _item(item)) for item in found.items),
             ("health", _health(found)),
+            *(("dropped", _dropped(item)) for item in found.dropped),
             ("metrics", ", ".join(metrics)),
             ("metadata", "" if metadata is None else msgspec.json.encode(metadata).decode()),
             ("begun from", found.parent or ""),
@@ -79,6 +80,11 @@ def _health(found: CheckpointSummary) -> str:
 
 def _first(named: Sequence[str]) -> str:
     return ", ".join(named[:_MOST_NAMED]) + (", ..." if len(named) > _MOST_NAMED else "")
+
+
+def _dropped(item: DroppedSummary) -> str:
+    why = "by hand" if item.policy is None else f"by {item.policy}"
+    return f"{item.name}: {size_text(item.stored_bytes)}, {_time(item.dropped)}, {why}"
 
 
 def _time(time: datetime | None) -> str:

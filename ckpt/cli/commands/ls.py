@@ -85,6 +85,10 @@ def _notes(step: ListedStep, keeps: str | None) -> str:
     notes = [f"pinned: {', '.join(step.pins)}"] if step.pins else []
     if step.goes_next:
         notes.append(f"deleted next: none of {keeps}")
+    if step.drops_next:
+        notes.append(f"dropped next: {', '.join(step.drops_next)}")
+    if step.dropped:
+        notes.append(f"without {', '.join(step.dropped)}")
     if step.writer != "ckpt":
         notes.append("written by Orbax")
     if not step.name.isdecimal():

@@ -24,7 +24,7 @@ from orbax.checkpoint import v1 as ocp
 import ckpt
 import ckpt.sync
 from ckpt import errors
-from ckpt._engine.save.item_removal import delete_item
+from ckpt._engine.save.item_removal import delete_items
 from ckpt._format.manifest import Manifest, decode
 from ckpt._format.manifest_head import FILE_NAME, FileEntry
 from ckpt.storage import open_root
@@ -188,7 +188,7 @@ def test_where_files_cannot_have_two_names_they_are_copied(root: Path, code: int
 
 def delete_by(root: Path, manifest: Manifest, item: str) -> None:
     """Delete an item of a step that looks as `manifest` says."""
-    anyio.run(delete_item, open_root(root), "1", manifest, item)
+    anyio.run(delete_items, open_root(root), "1", manifest, {item: None}, 0)
 
 
 def test_damage_of_other_items_is_told_and_the_step_stays(root: Path) -> None:

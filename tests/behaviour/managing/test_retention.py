@@ -349,7 +349,7 @@ def test_what_is_moved_to_the_trash_is_what_was_listed(
 
         one, trash = policies.LatestN(1), Deletion(trash="trash")
         with plain(tmp_path, preservation=one, deletion=trash) as mgr:
-            monkeypatch.setattr("ckpt._steps.removal.retention.steps_kept", kept)
+            monkeypatch.setattr("ckpt._steps.removal.superfluous.steps_kept", kept)
             save_all(mgr, [3])
             assert mgr.all_steps() == [1, 3]
             assert mgr.restore(1) == {"n": "new"}
