@@ -32,6 +32,7 @@ from ckpt._format.manifest_head import (
     INVALID,
     OWN_DISKS,
     OWN_FORMAT,
+    SUMMARIES,
     SUPPORTED_FEATURES,
     TRAILER_END,
     TRAILER_KEY,
@@ -247,6 +248,10 @@ class _Rest(Struct, frozen=True, omit_defaults=True):
     sources: dict[str, SourceFile] = {}
 
 
+# Made once, as that of the head.
+_RESTS = msgspec.json.Decoder(_Rest)
+
+
 def encode(manifest: Manifest) -> bytes:
     """Return the bytes of `ckpt.json` for `manifest`, checksum included.
 
@@ -382,13 +387,13 @@ def decode(data: bytes, *, where: str) -> Manifest:
     if head is None:
         raise _not_ours(data, where, "it has no head")
     try:
-        front = msgspec.json.decode(head, type=Summary)
+        front = SUMMARIES.decode(head)
         is_ours = front.format == OWN_FORMAT and front.version == FORMAT_VERSION
         if not is_ours or not SUPPORTED_FEATURES.issuperset(front.requires):
             raise _not_ours(head, where, "")
         if not is_step(front.step) or len(data) != end + front.rest:
             raise ValueError("its head contradicts it")
-        rest = msgspec.json.decode(b"".join((b"{", memoryview(data)[end + 1 :])), type=_Rest)
+        rest = _RESTS.decode(b"".join((b"{", memoryview(data)[end + 1 :])))
         items = {name: _read(item) for name, item in rest.items.items()}
         # Earlier writers did not count.
         if front.nonfinite_leaves not in (None, _nonfinite_leaves(items)):

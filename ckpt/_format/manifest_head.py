@@ -104,6 +104,11 @@ class Summary(Struct, frozen=True, omit_defaults=True):
         return tops_of(self.files)
 
 
+# Made once, before there are threads: msgspec makes what it knows of a type that has dataclasses in
+# it at the first use, and two threads that do so at the same time can crash the interpreter.
+SUMMARIES = msgspec.json.Decoder(Summary)
+
+
 class Origin(Struct, frozen=True):
     """What a manifest says of who wrote the step, as attributes of `Manifest`."""
 
@@ -170,7 +175,7 @@ def peek(data: bytes, size: int | None = None) -> Summary | None:
         found = version_of(data) if total == len(data) and is_whole(data) else None
     else:
         try:
-            summary = msgspec.json.decode(head, type=Summary)
+            summary = SUMMARIES.decode(head)
         except INVALID:
             found = version_of(head)
         else:
