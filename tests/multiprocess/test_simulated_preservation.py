@@ -14,17 +14,21 @@ import ckpt
 import ckpt.sync
 from ckpt import errors
 from ckpt._engine.save.item_removal import delete_items
-from ckpt.handlers import JsonHandler
 from ckpt.policies import BestN, LatestN, PreserveAll
 from ckpt.storage import open_root
 from ckpt.storage._manifests import read_manifest
 from tests.support.simulated_job import FAR, closed, managers, steps, together
 
-POLICIES: dict[str, Any] = {"config": PreserveAll(), "params": LatestN(2), "*": LatestN(1)}
+# An empty tree has no file where each process has its own disk.
+POLICIES: dict[str, Any] = {"empty": PreserveAll(), "params": LatestN(2), "*": LatestN(1)}
 
 
 def save(mgrs: Sequence[Any], step: int, losses: Sequence[float] = (1.0, 1.0)) -> None:
-    items = {"params": {"w": np.arange(9)}, "opt_state": {"mu": np.ones(99)}, "config": {"a": 1}}
+    items = {
+        "params": {"w": np.arange(9)},
+        "opt_state": {"mu": np.ones(99)},
+        "empty": {},
+    }
     calls = [
         lambda m=m, v=v: m.save(step, items=items, metrics={"loss": v}).result(40)
         for m, v in zip(mgrs, losses, strict=True)
@@ -44,16 +48,15 @@ def test_all_processes_see_the_same_items(tmp_path: Path, own_disks: bool) -> No
         own_disks=own_disks,
         seconds=FAR,
         preservation=POLICIES,
-        handlers={"config": JsonHandler()},
     )
     for step in range(1, 5):
         save(mgrs, step)
     assert together(*(mgr.all_steps for mgr in mgrs)) == [[1, 2, 3, 4]] * 2
     for mgr in mgrs:
         assert items_of(mgr, 1, 2, 3) == {
-            1: ("config",),
-            2: ("config",),
-            3: ("params", "config"),
+            1: ("empty",),
+            2: ("empty",),
+            3: ("params", "empty"),
         }
         info = ckpt.sync.metadata(f"{mgr.root}/3").info
         assert [(each.item, each.policy) for each in info.dropped] == [("opt_state", "LatestN(1)")]
@@ -68,8 +71,7 @@ def test_all_processes_see_the_same_items(tmp_path: Path, own_disks: bool) -> No
 
 def test_what_one_disk_has_lost_goes_from_the_others(tmp_path: Path) -> None:
     """As after a process was killed between its disk and that of the others."""
-    handlers = {"config": JsonHandler()}
-    mgrs = managers(tmp_path, own_disks=True, seconds=FAR, handlers=handlers)
+    mgrs = managers(tmp_path, own_disks=True, seconds=FAR)
     save(mgrs, 1)
     save(mgrs, 2)
     closed(mgrs)
@@ -80,11 +82,11 @@ def test_what_one_disk_has_lost_goes_from_the_others(tmp_path: Path) -> None:
         await delete_items(storage, "1", manifest, {"opt_state": "LatestN(1)"}, 0)
 
     anyio.run(drop)
-    mgrs = managers(tmp_path, own_disks=True, seconds=FAR, handlers=handlers, preservation=POLICIES)
+    mgrs = managers(tmp_path, own_disks=True, seconds=FAR, preservation=POLICIES)
     assert together(*(mgr.all_steps for mgr in mgrs)) == [[1, 2]] * 2
     save(mgrs, 3)
     for mgr in mgrs:
-        assert items_of(mgr, 1, 2) == {1: ("config",), 2: ("params", "config")}
+        assert items_of(mgr, 1, 2) == {1: ("empty",), 2: ("params", "empty")}
     closed(mgrs)
 
 

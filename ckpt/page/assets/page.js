@@ -177,7 +177,9 @@ function showSteps(metrics) {
   const rows = [...run.listing.steps].reverse().map((each) => {
     const notes = each.pins.length ? [`pinned: ${each.pins.join(", ")}`] : [];
     if (each.writer !== "ckpt") notes.push(`written by ${each.writer}`);
+    if (each.dropped.length) notes.push(`without ${each.dropped.join(", ")}`);
     if (goes(each)) notes.push("is deleted next");
+    if (each.drops_next.length) notes.push(`loses ${each.drops_next.join(", ")} next`);
     const button = make("button", { type: "button", click: () => choose(each.step) }, each.step);
     return make(
       "tr", { "aria-current": each.step === chosen ? "true" : null },
