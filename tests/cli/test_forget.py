@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -300,3 +301,26 @@ def test_an_interrupted_deletion_leaves_whole_steps(root: Path) -> None:
     assert steps(root) == [10, 20, 30, 40, 50]
     assert ckpt_command("forget", root, "--keep-last", "1").status == 0
     assert steps(root) == [20, 50]
+
+
+def test_items_that_were_dropped_are_shown(tmp_path: Path) -> None:
+    policies: dict[str, Any] = {"params": PreserveAll(), "*": LatestN(2)}
+    with ckpt.sync.CheckpointManager(tmp_path, preservation=policies) as mgr:
+        for step in (1, 2, 3):
+            mgr.save(step, items={"params": {"w": np.ones(4)}, "opt_state": {"m": np.ones(9)}})
+    lines = ckpt_command("ls", tmp_path).out.splitlines()
+    assert lines[1].endswith("without opt_state")
+    assert lines[2].endswith("dropped next: opt_state")
+    assert lines[-1].endswith("keeps: all (params), newest 2 (*)")
+    found = ckpt_command("info", tmp_path / "1").out
+    (line,) = (each for each in found.splitlines() if each.startswith("dropped"))
+    assert re.fullmatch(
+        r"dropped +opt_state: [0-9.]+ (B|KiB), [0-9-]+ [0-9:]+ UTC, by LatestN\(2\)", line
+    )
+    about = json.loads(ckpt_command("info", tmp_path / "1", "--json").out)
+    assert [(each["name"], each["policy"]) for each in about["dropped"]] == [
+        ("opt_state", "LatestN(2)")
+    ]
+    # What is forgotten by hand is whole steps.
+    assert ckpt_command("forget", tmp_path, "--keep-last", 1).status == 0
+    assert steps(tmp_path) == [3]
