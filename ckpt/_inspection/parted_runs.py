@@ -34,7 +34,7 @@ _ABOUT_ONE_STEP = (
 )
 
 
-class SkippedStep(Struct, frozen=True):
+class UncomparedStep(Struct, frozen=True):
     """A step that was looked at, and of which it is not known whether it is the same in both runs.
 
     Attributes:
@@ -70,7 +70,7 @@ class PartedRuns(Struct, frozen=True):
     is_same: bool
     last_same: int | None
     first_different: int | None
-    skipped: list[SkippedStep]
+    skipped: list[UncomparedStep]
     common: int
     looked_at: int
     in_order: bool
@@ -116,7 +116,7 @@ async def parted_runs(first: RunRoot, second: RunRoot, *, in_order: bool = False
             f"{shortened(only[0])}, the second {shortened(only[1])}"
         )
     in_order = in_order or len(common) <= FEW_STEPS
-    skipped: dict[int, SkippedStep] = {}
+    skipped: dict[int, UncomparedStep] = {}
     differing: list[CheckpointDifferences] = []
 
     async def look(place: int) -> bool | None:
@@ -126,11 +126,11 @@ async def parted_runs(first: RunRoot, second: RunRoot, *, in_order: bool = False
                 await _opened(root, steps[step]) for root, steps in zip(roots, listed, strict=True)
             ]
         except _ABOUT_ONE_STEP as error:
-            skipped[step] = SkippedStep(step, str(error))
+            skipped[step] = UncomparedStep(step, str(error))
             return None
         is_same = is_same_state(one.opened.manifest, other.opened.manifest)
         if is_same is None:
-            skipped[step] = SkippedStep(step, _reason(compare(one, other)[0]))
+            skipped[step] = UncomparedStep(step, _reason(compare(one, other)[0]))
         elif not is_same:
             # Each that differs is before those that were found before.
             differing[:] = [replace(compare(one, other)[0], metrics=[], metadata=[])]

@@ -22,6 +22,7 @@ from ckpt.policies import (
     CustomSteps,
     Deletion,
     EveryNSteps,
+    Healthy,
     LatestN,
     PreserveAll,
 )
@@ -380,3 +381,34 @@ def test_everything_is_kept_without_a_look(root: Path, caplog: pytest.LogCapture
         with caplog.at_level(logging.DEBUG):
             save(mgr, 700)
         assert mgr.all_steps() == [200, 400, 500, 600, 700]
+
+
+def test_the_last_healthy_step_keeps_all_its_items(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = {"w": np.ones(3)}, {"w": np.full(3, np.nan)}
+    policies = {"params": LatestN(3), "*": LatestN(1)}
+    with ckpt.sync.CheckpointManager(tmp_path, preservation=policies, vital_signs=True) as mgr:
+        for step, state in {1: good, 2: good, 3: bad, 4: bad}.items():
+            mgr.save(step, items={"params": state, "opt": state}).result()
+            mgr.wait_until_finished()
+        has = {step: mgr.metadata(step).info.items for step in mgr.all_steps()}
+        assert has == {2: ("params", "opt"), 3: ("params",), 4: ("params", "opt")}
+        assert "step 2 stays whole" in caplog.text
+        assert set(mgr.restore(healthy=True)) == {"params", "opt"}
+        mgr.save(5, items={"params": good, "opt": good}).result()
+        mgr.wait_until_finished()
+        has = {step: mgr.metadata(step).info.items for step in mgr.all_steps()}
+        assert has == {3: ("params",), 4: ("params",), 5: ("params", "opt")}
+
+
+def test_values_that_the_policy_of_an_item_allows_make_no_step_unhealthy(tmp_path: Path) -> None:
+    allowing = AnyPreservation(LatestN(1), Healthy(allow=["mask"]))
+    masked = {"w": np.ones(3), "mask": np.full(3, -np.inf)}
+    with ckpt.sync.CheckpointManager(
+        tmp_path, preservation={"*": allowing}, vital_signs=True
+    ) as mgr:
+        for step in (1, 2, 3):
+            mgr.save(step, items={"params": masked}).result()
+            mgr.wait_until_finished()
+        assert mgr.all_steps() == [3]
