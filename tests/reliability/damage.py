@@ -22,7 +22,7 @@ from tests.reliability.tally import Tally
 from tests.support.damage import Damage, FlipBit, Replace, damaged, sampled_damages
 from tests.support.manifests import document_of, leaf_rows
 
-__all__ = ["damage", "flips"]
+__all__ = ["Place", "damage", "flips", "places_of"]
 
 MANIFEST = "ckpt.json"
 
@@ -45,14 +45,14 @@ def _campaign(directory: Path, count: int, seed: int, *, only_flips: bool) -> Ta
         kinds = (FlipBit,) if only_flips else None
         other = specimen.other
         found = sampled_damages(specimen.path, share, other=other, kinds=kinds, seed=seed)
-        places = _places(specimen.path)
+        places = places_of(specimen.path)
         for each in found:
             total += _attack(specimen, each, places)
     return total
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """Where a chunk of a leaf lies."""
 
     leaf: str
@@ -61,12 +61,12 @@ class _Place:
     end: int
 
 
-def _places(path: Path) -> list[_Place]:
+def places_of(path: Path) -> list[Place]:
     """Return where the manifest says that chunks lie; none of those only a database knows."""
     return list(_read_places(document_of(path)))
 
 
-def _read_places(manifest: Any) -> Iterator[_Place]:
+def _read_places(manifest: Any) -> Iterator[Place]:
     for item, entry in manifest["items"].items():
         for leaf in leaf_rows(entry):
             offsets = leaf["offsets"]
@@ -77,10 +77,10 @@ def _read_places(manifest: Any) -> Iterator[_Place]:
                 lengths = [math.prod(leaf.get("chunks", [])) * itemsize] * len(offsets)
             for file, start, length in zip(files, offsets, lengths, strict=True):
                 name = f"{item}/{entry['data_files'][file]}"
-                yield _Place(leaf["name"], name, start, start + length)
+                yield Place(leaf["name"], name, start, start + length)
 
 
-def _attack(specimen: Specimen, attack: Damage, places: list[_Place]) -> Tally:
+def _attack(specimen: Specimen, attack: Damage, places: list[Place]) -> Tally:
     whole = (specimen.path / attack.file).read_bytes()
     here = [place for place in places if place.file == attack.file]
     with damaged(specimen.path, attack):
