@@ -25,20 +25,31 @@ def records(path: Path) -> dict[str, np.ndarray]:
     return {name: table.signs[table.names.index(name)] for name in arrays}
 
 
-def test_jobs_of_one_two_and_four_processes_agree(tmp_path: Path) -> None:
-    found = {}
-    for count, devices in DEVICES.items():
-        root = tmp_path / str(count)
-        run_processes(count, "save_in_job.py", "roundtrip", root, devices_per_process=devices)
-        found[count] = records(root / "3")
-    assert len(found[1]) == 12
-    for count in (2, 4):
-        assert found[count].keys() == found[1].keys()
-        for name, record in found[count].items():
-            for sign in SIGNS.names or ():
-                np.testing.assert_allclose(
-                    record[sign], found[1][name][sign], rtol=1e-5 if sign == "norm" else 0
-                )
+@pytest.fixture(scope="module")
+def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    """What the host of one process finds."""
+    root = tmp_path_factory.mktemp("alone")
+    run_processes(1, "save_in_job.py", "roundtrip", root, "host", devices_per_process=DEVICES[1])
+    return records(root / "3")
+
+
+@pytest.mark.parametrize(
+    ("count", "mode"), [(2, "host"), (4, "host"), (1, "device"), (2, "device"), (4, "device")]
+)
+def test_jobs_of_one_two_and_four_processes_agree(
+    tmp_path: Path, of_one_process: dict[str, np.ndarray], count: int, mode: str
+) -> None:
+    run_processes(
+        count, "save_in_job.py", "roundtrip", tmp_path, mode, devices_per_process=DEVICES[count]
+    )
+    found = records(tmp_path / "3")
+    assert len(found) == 12
+    assert found.keys() == of_one_process.keys()
+    for name, record in found.items():
+        for sign in SIGNS.names or ():
+            np.testing.assert_allclose(
+                record[sign], of_one_process[name][sign], rtol=1e-5 if sign == "norm" else 0
+            )
 
 
 @pytest.mark.parametrize("without", [0, 1])

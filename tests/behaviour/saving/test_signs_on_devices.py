@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec as P
 
 import ckpt
+from ckpt._engine.memory import contents
 from ckpt._engine.signs import device_pass
 from ckpt._engine.signs.kernels import Kernels
 from ckpt._format.dtypes import DTYPES
@@ -20,15 +22,32 @@ from ckpt.errors import InvalidArgumentError
 
 # Every shard of which a device takes the signs has a megabyte.
 SHAPE = (2048, 1024)
+# Arrays that are not packed, and can be cut into 2, 3, 4, 6 or 8 parts.
+SMALLER = (384, 432)
 MESHES: list[tuple[dict[str, int], PartitionSpec]] = [
-    ({"x": 1}, PartitionSpec()),
-    ({"x": 8}, PartitionSpec("x")),
-    ({"x": 8}, PartitionSpec(None, "x")),
-    ({"x": 8}, PartitionSpec()),
-    ({"x": 2, "y": 4}, PartitionSpec("x", "y")),
-    ({"x": 2, "y": 4}, PartitionSpec("x")),
-    ({"x": 4, "y": 2}, PartitionSpec(None, "y")),
-    ({"x": 2, "y": 2}, PartitionSpec(("y", "x"))),
+    ({"x": 1}, P()),
+    ({"x": 2}, P("x")),
+    ({"x": 2}, P(None, "x")),
+    ({"x": 3}, P("x")),
+    ({"x": 3}, P(None, "x")),
+    ({"x": 4}, P("x")),
+    ({"x": 6}, P(None, "x")),
+    ({"x": 8}, P("x")),
+    ({"x": 8}, P(None, "x")),
+    ({"x": 8}, P()),
+    ({"x": 2, "y": 2}, P("x", "y")),
+    ({"x": 2, "y": 2}, P(("y", "x"))),
+    ({"x": 2, "y": 3}, P("y", "x")),
+    ({"x": 3, "y": 2}, P("x")),
+    ({"x": 2, "y": 4}, P("x", "y")),
+    ({"x": 2, "y": 4}, P("x")),
+    ({"x": 2, "y": 4}, P(None, ("x", "y"))),
+    ({"x": 4, "y": 2}, P(None, "y")),
+    ({"x": 4, "y": 2}, P("y", "x")),
+    ({"x": 4, "y": 2}, P(("x", "y"))),
+    ({"x": 2, "y": 2, "z": 2}, P("x", "z")),
+    ({"x": 2, "y": 2, "z": 2}, P(("x", "y"), "z")),
+    ({"x": 2, "y": 2, "z": 2}, P("z", ("y", "x"))),
 ]
 
 
@@ -47,30 +66,40 @@ def flipped(array: jax.Array, position: int, word: int = 70_000, bit: int = 9) -
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
-def numbers(seed: int = 0) -> np.ndarray[Any, np.dtype[np.float32]]:
-    return np.random.default_rng(seed).standard_normal(SHAPE).astype(np.float32)
+def numbers(seed: int = 0, shape: tuple[int, int] = SHAPE) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
-def of_the_host(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the host finds in arrays on one device."""
+def of_one_device(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Arrays of numpy, and what is found in them."""
     path = tmp_path_factory.mktemp("host") / "a"
-    host = numbers()
+    host = numbers(shape=SMALLER)
     host[3, 5], host[-1, 0] = np.nan, np.inf
     state = {"w": host, "half": host.astype(DTYPES["bfloat16"]), "n": np.arange(9)}
     ckpt.sync.save(path, state, vital_signs="host")
     return state, ckpt.sync.metadata(path).tree
 
 
+@pytest.mark.parametrize("mode", ["host", "device"])
 @pytest.mark.parametrize(("axes", "spec"), MESHES, ids=str)
-def test_every_mesh_gives_what_the_host_gives(
-    tmp_path: Path, of_the_host: Any, axes: dict[str, int], spec: PartitionSpec
+def test_every_mesh_gives_the_same(
+    tmp_path: Path,
+    of_one_device: Any,
+    axes: dict[str, int],
+    spec: PartitionSpec,
+    mode: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    state, wanted = of_the_host
+    state, wanted = of_one_device
+    if mode == "device":
+        monkeypatch.setattr(device_pass, "_LEAST_BYTES", 1)
+        # The host must not look at what devices have looked at.
+        monkeypatch.delattr(contents, "box_signs")
     info = ckpt.sync.save(
         tmp_path / "a",
         {name: put(each, axes, spec) if name != "n" else each for name, each in state.items()},
-        vital_signs="device",
+        vital_signs=mode,
     )
     assert (info.nonfinite_leaves, info.unequal_leaves) == (2, 0)
     for name, leaf in ckpt.sync.metadata(tmp_path / "a").tree.items():
@@ -81,12 +110,16 @@ def test_every_mesh_gives_what_the_host_gives(
     assert ckpt.sync.verify(tmp_path / "a").ok
 
 
+def test_the_meshes_are_twenty_and_more() -> None:
+    assert len({(tuple(axes.items()), spec) for axes, spec in MESHES}) == len(MESHES) >= 20
+
+
 # Where devices take part in it, two of eight hold each part.
 @pytest.mark.parametrize("position", range(8))
 def test_a_replica_with_one_other_bit_is_named_and_the_signs_are_those_of_the_file(
     tmp_path: Path, position: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good = put(numbers(), {"x": 4, "y": 2}, PartitionSpec("x"))
+    good = put(numbers(), {"x": 4, "y": 2}, P("x"))
     state = {"good": good, "bad": flipped(good, position)}
     info = ckpt.sync.save(tmp_path / "a", state, vital_signs="device")
     assert info.unequal_leaves == 1
@@ -106,7 +139,7 @@ def test_a_replica_with_one_other_bit_is_named_and_the_signs_are_those_of_the_fi
 def test_of_many_replicas_those_that_differ_from_most_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good = put(numbers(), {"x": 8}, PartitionSpec())
+    good = put(numbers(), {"x": 8}, P())
     bad = flipped(flipped(good, 2), 6, bit=31)
     ckpt.sync.save(tmp_path / "a", {"bad": bad}, vital_signs="device")
     devices = [good.addressable_shards[each].device for each in (2, 6)]
@@ -114,14 +147,14 @@ def test_of_many_replicas_those_that_differ_from_most_are_named(
 
 
 def test_without_the_devices_replicas_are_not_compared(tmp_path: Path) -> None:
-    bad = flipped(put(numbers(), {"x": 8}, PartitionSpec()), 3)
+    bad = flipped(put(numbers(), {"x": 8}, P()), 3)
     for mode in (True, "host"):
         info = ckpt.sync.save(tmp_path / str(mode), {"bad": bad}, vital_signs=mode)
         assert info.unequal_leaves == 0
 
 
 def test_replicas_that_differ_are_known_of_arrays_that_are_taken_over(tmp_path: Path) -> None:
-    good = put(numbers(), {"x": 8}, PartitionSpec())
+    good = put(numbers(), {"x": 8}, P())
     bad = flipped(good, 3)
     with ckpt.sync.CheckpointManager(tmp_path, vital_signs="device") as mgr:
         for step in (1, 2, 3):
@@ -138,7 +171,7 @@ def test_the_caller_may_donate_its_arrays_at_once(tmp_path: Path) -> None:
     step = jax.jit(lambda x: x * jnp.nan, donate_argnums=0)
     with ckpt.sync.CheckpointManager(tmp_path, vital_signs="device") as mgr:
         for number in (1, 2):
-            state = put(numbers(number), {"x": 8}, PartitionSpec("x"))
+            state = put(numbers(number), {"x": 8}, P("x"))
             commit = mgr.save(number, {"w": state})
             state = step(state)
             assert commit.result().nonfinite_leaves == 0
@@ -152,7 +185,7 @@ def test_the_first_save_does_not_wait_for_kernels(
 ) -> None:
     # As if the devices were accelerators.
     monkeypatch.setattr(device_pass, "_is_in_device_memory", lambda leaf, on_cpus: True)
-    bad = flipped(put(numbers(), {"x": 8}, PartitionSpec()), 3)
+    bad = flipped(put(numbers(), {"x": 8}, P()), 3)
     with ckpt.sync.CheckpointManager(tmp_path, vital_signs=True) as mgr:
         # The host takes the signs of the first; the kernels for the second are there when it is
         # committed.
@@ -169,7 +202,7 @@ def test_a_kernel_that_fails_leaves_the_array_to_the_host(
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     monkeypatch.setattr(Kernels, "find", lambda self, key: fail)
-    state = {"w": put(numbers(), {"x": 8}, PartitionSpec("x"))}
+    state = {"w": put(numbers(), {"x": 8}, P("x"))}
     assert ckpt.sync.save(tmp_path / "a", state, vital_signs="device").nonfinite_leaves == 0
     (warning,) = [each.message for each in caplog.records if each.levelname == "WARNING"]
     assert "'w'" in warning
