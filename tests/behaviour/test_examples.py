@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -262,14 +263,37 @@ def test_plain_loop_preemption(tmp_path: Path) -> None:
     resume_both("plain_loop_preemption", at, first, second, resumed=resumed).end_alike()
 
 
-def test_lora_reads_the_parameters_of_the_base_model_alone(tmp_path: Path) -> None:
+def test_lora_shares_its_base_model_with_every_step(tmp_path: Path) -> None:
     first, second = tmp_path / "killed" / "run", tmp_path / "whole" / "run"
     at = killed("lora", first)
-    base = ckpt.sync.metadata(first.with_name("run-base")).tree
-    adapter = ckpt.sync.metadata(first / str(at)).tree
-    assert (set(base["params"]), set(adapter["params"])) == ({"hidden", "out"}, {"down", "up"})
-    damage(first.with_name("run-base"), "opt_state")
-    resume_both("lora", at, first, second, resumed=f"resumed at step {at + 1}").end_alike()
+    base = first.with_name("run-base")
+    assert set(ckpt.sync.metadata(base).tree["params"]) == {"embed", "hidden", "out"}
+    # A new run reads the parameters alone; one that goes on needs nothing of it but signs.
+    damage(base, "opt_state")
+    second.parent.mkdir()
+    shutil.copytree(base, second.with_name("run-base"))
+    damage(base, "params")
+    runs = resume_both("lora", at, first, second, resumed=f"resumed at step {at + 1}")
+    runs.end_alike()
+    assert runs.resumed[-2] == runs.whole[-2] == "the base is what it was: True"
+    # Also the first save after a resume shares it.
+    hidden = 512 * 512 * 4
+    kept, whole = written(runs.resumed), written(runs.whole)
+    assert all(shared == hidden and rest < hidden // 10 for rest, shared in kept)
+    assert len(kept) >= 2
+    assert whole[0][1] == 0
+    assert all(shared == hidden and rest < hidden // 10 for rest, shared in whole[1:])
+    for root in (first, second):
+        with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+            assert mgr.latest_step() == runs.steps - 1
+            assert mgr.verify().ok
+            assert mgr.metadata().tree["adapter"]["up"].vital_signs is not None
+
+
+def written(lines: list[str]) -> list[tuple[int, int]]:
+    """How many bytes each save wrote and shared, as the program printed them."""
+    found = re.findall(r"step \d+: (\d+) bytes written, (\d+) shared", "\n".join(lines))
+    return [(int(rest), int(shared)) for rest, shared in found]
 
 
 def test_grain_items(tmp_path: Path) -> None:
