@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, SupportsIndex, get_args
 
 from ckpt._api.watch import watcher_of
@@ -49,6 +49,7 @@ class ManagerBase:
         staging: Staging | StagingMode | None = None,
         formats: Formats | None = None,
         vital_signs: VitalSignsMode = False,
+        frozen: str | Sequence[str] = (),
         backlog: BacklogPolicy = "wait",
         read_only: bool = False,
         create: bool = True,
@@ -88,6 +89,9 @@ class ManagerBase:
                 compare replicas; the host takes all others after `save` has returned. "host" leaves
                 all to the host. "device" leaves large arrays to their devices, also to CPUs, and
                 from the first save on, which waits until the kernels are compiled.
+            frozen: Patterns of leaf paths whose arrays should not change, such as `"base"`. On
+                accelerators, their vital signs are compared with those of the step before, and what
+                is equal is not copied to the host; what is not is saved, with a warning.
             backlog: What a save does while another one is under way. `wait` takes its snapshot
                 meanwhile and commits after it; with two under way it first waits for the older.
                 `skip` saves nothing and returns a falsy commit that says so. `supersede` replaces
@@ -125,7 +129,9 @@ class ManagerBase:
         if deletion is not None and deletion.trash is not None:
             check_trash(root, deletion.trash, lambda name: names.step(name) is not None)
         staging = as_staging(staging)
-        engine = make_engine(staging, handlers, observers, formats, clock, vital_signs=vital_signs)
+        engine = make_engine(
+            staging, handlers, observers, formats, clock, vital_signs=vital_signs, frozen=frozen
+        )
         peers = make_peers(coordinator, timeouts, storage.location, engine)
         one_of("backlog", backlog, get_args(BacklogPolicy))
         if backlog == "supersede" and peers is not None:

@@ -17,6 +17,7 @@ from ckpt._engine.plan_cache import PlanCache
 from ckpt._engine.signs.kernels import Kernels
 from ckpt._events import Observer
 from ckpt._settings import Staging, VitalSignsMode
+from ckpt._tree.patterns import Pattern
 from ckpt.handlers._registry import Handlers
 
 
@@ -49,6 +50,7 @@ class Engine(Struct):
         vital_signs: Where saves take the vital signs of arrays.
         now_ns: Returns the time, in Unix nanoseconds.
         versions: Versions of the libraries that write.
+        frozen: Patterns of leaves that are looked at before they are copied from their devices.
         kernels: What takes vital signs on devices.
         last_save: The last step that was saved, or before that the last that was restored: the next
             one can share its files.
@@ -64,6 +66,7 @@ class Engine(Struct):
     vital_signs: VitalSignsMode = False
     now_ns: Callable[[], int] = time.time_ns
     versions: dict[str, str] = field(default_factory=_versions)
+    frozen: tuple[Pattern, ...] = ()
     kernels: Kernels = field(default_factory=Kernels)
     last_save: LastSave | None = None
     odd_leaves: frozenset[str] = frozenset()

@@ -46,16 +46,15 @@ class SavedItem(Struct, frozen=True, eq=False):
     files: Mapping[str, FileEntry]
     is_first: bool = False
 
-    def of_the_same_arrays(self, leaves: Sequence[Any]) -> ItemReport | None:
-        """Return which chunks a save of `leaves` can take over, by files; None if there are none.
+    def of_leaves(self, same: Sequence[int]) -> ItemReport | None:
+        """Return which chunks a save can take over, by files; None if there are none.
 
         Args:
-            leaves: The leaves of the item, in tree order; the tree is that of this save.
+            same: Numbers of the leaves that are what they were.
         """
-        same = self.same(leaves)
         if not same:
             return None
-        unchanged = np.zeros(len(leaves), np.bool_)
+        unchanged = np.zeros(len(self.arrays), np.bool_)
         unchanged[same] = True
         found = self.chunks.of_leaves(unchanged)
         return found if found.files else None

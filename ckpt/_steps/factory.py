@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ckpt._arguments import invalid, shown
 from ckpt._engine.engine import Engine
@@ -12,6 +12,7 @@ from ckpt._engine.memory.buffers import Buffers
 from ckpt._engine.plan_cache import PlanCache
 from ckpt._events import GuardedObserver, Observer
 from ckpt._plan.format_rules import Formats, compile_formats
+from ckpt._plan.unchanged.frozen_leaves import frozen_patterns
 from ckpt._settings import Staging, Timeouts, VitalSignsMode, check_vital_signs
 from ckpt.coordination._base import Coordinator, KeyValues
 from ckpt.coordination._jobs import default_coordinator
@@ -28,9 +29,16 @@ def make_engine(
     clock: Callable[[], float] | None = None,
     *,
     vital_signs: VitalSignsMode = False,
+    frozen: str | Sequence[str] = (),
 ) -> Engine:
     """Return an engine with a cold arena; the given handlers come before the built-in ones."""
     check_vital_signs(vital_signs)
+    patterns = frozen_patterns(frozen)
+    if patterns and vital_signs in (False, "host"):
+        raise InvalidArgumentError(
+            "frozen=: devices prove by vital signs that leaves have not changed: pass "
+            "vital_signs=True, too, or leave frozen= out"
+        )
     arena = Arena(staging.effective_budget)
     return Engine(
         staging,
@@ -41,6 +49,7 @@ def make_engine(
         PlanCache(compile_formats(formats)),
         vital_signs,
         _now_ns_of(clock),
+        frozen=patterns,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -17,15 +18,18 @@ from ckpt._engine.save.merged_items import ItemParts, WrittenTree, own_digests
 from ckpt._engine.save.request import SaveCall
 from ckpt._engine.save.session import SaveSession
 from ckpt._engine.save.shared_files import known_item, take_over
+from ckpt._engine.signs.unchanged_leaves import unchanged_leaves
 from ckpt._format.digests import digest
 from ckpt._format.item_file_names import check_file_path
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.manifest_head import FileEntry
-from ckpt._plan.item_reports import PlannedTree, fill_entry, merge_reports
+from ckpt._plan.item_reports import ItemReport, PlannedTree, fill_entry, merge_reports
 from ckpt._plan.multihost.per_process import own_path
 from ckpt._plan.multihost.tree_fingerprint import value_fingerprint
 from ckpt._plan.save_plan import SavePlan
+from ckpt._plan.unchanged.frozen_leaves import changed_leaves
 from ckpt._runtime.threads import run_in_thread
+from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.flatten import describe
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._tree.leaf_specs import StoredLeaf
@@ -33,10 +37,14 @@ from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import FileData
 from ckpt.storage._base import SharesFiles
 
+logger = logging.getLogger("ckpt")
+
 T = TypeVar("T")
 
 # Up to this size a file is hashed on the loop, and written in one go.
 _SMALL_BYTES = 1 << 20
+# Leaves that a warning names.
+_NAMED = 5
 
 
 class EngineItemWriter:
@@ -73,6 +81,8 @@ class EngineItemWriter:
         self._parts = parts
         # What tells the next save which arrays it has; see `SavedItem`.
         self._whole: SavePlan | None = None
+        # Numbers of the leaves that are said not to change.
+        self._frozen: Sequence[int] = ()
         self._arrays: Sequence[weakref.ref[Any] | None] = ()
         # The tree, once it is staged, and its write.
         self._staged: tuple[WrittenTree, ItemWrite] | None = None
@@ -114,6 +124,9 @@ class EngineItemWriter:
                 known = await known_item(session, self._item, plan.save)
                 self._arrays, self._whole = references(structure.leaves), plan.save
             expected: set[int] = set()
+            if session.frozen.patterns:
+                paths = await self.in_thread(unboxed_names, structure.nodes, structure.names)
+                self._frozen = session.frozen.numbers(paths)
             if known is not None:
                 plan = await self._take_over(plan, known, structure.leaves)
                 expected = await self.in_thread(known.expected, plan.save.batches)
@@ -146,10 +159,11 @@ class EngineItemWriter:
             parts.written[part] = written
 
     async def _take_over(self, plan: ItemPlan, known: SavedItem, leaves: Sequence[Any]) -> ItemPlan:
-        """Put files of the step before into this one that hold arrays which are the same objects.
+        """Put files of the step before into this one that hold arrays which are the same.
 
-        Before the caller goes on, since what cannot be taken over has to be staged. Where that
-        would take long, all is staged, and found to be the same later.
+        Those are the same objects, or said to be frozen and found equal by their devices. Before
+        the caller goes on, since what cannot be taken over has to be staged. Where that would take
+        long, all is staged, and found to be the same later.
 
         Returns:
             The plan for what is left.
@@ -158,7 +172,19 @@ class EngineItemWriter:
         assert isinstance(session.storage, SharesFiles)
         wanted = None
         if session.storage.shares_at_once:
-            wanted = await self.in_thread(known.of_the_same_arrays, leaves)
+            same = await self.in_thread(known.same, leaves)
+            candidates = sorted(set(self._frozen).difference(same))
+            if candidates:
+                same += await self.in_thread(
+                    unchanged_leaves,
+                    candidates,
+                    session.vital_signs,
+                    plan.save.leaves,
+                    leaves,
+                    known.chunks.report,
+                    session.kernels,
+                )
+            wanted = await self.in_thread(known.of_leaves, same)
         if wanted is not None:
             kept = await take_over(session, self._item, known, wanted)
         apart = known.apart(kept)
@@ -232,6 +258,8 @@ class EngineItemWriter:
         written, write = self._staged
         tree, report = written.tree, write.report()
         written.report = report
+        if self._frozen and write.known is not None:
+            _warn_of_changes(self._item, tree, self._frozen, write.known, report)
         if self._whole is not None:
             files = {path: self._session.files[f"{self._item}/{path}"] for path in report.files}
             self._session.saved[self._item] = saved_item(
@@ -243,6 +271,20 @@ class EngineItemWriter:
             return entry
         own_disks = self._group is not None
         return fill_entry(entry, tree, merge_reports(tree.leaves, [report], own_disks=own_disks))
+
+
+def _warn_of_changes(
+    item: str, tree: PlannedTree, frozen: Sequence[int], known: SavedItem, report: ItemReport
+) -> None:
+    changed = changed_leaves(frozen, known.chunks.report, report)
+    if changed:
+        names = [repr(tree.leaves[number].name) for number in changed]
+        logger.warning(
+            "item %r: leaves that frozen= covers have changed, and were written: %s%s",
+            item,
+            ", ".join(names[:_NAMED]),
+            f", and {len(names) - _NAMED} more" if len(names) > _NAMED else "",
+        )
 
 
 def _with_key_data(leaves: Sequence[Any], keys: Iterable[int]) -> Sequence[Any]:

@@ -25,6 +25,7 @@ from ckpt._engine.save.session import SaveSession
 from ckpt._engine.signs.odd_values import warn_of_odd_values
 from ckpt._events import EventRecorder
 from ckpt._format.manifest import ItemEntry, Manifest
+from ckpt._plan.unchanged.frozen_leaves import FrozenLeaves
 from ckpt._runtime.interpreter import quick_switches
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import StorageError, located
@@ -98,6 +99,7 @@ async def save_step(
                     tasks,
                     engine.vital_signs,
                     engine.kernels,
+                    FrozenLeaves(engine.frozen),
                     created_ns,
                     processes,
                     parts={} if calls.in_parts else None,
@@ -194,6 +196,8 @@ async def _run(
                             stagers.start_soon(item, call.items.pop(name), pending)
                     if rules is not None and session.parts is None:
                         rules.check_used(session.formatted)
+                    if session.parts is None:
+                        session.frozen.check_used()
                     hooks.stage("writing")
                     session.end_staging(call)
                 hooks.watch.add_blocked(call.began)

@@ -23,6 +23,7 @@ from ckpt._events import EventRecorder
 from ckpt._format.digests import digest
 from ckpt._format.manifest_head import FileEntry
 from ckpt._plan.format_rules import Formatted
+from ckpt._plan.unchanged.frozen_leaves import FrozenLeaves
 from ckpt._settings import Staging, VitalSignsMode
 from ckpt.storage._base import Attempt, Storage
 
@@ -67,6 +68,7 @@ class SaveSession(Struct):
         tasks: Task group of the save; what it runs is durable when it has ended.
         vital_signs: Where the vital signs of arrays are taken.
         kernels: What takes them on devices.
+        frozen: The leaves that are said not to change.
         created_ns: Unix time in nanoseconds at which the save began.
         processes: The other processes of the job that save the same step.
         save: Id of the attempt that the primary has begun, once `attempt_ready` is set.
@@ -98,6 +100,7 @@ class SaveSession(Struct):
     tasks: TaskGroup
     vital_signs: VitalSignsMode
     kernels: Kernels
+    frozen: FrozenLeaves
     created_ns: int
     processes: JointSave
     save: str = ""
