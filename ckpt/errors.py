@@ -11,6 +11,7 @@
     ├── StepExistsError (FileExistsError)       the step or path exists, and was not changed
     ├── StepPinnedError                         the step is pinned, and was not deleted
     ├── CorruptCheckpointError                  stored bytes are missing, cut or changed
+    ├── DeviceMismatchError                     restored arrays are not what devices had
     ├── UnsupportedFormatError                  a newer version or a handler is needed
     ├── HandlerError                            a handler, or an object it saves, raised an error
     ├── StorageError (OSError)                  the file system or store failed; has `errno`
@@ -43,6 +44,7 @@ __all__ = [
     "CoordinationError",
     "CoordinationTimeoutError",
     "CorruptCheckpointError",
+    "DeviceMismatchError",
     "ForkedProcessError",
     "HandlerError",
     "InvalidArgumentError",
@@ -184,6 +186,14 @@ class StepPinnedError(CheckpointError):
 
 class CorruptCheckpointError(CheckpointError):
     """Stored data is missing, truncated, or has changed since it was committed."""
+
+
+class DeviceMismatchError(CheckpointError):
+    """Restored arrays are not what the devices had when the step was saved.
+
+    The stored bytes fit their digests, so either they were wrong before these were computed, or a
+    device is, or the way to it.
+    """
 
 
 class UnsupportedFormatError(CheckpointError):

@@ -264,7 +264,7 @@ class CheckpointManager(ManagerBase):
             InvalidArgumentError: An argument is invalid.
             StepNotFoundError: There is no such step, none at all, or none that is healthy.
             TargetMismatchError: `like` does not fit; lists every leaf. No array was read.
-            CorruptCheckpointError: Stored data is damaged, or what arrived is; names the leaf.
+            CorruptCheckpointError, DeviceMismatchError: Stored data, or what arrived, is damaged.
             HandlerError: A handler, or an object that it loads, raised an error; names the item.
 
         Cancellation: reading stops and memory is freed before the cancellation continues.

@@ -37,6 +37,8 @@ class SavedItem(Struct, frozen=True, eq=False):
         arrays: By number of the leaf a weak reference to its array, so that the memory of it is the
             caller's to free; None for anything but arrays of jax, which can change in place.
         files: Its data files, by path relative to the item.
+        compared: Numbers of the leaves whose replicas were compared, by this save or by one before
+            it that had the same arrays.
         is_first: Whether no step before it was known, so that any of its arrays may stay the same.
     """
 
@@ -44,6 +46,7 @@ class SavedItem(Struct, frozen=True, eq=False):
     chunks: EarlierChunks
     arrays: Sequence[weakref.ref[Any] | None]
     files: Mapping[str, FileEntry]
+    compared: frozenset[int] = frozenset()
     is_first: bool = False
 
     def of_leaves(self, same: Sequence[int]) -> ItemReport | None:
@@ -174,6 +177,7 @@ def saved_item(
     arrays: Sequence[weakref.ref[Any] | None],
     files: Mapping[str, FileEntry],
     before: SavedItem | None,
+    compared: frozenset[int] = frozenset(),
 ) -> SavedItem:
     """Return an item as it was written.
 
@@ -183,6 +187,7 @@ def saved_item(
         arrays: See `SavedItem`.
         files: See `SavedItem`.
         before: The same item, as the step before has it; None if that is not known.
+        compared: See `SavedItem`.
     """
     # What was the same once is expected to be so again; without a step before, all may be.
     same = np.ones(len(report.rows), np.bool_)
@@ -190,7 +195,7 @@ def saved_item(
         same = before.chunks.same_again(report)
     sizes = [files[path].size for path in report.files]
     chunks = EarlierChunks(plan.leaves, report, sizes, same)
-    return SavedItem(plan, chunks, arrays, files, before is None)
+    return SavedItem(plan, chunks, arrays, files, compared, before is None)
 
 
 def references(leaves: Sequence[Any]) -> list[weakref.ref[Any] | None]:

@@ -138,7 +138,7 @@ class NormReader:
         unknown = [
             step
             for step, layers in read.items()
-            if all(each.norm is None for each in layers.values())
+            if layers and all(each.norm is None for each in layers.values())
         ]
         return NormTable(
             self._root.location,
@@ -158,9 +158,12 @@ class NormReader:
         if opened is None:
             return None
         found: dict[str, LayerSigns] = {}
-        for name, item in opened.manifest.items.items():
-            shown = "" if opened.manifest.unnamed else name
-            found |= self._item_layers(shown, item)
+        try:
+            for name, item in opened.manifest.items.items():
+                shown = "" if opened.manifest.unnamed else name
+                found |= self._item_layers(shown, item)
+        except CheckpointError:
+            return None
         return found
 
     def _item_layers(self, item_name: str, item: ItemEntry) -> dict[str, LayerSigns]:

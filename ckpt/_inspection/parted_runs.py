@@ -125,10 +125,10 @@ async def parted_runs(first: RunRoot, second: RunRoot, *, in_order: bool = False
             one, other = [
                 await _opened(root, steps[step]) for root, steps in zip(roots, listed, strict=True)
             ]
+            is_same = is_same_state(one.opened.manifest, other.opened.manifest)
         except _ABOUT_ONE_STEP as error:
             skipped[step] = UncomparedStep(step, str(error))
             return None
-        is_same = is_same_state(one.opened.manifest, other.opened.manifest)
         if is_same is None:
             skipped[step] = UncomparedStep(step, _reason(compare(one, other)[0]))
         elif not is_same:

@@ -226,5 +226,7 @@ def merge_parts(
     for table, report in zip(numbers, reports, strict=True):
         rows = report.rows.copy()
         rows["leaf"] = table[rows["leaf"]]
-        moved.append(replace(report, rows=rows))
+        copies = report.copies.copy()
+        copies["leaf"] = table[copies["leaf"]]
+        moved.append(replace(report, rows=rows, copies=copies))
     return PlannedTree(merged.nodes, leaves, values), moved

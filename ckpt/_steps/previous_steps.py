@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep, StepIndex
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, StorageError
 from ckpt.policies._context import SavedStep
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import read_manifest
@@ -52,6 +52,8 @@ class AilingLeaves:
         """Read the manifests in `storage`."""
         self._storage = storage
         self._known: dict[tuple[str, int | None, int], _Ailing] = {}
+        # Steps whose manifests the storage did not give, the last time.
+        self.unread: frozenset[int] = frozenset()
 
     async def saved_steps(self, found: Iterable[IndexedStep]) -> list[SavedStep]:
         """Return committed steps as preservation policies see them, with the names of leaves.
@@ -62,27 +64,33 @@ class AilingLeaves:
         ailing = {
             _key(each): each for each in steps if each.nonfinite_leaves or each.unequal_leaves
         }
-        self._known = {key: known for key, known in self._known.items() if key in ailing}
+        # Another call may look at other steps meanwhile.
+        found_now = {key: known for key, known in self._known.items() if key in ailing}
+        unread: set[int] = set()
         limiter = anyio.CapacityLimiter(_READS)
         # A run that has diverged has the same leaves in every step: they are kept once.
-        same = {known: known for known in self._known.values()}
+        same = {known: known for known in found_now.values()}
 
         async def read(each: IndexedStep) -> None:
             async with limiter:
                 try:
                     manifest = await read_manifest(self._storage, each.step_dir)
+                except StorageError:
+                    unread.add(each.step)
+                    return
                 except CheckpointError:
                     return
                 if manifest.attempt == each.attempt:
                     known = await run_in_thread(_ailing_leaves, manifest)
-                    self._known[_key(each)] = same.setdefault(known, known)
+                    found_now[_key(each)] = same.setdefault(known, known)
 
         async with anyio.create_task_group() as tasks:
             for key, each in ailing.items():
-                if key not in self._known:
+                if key not in found_now:
                     tasks.start_soon(read, each)
+        self._known, self.unread = found_now, frozenset(unread)
         none = _Ailing((), ())
-        leaves = [self._known.get(_key(each), none) for each in steps]
+        leaves = [found_now.get(_key(each), none) for each in steps]
         return [
             replace(saved_step(step), nonfinite=known.nonfinite, unequal=known.unequal)
             for step, known in zip(steps, leaves, strict=True)

@@ -375,6 +375,7 @@ class StepReader:
         """
         first: CorruptCheckpointError | ItemDroppedError | None = None
         tried: set[int] = set()
+        gone = 0
         # Listing every step takes long in a large root, and is seldom needed.
         chosen = None if wanted is None else await self._choose_healthy(wanted, tried)
         while True:
@@ -382,8 +383,10 @@ class StepReader:
             step = chosen
             try:
                 return await load(chosen)
-            except StepDeletedError:
-                if chosen is None:
+            except (StepDeletedError, StepNotFoundError):
+                # Deleted or replaced since it was chosen: another one is, or the new one.
+                gone += 1
+                if chosen is None or gone == _LATEST_TRIES:
                     raise
             except (CorruptCheckpointError, ItemDroppedError) as error:
                 step = error.step if chosen is None else chosen
@@ -393,7 +396,8 @@ class StepReader:
                 first = first or error
                 logger.warning("step %d is passed over for the one before it: %s", step, error)
             assert step is not None
-            tried.add(step)
+            if damage is not None:
+                tried.add(step)
             # All processes have to try the same one, and hear of the damage that one has found.
             found = await self._processes.steps.refresh()
             if damage is not None and step in found:

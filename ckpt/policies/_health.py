@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from ckpt._arguments import invalid, shown, whole_number
@@ -108,7 +109,10 @@ def why_not_healthy(saved: SavedStep, allow: Sequence[str]) -> str:
 
 
 def last_resort(
-    steps: Sequence[SavedStep], staying: Collection[int], allow: Sequence[str]
+    steps: Sequence[SavedStep],
+    staying: Collection[int],
+    allow: Sequence[str],
+    saved: int | None = None,
 ) -> SavedStep | None:
     """Return the step that must not go, because the newest one that stays is unhealthy.
 
@@ -119,12 +123,15 @@ def last_resort(
         steps: The committed steps, ascending.
         staying: Those that stay in any case.
         allow: As in `Healthy`.
+        saved: The step that was acknowledged last, or None.
 
     Returns:
         The step; None if it stays anyway, or there is none, or there is no need for it.
     """
-    newest = next((each for each in reversed(steps) if each.step in staying), None)
-    if newest is None or health_of(newest, allow) != "unhealthy":
+    newest = next((each.step for each in reversed(steps) if each.step in staying), None)
+    # A run that went back past steps of unknown health goes on below them.
+    latest = [each for each in steps if each.step in (newest, saved)]
+    if all(health_of(each, allow) != "unhealthy" for each in latest):
         return None
     for health in ("healthy", "unknown"):
         for each in reversed(steps):
@@ -150,8 +157,14 @@ def _not_allowed(saved: SavedStep, allow: Sequence[str]) -> tuple[int, list[str]
     """
     if not saved.nonfinite_leaves:
         return 0, []
-    names = [name for name in saved.nonfinite if not _is_allowed(name, allow)]
+    names = list(_others(saved.nonfinite, tuple(allow)))
     return saved.nonfinite_leaves - len(saved.nonfinite) + len(names), names
+
+
+@lru_cache(maxsize=1024)
+def _others(names: tuple[str, ...], allow: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names that no pattern allows; most steps of a run have the same ones."""
+    return tuple(name for name in names if not _is_allowed(name, allow)) if allow else names
 
 
 def _is_allowed(name: str, allow: Sequence[str]) -> bool:

@@ -37,7 +37,6 @@ from ckpt._engine.save.request import SaveCall
 from ckpt._engine.save.session import ENCODERS, LANES, STAGERS, SaveSession
 from ckpt._engine.save.shared_files import take_over
 from ckpt._engine.signs.device_pass import DevicePass, begin_pass
-from ckpt._engine.signs.kernels import KernelKey
 from ckpt._events import timed
 from ckpt._format.digests import digest
 from ckpt._format.manifest_head import FileEntry
@@ -176,19 +175,11 @@ class ItemWrite:
             return
         if self.known is not None:
             written = {chunk.leaf for batch in plan.batches for chunk in batch.chunks}
-            self._unseen = [each for each in self.known.same(leaves) if each not in written]
+            same = self.known.compared.intersection(self.known.same(leaves))
+            self._unseen = sorted(same - written)
         self._signs = await run_in_thread(
             begin_pass, session.vital_signs, plan.leaves, leaves, self._unseen, session.kernels
         )
-        if self._signs is not None and self._signs.missing:
-            # The step is published without waiting for them.
-            session.tasks.start_soon(self._compile_kernels, self._signs.missing)
-
-    async def _compile_kernels(self, missing: Sequence[KernelKey]) -> None:
-        """Compile kernels for later saves, once the caller does not wait any more."""
-        await self._call.returned.wait()
-        for key in missing:
-            await run_in_thread(self._session.kernels.compile, key)
 
     async def _stage_held(self, sources: dict[int, list[Source]]) -> None:
         await self._stage_batches(sources, self._session.held_stagers)
@@ -413,6 +404,12 @@ class ItemWrite:
         """Wait until `report` can be made, which is while the last batches are being written."""
         self._call.pressed.set()
         await self._digested.wait()
+
+    @property
+    def compared(self) -> frozenset[int]:
+        """Numbers of the leaves whose replicas were compared; see `SavedItem`."""
+        found = frozenset() if self._signs is None else self._signs.looked_at
+        return found.union(self._unseen)
 
     def report(self) -> ItemReport:
         """Return what this process has of the item: what it takes over, and what it writes.

@@ -263,7 +263,7 @@ class EngineItemWriter:
         if self._whole is not None:
             files = {path: self._session.files[f"{self._item}/{path}"] for path in report.files}
             self._session.saved[self._item] = saved_item(
-                self._whole, report, self._arrays, files, write.known
+                self._whole, report, self._arrays, files, write.known, write.compared
             )
         if self._group is not None:
             written.values = value_fingerprint(written.plan.save, tree.values, written.own)

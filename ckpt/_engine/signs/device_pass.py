@@ -75,12 +75,12 @@ class DevicePass:
     """The pass over the leaves of an item. Its methods run in worker threads.
 
     Attributes:
-        missing: Kernels that later saves can use, if they are compiled.
+        looked_at: Numbers of the leaves that it goes over.
     """
 
-    def __init__(self, pending: Mapping[int, _LeafPass], missing: Sequence[KernelKey] = ()) -> None:
+    def __init__(self, pending: Mapping[int, _LeafPass]) -> None:
         """Wait for the kernels over leaves, by their numbers."""
-        self.missing = missing
+        self.looked_at = frozenset(pending)
         self._pending = pending
         # None where the computation failed.
         self._found: dict[int, _Found | None] = {}
@@ -170,6 +170,8 @@ def begin_pass(
     if mode == "device":
         for key in missing:
             kernels.compile(key)
+    else:
+        kernels.wanted.update(dict.fromkeys(missing))
     pending: dict[int, _LeafPass] = {}
     for number, key in keys.items():
         kernel = kernels.find(key)
@@ -177,13 +179,16 @@ def begin_pass(
             try:
                 pending[number] = _begin(plans[number], leaves[number], key, kernel)
             except Exception as error:
+                # An array in another layout, or a device whose memory is full.
+                kernels.give_up(key)
                 _say_failed(plans[number], error)
-    return DevicePass(pending, kernels.missing(missing))
+    return DevicePass(pending)
 
 
 def _say_failed(plan: LeafPlan, error: Exception) -> None:
     logger.warning(
-        "the vital signs of %r were not taken on its devices but on the host, because of %s",
+        "the vital signs of %r, and of arrays like it, are taken on the host, since its devices "
+        "could not: %s",
         plan.name,
         error,
     )
@@ -218,8 +223,8 @@ def can_be_passed(leaf: jax.Array, chunk: Shape, *, on_cpus: bool) -> bool:
 
 def _is_in_device_memory(leaf: jax.Array, *, on_cpus: bool) -> bool:
     device: Any = next(iter(leaf.sharding.addressable_devices))
-    if device.platform == "cpu":
-        return on_cpus
+    if device.platform == "cpu" and not on_cpus:
+        return False
     return leaf.sharding.memory_kind in (None, _memory_of(device))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax import lax
 from msgspec import Struct, field
 
 from ckpt._engine.signs.shard_kernel import chunk_sums
+from ckpt._runtime.threads import run_in_thread
 
 logger = logging.getLogger("ckpt")
 
@@ -34,7 +35,7 @@ class KernelKey(Struct, frozen=True):
         offsets: The first corner of each shard in the array that it is of.
     """
 
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Any, ...]
     shard: tuple[int, ...]
     dtype: str
     chunk: tuple[int, ...]
@@ -55,23 +56,53 @@ class Kernels(Struct):
 
     A kernel is a function of an array whose first axis is divided over devices, so that each has
     its shard. It returns what `chunk_sums` does, of all devices: `[devices, chunks, n]`.
+
+    Attributes:
+        wanted: Kernels that a save could have used, and that are to be compiled after it.
     """
 
     _known: dict[KernelKey, Any] = field(default_factory=dict)
+    wanted: dict[KernelKey, None] = field(default_factory=dict)
+    _compiling: bool = False
 
     def find(self, key: KernelKey) -> Any | None:
         """Return a kernel; None if there is none."""
         return self._known.get(key)
 
+    def give_up(self, key: KernelKey) -> None:
+        """Use a kernel never again, since it cannot run on what it was made for."""
+        self._known[key] = None
+
     def missing(self, keys: Iterable[KernelKey]) -> list[KernelKey]:
         """Return those of `keys` that were never compiled."""
         return [key for key in dict.fromkeys(keys) if key not in self._known]
 
+    async def compile_wanted(self, goes_on: Callable[[], bool]) -> None:
+        """Compile what saves have wanted, as long as `goes_on` says so; on the engine's loop.
+
+        Returns at once if that is being done already.
+        """
+        if self._compiling:
+            return
+        self._compiling = True
+        try:
+            while self.wanted and goes_on():
+                # Wanted until it is there, so that a save meanwhile does not want it once more.
+                key = next(iter(self.wanted))
+                await run_in_thread(self.compile, key)
+                del self.wanted[key]
+        finally:
+            self._compiling = False
+
     def compile(self, key: KernelKey) -> None:
         """Compile a kernel: some tenths of a second. There is none afterwards if that fails."""
+        if key in self._known:
+            return
         kernel = None
         try:
-            kernel = _compiled(key)
+            # Whatever the program forbids itself, these are ours.
+            with jax.numpy_rank_promotion("allow"):
+                kernel = _compiled(key)
         except Exception as error:
             logger.warning(
                 "no kernel of vital signs for %s%s on %s: they are taken on the host (%s)",
@@ -84,7 +115,7 @@ class Kernels(Struct):
 
 
 @functools.lru_cache(maxsize=64)
-def _side_by_side(devices: tuple[jax.Device, ...]) -> jax.sharding.NamedSharding:
+def _side_by_side(devices: tuple[Any, ...]) -> jax.sharding.NamedSharding:
     mesh = jax.sharding.Mesh(np.array(devices), (_AXIS,))
     spec = jax.sharding.PartitionSpec(_AXIS)  # type: ignore[no-untyped-call]
     return jax.sharding.NamedSharding(mesh, spec)

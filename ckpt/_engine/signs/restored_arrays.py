@@ -21,7 +21,7 @@ from ckpt._format.leaf_table import LeafTable
 from ckpt._format.regions import Region, addressable_regions, whole
 from ckpt._plan.targets import ArrayRead
 from ckpt._vitals.signs import SIGNS, Array, box_signs, join_signs, signs_of
-from ckpt.errors import CorruptCheckpointError, InvalidArgumentError
+from ckpt.errors import DeviceMismatchError, InvalidArgumentError
 
 logger = logging.getLogger("ckpt")
 
@@ -44,10 +44,10 @@ def check_arrays(
         kernels: The kernels of the engine.
 
     Raises:
-        CorruptCheckpointError: Arrays are not what was saved; names them, and devices.
+        DeviceMismatchError: Arrays are not what was saved; names them, and devices.
         InvalidArgumentError: The step has no vital signs.
     """
-    if len(reads) and not len(leaves.signs):
+    if any(read.value is None for read in reads) and not len(leaves.signs):
         raise InvalidArgumentError(
             "verify='device': the step has no vital signs to compare with; it has to be saved with "
             "vital_signs=True"
@@ -67,7 +67,7 @@ def check_arrays(
         if problem is not None:
             wrong.append(f"{read.path!r}: {problem}")
     if wrong:
-        raise CorruptCheckpointError(
+        raise DeviceMismatchError(
             f"{len(wrong)} of {len(arrays)} restored arrays are not what was saved: "
             f"{_some(wrong)}. verify() of the step tells whether the stored bytes are wrong; if "
             "they are not, a device or the way to it is",
@@ -75,7 +75,7 @@ def check_arrays(
     if left_out:
         logger.warning(
             "verify='device': %d of %d arrays were not compared, since they were changed on their "
-            "way or are spread over processes: %s",
+            "way, are spread over processes, or were saved without vital signs: %s",
             len(left_out),
             len(arrays),
             _some(list(map(repr, left_out))),
@@ -88,8 +88,8 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _is_as_saved(read: ArrayRead, data: Any) -> bool:
-    is_here = isinstance(data, np.ndarray) or (
-        isinstance(data, jax.Array) and data.is_fully_addressable
+    is_here = isinstance(data, np.ndarray | np.generic) or (
+        isinstance(data, jax.Array) and (data.is_fully_addressable or data.is_fully_replicated)
     )
     return is_here and parse_dtype(read.stored) == read.target.dtype
 
@@ -124,8 +124,12 @@ def _records(data: Any, regions: Sequence[tuple[Region, list[int]]], kernels: Ke
                 kernels.compile(each)
             kernel = kernels.find(key)
             if kernel is not None:
-                found = signs_records(*map(np.asarray, kernel(joined(data, key))))
-                return found.reshape(-1)
+                try:
+                    found = signs_records(*map(np.asarray, kernel(joined(data, key))))
+                    return found.reshape(-1)
+                except Exception as error:
+                    # Such as a device whose memory is full. What is on it can still be copied.
+                    logger.warning("verify='device': an array is compared on the host (%s)", error)
     records = np.zeros(sum(len(positions) for _, positions in regions), SIGNS)
     for region, positions in regions:
         for position in positions:

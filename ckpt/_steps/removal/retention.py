@@ -33,7 +33,7 @@ from ckpt.errors import (
 from ckpt.policies._by_item import Preservation, unused_patterns
 from ckpt.policies._context import SavedStep
 from ckpt.policies._deletion import Deletion, trash_of
-from ckpt.policies._health import allowed_by, last_resort, why_not_healthy
+from ckpt.policies._health import allowed_by, health_of, last_resort, why_not_healthy
 from ckpt.policies._preservation import PreserveAll
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import while_read
@@ -177,7 +177,8 @@ class Retention:
         healthy one stays, too. `says_spared`: warn of steps of Orbax that stay, and of that one.
         """
         steps = await self.saved_steps(found)
-        always = {self.newest}
+        # What is not known of a step now is no reason to delete it.
+        always: set[int | None] = {self.newest, *self._ailing.unread}
         if self._keeps_latest:
             always.add(max(found, default=None))
         now = self._now_ns() / 1e9
@@ -195,20 +196,23 @@ class Retention:
         pinned = await pins(self._storage) if going else {}
         going = going.where(lambda step: step not in pinned)
         whole = [each for each in found if each not in going.steps and each not in going.items]
-        last = last_resort(steps, whole, self._allow)
+        last = last_resort(steps, whole, self._allow, self.newest)
         if last is not None:
             kept = last.step
             going = going.where(lambda step: step != kept)
             if says_spared:
-                self._say_last(last, next(each for each in steps[::-1] if each.step in whole))
+                self._say_last(
+                    last, [each for each in steps if each.step in (whole[-1], self.newest)]
+                )
         return going
 
     async def saved_steps(self, found: Mapping[int, IndexedStep]) -> list[SavedStep]:
         """Return steps as the policy sees them."""
         return await self._ailing.saved_steps(found.values())
 
-    def _say_last(self, last: SavedStep, newest: SavedStep) -> None:
+    def _say_last(self, last: SavedStep, latest: Sequence[SavedStep]) -> None:
         """Say once that a step stays because it is the last one to go back to."""
+        ill = next(each for each in latest if health_of(each, self._allow) == "unhealthy")
         if last.step != self._said_last:
             self._said_last = last.step
             logger.warning(
@@ -216,8 +220,8 @@ class Retention:
                 "newer step is known to be healthy. Step %d: %s",
                 redact(self._storage.location),
                 last.step,
-                newest.step,
-                why_not_healthy(newest, self._allow),
+                ill.step,
+                why_not_healthy(ill, self._allow),
             )
 
     def _say_spared(self, steps: Sequence[int]) -> None:

@@ -261,6 +261,7 @@ class SaveQueue:
             cleaned_up, request, manifest, hooks, recorder, began_ns, kept, cleans_up=cleans_up
         )
         # In the pause before the next save; nothing waits for it.
+        await self.engine.kernels.compile_wanted(lambda: not self.loop.closed)
         await self.engine.arena.warm(lambda: backlog.is_empty and not self.loop.closed)
 
     async def _decide(

@@ -37,6 +37,7 @@ class ObjectAttempt(Struct):
         manifest: The manifest, once it is known.
         abandoned: Whether a write was given up that the store may still carry out.
         keep: Whether it is unknown if it was published, so that nothing of it may be removed.
+        copies_failed: Whether a copy into it has failed, so that no more are tried.
     """
 
     step_dir: str
@@ -45,6 +46,7 @@ class ObjectAttempt(Struct):
     manifest: bytes | None = None
     abandoned: bool = False
     keep: bool = False
+    copies_failed: bool = False
 
     @property
     def folder(self) -> str:

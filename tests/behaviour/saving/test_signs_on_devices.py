@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -187,12 +188,44 @@ def test_the_first_save_does_not_wait_for_kernels(
     monkeypatch.setattr(device_pass, "_is_in_device_memory", lambda leaf, on_cpus: True)
     bad = flipped(put(numbers(), {"x": 8}, P()), 3)
     with ckpt.sync.CheckpointManager(tmp_path, vital_signs=True) as mgr:
-        # The host takes the signs of the first; the kernels for the second are there when it is
-        # committed.
-        found = [mgr.save(step, {"bad": bad + step}).result() for step in (1, 2)]
-        described = [mgr.metadata(step).tree["bad"].vital_signs for step in (1, 2)]
-    assert [info.unequal_leaves for info in found] == [0, 1]
-    assert None not in described
+        # The host takes the signs of the first. After it the kernel is compiled, and used as soon
+        # as it is there.
+        assert mgr.save(0, {"bad": bad}).result().unequal_leaves == 0
+        assert mgr.metadata(0).tree["bad"].vital_signs is not None
+        found = (mgr.save(step, {"bad": bad + step}).result() for step in range(1, 500))
+        assert any(info.unequal_leaves == 1 for info in found)
+
+
+def test_arrays_that_stay_the_same_are_compared_once_kernels_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_pass, "_is_in_device_memory", lambda leaf, on_cpus: True)
+    bad = flipped(put(numbers(), {"x": 8}, PartitionSpec()), 3)
+    with ckpt.sync.CheckpointManager(tmp_path, vital_signs=True) as mgr:
+        found = (mgr.save(step, {"bad": bad}).result() for step in range(500))
+        assert any(info.unequal_leaves == 1 for info in found)
+
+
+def test_no_deadline_and_no_single_save_waits_for_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_pass, "_is_in_device_memory", lambda leaf, on_cpus: True)
+    going, compiled = threading.Event(), []
+
+    def compile(self: Kernels, key: Any) -> None:
+        compiled.append(key)
+        assert going.wait(60)
+
+    monkeypatch.setattr(Kernels, "compile", compile)
+    state = {"w": put(numbers(), {"x": 8}, PartitionSpec("x"))}
+    ckpt.sync.save(tmp_path / "one", state, vital_signs=True)
+    assert not compiled
+    with ckpt.sync.CheckpointManager(tmp_path / "run", vital_signs=True) as mgr:
+        mgr.save(1, state, deadline=30).result()
+        mgr.save(2, state | {"same shape": state["w"] + 1}, deadline=30).result()
+        mgr.wait_until_finished()
+        going.set()
+    assert len(set(compiled)) == len(compiled) == 1
 
 
 def test_a_kernel_that_fails_leaves_the_array_to_the_host(
@@ -215,3 +248,13 @@ def test_another_switch_is_refused(tmp_path: Path, wrong: Any) -> None:
         ckpt.sync.CheckpointManager(tmp_path, vital_signs=wrong)
     with pytest.raises(InvalidArgumentError, match="vital_signs"):
         ckpt.sync.save(tmp_path / "a", {"w": jnp.ones(3)}, vital_signs=wrong)
+
+
+def test_arrays_in_memory_of_the_host_are_left_to_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    array = put(numbers(), {"x": 8}, PartitionSpec("x"))
+    pinned = jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
+    ckpt.sync.save(tmp_path / "a", {"w": pinned}, vital_signs="device")
+    assert ckpt.sync.metadata(tmp_path / "a").tree["w"].vital_signs is not None
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]

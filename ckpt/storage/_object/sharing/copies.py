@@ -100,7 +100,7 @@ class ServerSideCopies:
         worth = {
             path: size for path, size in files.items() if SMALLEST_BYTES <= size <= LARGEST_BYTES
         }
-        copier = await self._opened() if worth else None
+        copier = await self._opened() if worth and not attempt.copies_failed else None
         if copier is None:
             return []
         shared: list[str] = []
@@ -108,13 +108,16 @@ class ServerSideCopies:
 
         async def copy(path: str) -> None:
             # A store that fails would hold up the save at every file.
-            if failures or not self.are_possible:
+            if attempt.copies_failed or not self.are_possible:
                 return
             try:
                 if await self._is_copied(copier, attempt, f"{place}/{path}", path, worth[path]):
                     shared.append(path)
             except RequestFailed as error:
-                failures.append(error)
+                # Of several that fail at the same time, one is told.
+                if not attempt.copies_failed:
+                    failures.append(error)
+                attempt.copies_failed = True
 
         await each(copy, worth)
         if failures:
@@ -154,6 +157,9 @@ class ServerSideCopies:
                     self._copier = await run_in_thread(self._open_copier)
                 except NoCopiesError as error:
                     self._stop(str(error))
+                except Exception as error:
+                    # A broken installation must not fail a save.
+                    self._stop(f"they cannot be copied ({type(error).__name__})")
         return self._copier if self.are_possible else None
 
     def _tell(self, error: RequestFailed, count: int, total: int) -> None:

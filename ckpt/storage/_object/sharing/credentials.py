@@ -51,7 +51,8 @@ def s3_keys(given: str) -> Callable[[], Keys] | None:
     if kind in ("profile", "default"):
         profile = wanted["profile"]
         section = _section(profile)
-        if _KEY in section and _SECRET in section:
+        # TensorStore takes the role, also where there are keys beside it.
+        if _KEY in section and _SECRET in section and "role_arn" not in section:
             return partial(_looked_up, partial(_of_profile, profile))
         if kind == "profile" or section.keys() & _OTHER_SOURCES:
             raise NoCopiesError(
@@ -69,6 +70,12 @@ def google_token() -> str | None:
         NoCopiesError: obstore would take others than TensorStore.
     """
     token = os.environ.get("GOOGLE_AUTH_TOKEN_FOR_TESTING")
+    is_given = token or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+    if os.environ.get("CLOUDSDK_CONFIG") and not is_given:
+        raise NoCopiesError(
+            "CLOUDSDK_CONFIG is in the environment, and copies inside the store would look for "
+            "credentials elsewhere. Use GOOGLE_APPLICATION_CREDENTIALS"
+        )
     found = [name for name in _GOOGLE_KEYS if os.environ.get(name)]
     if found and not token:
         raise NoCopiesError(
