@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -258,3 +259,16 @@ def test_arrays_in_memory_of_the_host_are_left_to_it(
     ckpt.sync.save(tmp_path / "a", {"w": pinned}, vital_signs="device")
     assert ckpt.sync.metadata(tmp_path / "a").tree["w"].vital_signs is not None
     assert not [each for each in caplog.records if each.levelname == "WARNING"]
+
+
+def test_of_the_parts_of_a_save_the_leaf_that_drifted_is_named(tmp_path: Path) -> None:
+    good = put(numbers(), {"x": 8}, P())
+    # The names of the whole tree are in another order than the parts.
+    parts = {"z": flipped(good, 3)}, {"a": good}, {"m": good}
+    with ckpt.sync.CheckpointManager(tmp_path, vital_signs="device") as mgr:
+        for step, order in enumerate(itertools.permutations(parts)):
+            with mgr.partial(step) as part:
+                for each in order:
+                    part.save(each)
+            found = {name: leaf.unequal_on for name, leaf in mgr.metadata(step).tree.items()}
+            assert found == {"a": (), "m": (), "z": (0,)}
