@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from ckpt._vitals.signs import SIGNS, VitalSigns, no_signs, record_of, signs_of
+from ckpt._vitals.signs import SIGNS, UNKNOWN, VitalSigns, no_signs, record_of, signs_of
 
 Value = str | bool | None
 Length = Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -255,7 +255,8 @@ class LeafTable(Sequence[LeafEntry]):
         self.lengths: Integers = lengths
         self.same_as: Mapping[int, int] = same_as or {}
         self.values: Mapping[int, Value] = values or {}
-        is_known = signs is not None and bool((signs["norm"] >= 0).any())
+        # Signs that no array can have stay: that is for `verify` to say.
+        is_known = signs is not None and bool((signs["norm"] != UNKNOWN).any())
         self.signs: Records = signs if signs is not None and is_known else no_signs(0)
         self.unequal: Mapping[int, tuple[int, ...]] = unequal or {}
         self._entries: list[LeafEntry] | None = None
@@ -268,6 +269,8 @@ class LeafTable(Sequence[LeafEntry]):
             raise ValueError("a value is of a leaf that does not exist")
         if any(not 0 <= number < count for number in self.unequal):
             raise ValueError("unequal replicas are of a leaf that does not exist")
+        if not all(self.unequal.values()):
+            raise ValueError("the replicas of a leaf are unequal on no process")
         for number, first in self.same_as.items():
             if not 0 <= first < number < count or first in self.same_as:
                 raise ValueError(f"leaf {number} cannot be the same array as leaf {first}")

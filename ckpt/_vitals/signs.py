@@ -61,10 +61,19 @@ def no_signs(count: int) -> Array:
     return found
 
 
+def are_known(records: Array) -> Array:
+    """Return for each record whether it has signs; numbers that no array has are none."""
+    norm, absmax = records["norm"], records["absmax"]
+    known: Array = np.isfinite(norm) & (norm >= 0) & np.isfinite(absmax) & (absmax >= 0)
+    return known
+
+
 def signs_of(record: Array) -> VitalSigns | None:
-    """Return the signs of one record."""
+    """Return the signs of one record; None if it has none."""
+    if not are_known(record):
+        return None
     (one, two), nonfinite, norm, absmax = record.tolist()
-    return None if norm < 0 else VitalSigns(f"{two:08x}{one:08x}", nonfinite, norm, absmax)
+    return VitalSigns(f"{two:08x}{one:08x}", nonfinite, norm, absmax)
 
 
 def record_of(signs: VitalSigns | None) -> Array:
@@ -148,14 +157,16 @@ def join_signs(records: Array, owners: Array, count: int) -> Array:
         # Wraps around, as the sums do.
         np.add.at(found["fingerprint"][:, channel], owners, records["fingerprint"][:, channel])
     np.add.at(found["nonfinite"], owners, records["nonfinite"])
-    np.maximum.at(found["absmax"], owners, records["absmax"])
+    known = are_known(records)
+    np.maximum.at(found["absmax"], owners, np.where(known, records["absmax"], 0))
+    each = np.where(known, records["norm"], 0)
     most = np.zeros(count)
-    np.maximum.at(most, owners, records["norm"])
+    np.maximum.at(most, owners, each)
     scale = np.where(most > 0, most, 1)
     squares = np.zeros(count)
-    np.add.at(squares, owners, np.square(records["norm"] / scale[owners]))
+    np.add.at(squares, owners, np.square(each / scale[owners]))
     with np.errstate(over="ignore"):
         norms = most * np.sqrt(squares)
     found["norm"] = np.minimum(norms, np.finfo(np.float64).max)
-    found["norm"][owners[records["norm"] < 0]] = UNKNOWN
+    found["norm"][owners[~known]] = UNKNOWN
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import math
 import shutil
@@ -25,7 +26,7 @@ from ckpt._inspection.norms import NormReader, chosen_steps, layer_of
 from ckpt._inspection.places import root_at
 from ckpt._steps.opened import open_step
 from tests.support.command import check_golden, ckpt_command, environment, in_this_process, settled
-from tests.support.manifests import document_of, rewrite
+from tests.support.manifests import contradict, document_of, rewrite
 
 Capsys = pytest.CaptureFixture[str]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -190,6 +191,48 @@ def test_damaged_steps_are_named_and_read_again(root: Path) -> None:
         return [*found, (await reader.read()).unreadable]
 
     assert anyio.run(looks) == [[30], []]
+
+
+def test_a_step_whose_tree_contradicts_itself_is_named(root: Path, capsys: Capsys) -> None:
+    contradict(root / "30")
+    found = in_this_process(capsys, "norms", root, "--json").json
+    assert (found["steps"], found["unreadable"]) == ([10, 20, 40, 50, 60], [30])
+    ran = in_this_process(capsys, "norms", root)
+    assert (ran.status, ran.err) == (0, "")
+    assert "steps that cannot be read: 30" in ran.out
+
+
+def test_a_step_without_arrays_does_not_lack_signs(tmp_path: Path, capsys: Capsys) -> None:
+    with ckpt.sync.CheckpointManager(tmp_path, vital_signs=True) as mgr:
+        mgr.save(1, {"w": np.ones(2)})
+        mgr.save(2, {"count": 3})
+    found = in_this_process(capsys, "norms", tmp_path, "--json").json
+    assert (found["steps"], found["unknown"]) == ([1, 2], [])
+
+
+@pytest.mark.parametrize("column", ["norms", "absmax"])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, -7.0])
+@pytest.mark.filterwarnings("error")
+def test_numbers_that_no_array_can_have_are_not_known(
+    number: float, column: str, tmp_path: Path, capsys: Capsys
+) -> None:
+    with ckpt.sync.CheckpointManager(tmp_path / "run", vital_signs=True) as mgr:
+        for step in (1, 2):
+            mgr.save(step, {"w": np.ones(2), "x": np.ones(4)})
+    lying = document_of(tmp_path / "run" / "2")
+    columns = lying["items"]["default"]["leaves"]
+    told = np.frombuffer(base64.b64decode(columns[column])).copy()
+    told[columns["names"].index("w")] = number
+    columns[column] = base64.b64encode(told.tobytes()).decode()
+    rewrite(tmp_path / "run" / "2", lying)
+    found = in_this_process(capsys, "norms", tmp_path / "run", "--json").json
+    layers = {each["name"]: each for each in found["layers"]}
+    assert [each is None for each in layers["w"]["norms"]] == [False, True]
+    assert layers["w"]["absmax"] == [1.0, None]
+    assert layers["x"]["norms"] == [2.0, 2.0]
+    page = in_this_process(capsys, "ui", tmp_path / "run", "--export", tmp_path / "page.html")
+    assert (page.status, page.err) == (0, "")
+    assert in_this_process(capsys, "verify", tmp_path / "run" / "2").status == 1
 
 
 def test_runs_without_signs_say_so(tmp_path: Path, capsys: Capsys) -> None:

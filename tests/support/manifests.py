@@ -36,6 +36,16 @@ def document_of(step_dir: Path) -> dict[str, Any]:
     return document((step_dir / FILE_NAME).read_bytes())
 
 
+def contradict(step_dir: Path) -> None:
+    """Change the nodes of a tree so that one of them is at two places, in a whole manifest."""
+    found = document_of(step_dir)
+    found["items"]["default"]["nodes"] = [
+        {"kind": "dict", "keys": ["a", "b"], "children": [-1, -1]},
+        {"kind": "custom", "keys": ["value"], "children": [0]},
+    ]
+    rewrite(step_dir, found)
+
+
 def leaf_rows(item: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The leaves of an item of a document, one by one, read as `docs/reference/format.md` says.
 

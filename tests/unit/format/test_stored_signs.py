@@ -110,6 +110,17 @@ def test_signs_that_cannot_be_true_are_refused(signs: VitalSigns) -> None:
     assert caught.value.leaf == "x"
 
 
+@pytest.mark.parametrize("norm", [math.nan, math.inf, -0.5])
+def test_signs_of_a_single_leaf_that_cannot_be_true_are_refused(norm: float) -> None:
+    lying = columns([W, COUNT])
+    lying = replace(lying, norms=np.array([norm, -1.0]).tobytes())
+    table = LeafTable.read(lying)
+    with pytest.raises(CorruptCheckpointError, match="vital signs cannot be true"):
+        checked(table)
+    # To everything else they are not known.
+    assert [leaf.vital_signs for leaf in table] == [None, None]
+
+
 def test_integers_and_values_in_the_manifest_are_finite_and_aliases_are_alike() -> None:
     odd = [
         replace(WHOLE, vital_signs=SIGNS),
@@ -154,10 +165,16 @@ def test_unequal_replicas_come_back() -> None:
 
 @pytest.mark.parametrize(
     ("unequal", "message"),
-    [([(5, [0])], "a leaf that does not exist"), ([(0, [0]), (0, [1])], "twice")],
+    [
+        ([(5, [0])], "a leaf that does not exist"),
+        ([(0, [0]), (0, [1])], "twice"),
+        ([(0, [0]), (1, [])], "on no process"),
+    ],
     ids=str,
 )
-def test_unequal_replicas_of_other_leaves_are_refused(unequal: Any, message: str) -> None:
+def test_unequal_replicas_that_contradict_the_leaves_are_refused(
+    unequal: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         LeafTable.read(replace(columns(LEAVES), unequal=unequal))
 
