@@ -17,9 +17,8 @@ from msgspec import Struct
 
 from ckpt._format.dtypes import DTYPES
 from ckpt._format.leaf_table import DIGEST_BYTES, LeafForm, LeafTable
-from ckpt._format.manifest import ItemEntry
 from ckpt._inspection.leaf_records import ARRAYS
-from ckpt._tree.boxes import unboxed_names
+from ckpt._vitals.signs import are_known
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
@@ -69,14 +68,19 @@ class ComparedLeaves(Struct, frozen=True, eq=False):
         return None if (self.verdicts == Verdict.UNKNOWN).any() else True
 
 
-def compare_leaves(before: ItemEntry, after: ItemEntry) -> ComparedLeaves:
+def compare_leaves(
+    before: LeafTable, paths: Sequence[str], after: LeafTable, others: Sequence[str]
+) -> ComparedLeaves:
     """Return what is known of the leaves of two items.
 
-    Raises:
-        CorruptCheckpointError: The nodes of an item are not a tree.
+    Args:
+        before: The leaves of the first.
+        paths: The path of each, without boxes.
+        after: The leaves of the second.
+        others: Their paths.
     """
-    tables = before.leaves, after.leaves
-    removed, added, pairs = _paired(before, after)
+    tables = before, after
+    removed, added, pairs = _paired(paths, others)
     first, second = pairs[:, 0], pairs[:, 1]
     verdicts = np.full(len(pairs), Verdict.UNKNOWN, np.int64)
     changed = np.full(len(pairs), -1, np.int64)
@@ -100,10 +104,8 @@ def compare_leaves(before: ItemEntry, after: ItemEntry) -> ComparedLeaves:
     return ComparedLeaves(removed, added, pairs, verdicts, changed)
 
 
-def _paired(before: ItemEntry, after: ItemEntry) -> tuple[list[int], list[int], Integers]:
+def _paired(first: Sequence[str], second: Sequence[str]) -> tuple[list[int], list[int], Integers]:
     """Return the numbers of leaves that one item alone has, and the pairs of the others."""
-    first = unboxed_names(before.nodes, before.leaves.names)
-    second = unboxed_names(after.nodes, after.leaves.names)
     if first == second:
         numbers = np.arange(len(first))
         return [], [], np.stack([numbers, numbers], axis=1)
@@ -198,7 +200,7 @@ def _by_fingerprint(
     if not all(len(table.signs) for table in tables):
         return np.full(len(first), Verdict.UNKNOWN, np.int64)
     one, other = tables[0].signs[first], tables[1].signs[second]
-    known = (one["norm"] >= 0) & (other["norm"] >= 0)
+    known = are_known(one) & are_known(other)
     same = (one["fingerprint"] == other["fingerprint"]).all(axis=1)
     same &= one["nonfinite"] == other["nonfinite"]
     found = np.where(same, Verdict.SAME_BY_FINGERPRINT, Verdict.CHANGED)

@@ -19,7 +19,9 @@ from ckpt._format.metrics import flat_metrics
 from ckpt._inspection.compared_leaves import ComparedLeaves, Verdict, compare_leaves
 from ckpt._inspection.leaf_records import LeafRecord, records_of
 from ckpt._inspection.places import Checkpoint
+from ckpt._tree.boxes import unboxed_names
 from ckpt._vitals.signs import VitalSigns, signs_of
+from ckpt.errors import CorruptCheckpointError
 
 if TYPE_CHECKING:
     from ckpt._inspection.values.array_changes import ArrayChange
@@ -49,7 +51,8 @@ class ComparedArray(Struct, frozen=True):
         chunks: How many chunks it has there.
         chunks_changed: How many of them have other digests; None where digests do not tell.
         change: How much the values differ; None where they were not read.
-        signs: The vital signs in the first checkpoint and in the second; None if one has none.
+        signs: The vital signs in the first checkpoint and in the second; None if one has none, and
+            for a PRNG key, of which they say nothing.
     """
 
     leaf: LeafRecord
@@ -145,7 +148,7 @@ def compare(
         CorruptCheckpointError: A manifest contradicts itself.
     """
     manifests = before.opened.manifest, after.opened.manifest
-    leaves = _compared_leaves(manifests)
+    leaves = _compared_leaves(before, after)
     removed = _left_over(manifests[0], {name: each.removed for name, each in leaves.items()})
     added = _left_over(manifests[1], {name: each.added for name, each in leaves.items()})
     types: list[ChangedText] = []
@@ -183,7 +186,7 @@ def compare(
     return found, pairs
 
 
-def is_same_state(before: Manifest, after: Manifest) -> bool | None:
+def is_same_state(before: Checkpoint, after: Checkpoint) -> bool | None:
     """Return whether leaves and items are the same; None if none differs and some are not known.
 
     Metrics and metadata are not looked at.
@@ -191,10 +194,10 @@ def is_same_state(before: Manifest, after: Manifest) -> bool | None:
     Raises:
         CorruptCheckpointError: A manifest contradicts itself.
     """
-    manifests = before, after
+    manifests = before.opened.manifest, after.opened.manifest
     if next(_items(manifests, set()), None) is not None:
         return False
-    found = {each.is_same for each in _compared_leaves(manifests).values()}
+    found = {each.is_same for each in _compared_leaves(before, after).values()}
     return False if False in found else None if None in found else True
 
 
@@ -213,9 +216,34 @@ def largest_first(arrays: Sequence[ComparedArray]) -> list[ComparedArray]:
     return sorted(arrays, key=weight, reverse=True)
 
 
-def _compared_leaves(manifests: _Manifests) -> dict[str, ComparedLeaves]:
-    first, second = (manifest.items for manifest in manifests)
-    return {name: compare_leaves(first[name], second[name]) for name in first if name in second}
+def _compared_leaves(before: Checkpoint, after: Checkpoint) -> dict[str, ComparedLeaves]:
+    first, second = (each.opened.manifest.items for each in (before, after))
+    paths, others = _paths(before), _paths(after)
+    return {
+        name: compare_leaves(item.leaves, paths[name], second[name].leaves, others[name])
+        for name, item in first.items()
+        if name in second
+    }
+
+
+def _paths(checkpoint: Checkpoint) -> dict[str, Sequence[str]]:
+    """Return the paths of the leaves of all items.
+
+    Raises:
+        CorruptCheckpointError: The nodes of an item are not a tree; says of which checkpoint.
+    """
+    manifest = checkpoint.opened.manifest
+    found = {}
+    for name, item in manifest.items.items():
+        try:
+            found[name] = unboxed_names(item.nodes, item.leaves.names)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(
+                f"{checkpoint.location}: {error.message}",
+                step=manifest.step,
+                item=None if manifest.unnamed else name,
+            ) from error
+    return found
 
 
 def _left_over(manifest: Manifest, alone: Mapping[str, Sequence[int]]) -> list[LeafRecord]:
@@ -264,7 +292,10 @@ def _unlike_arrays(
         numbers, records, verdicts, changed, strict=True
     ):
         form = tables[0].forms[int(tables[0].form[first])]
-        before, after = _signs(tables[0], first), _signs(tables[1], second)
+        before, after = (
+            None if form.kind == "key" else _signs(table, number)
+            for table, number in zip(tables, (first, second), strict=True)
+        )
         compared = ComparedArray(
             record,
             form.count,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Container, Mapping
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -11,7 +11,7 @@ from ckpt._inspection.differences import CheckpointDifferences, compare, is_same
 from ckpt._inspection.places import Checkpoint, RunRoot, refuse_doubled
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.opened import open_step
-from ckpt._steps.unreadable import shortened
+from ckpt._steps.unreadable import look_closely, shortened
 from ckpt.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -55,11 +55,12 @@ class PartedRuns(Struct, frozen=True):
         last_same: The last step before they part that is the same in both; None if there is none.
         first_different: The first step that is known to differ; None if there is none.
         skipped: Steps up to that one that were looked at in vain.
-        common: How many steps both runs have.
+        common: How many steps both runs have, with those that cannot be read.
         looked_at: How many of them were looked at.
         in_order: Whether that was one after the other. If not, steps between those that were looked
             at are assumed to be like their neighbours: runs that have parted stay apart.
-        only_first: Steps that only the first run has.
+        only_first: Steps that only the first run has. One that the second has and that cannot be
+            read there is not among them.
         only_second: Steps that only the second run has.
         differences: How the two runs differ at the first step that differs, in tree order, but for
             metrics and metadata.
@@ -108,8 +109,10 @@ async def parted_runs(first: RunRoot, second: RunRoot, *, in_order: bool = False
     """
     roots = first, second
     listed = [await _steps_of(root) for root in roots]
-    common = [step for step in listed[0] if step in listed[1]]
-    only = [[step for step in one if step not in other] for one, other in (listed, listed[::-1])]
+    unreadable = [await _unreadable(root, steps) for root, steps in zip(roots, listed, strict=True)]
+    there = [{*steps, *reasons} for steps, reasons in zip(listed, unreadable, strict=True)]
+    common = sorted(there[0] & there[1])
+    only = [[step for step in listed[at] if step not in there[1 - at]] for at in (0, 1)]
     if not common:
         raise InvalidArgumentError(
             f"{first.location} and {second.location} have no step in common: the first has "
@@ -121,19 +124,24 @@ async def parted_runs(first: RunRoot, second: RunRoot, *, in_order: bool = False
 
     async def look(place: int) -> bool | None:
         step = common[place]
+        reasons = [each[step] for each in unreadable if step in each]
+        if reasons:
+            skipped[step] = UncomparedStep(step, "; ".join(reasons))
+            return None
         try:
             one, other = [
                 await _opened(root, steps[step]) for root, steps in zip(roots, listed, strict=True)
             ]
-            is_same = is_same_state(one.opened.manifest, other.opened.manifest)
+            is_same = is_same_state(one, other)
+            differences = None if is_same else compare(one, other)[0]
         except _ABOUT_ONE_STEP as error:
             skipped[step] = UncomparedStep(step, str(error))
             return None
-        if is_same is None:
-            skipped[step] = UncomparedStep(step, _reason(compare(one, other)[0]))
-        elif not is_same:
+        if differences is not None and is_same is None:
+            skipped[step] = UncomparedStep(step, _reason(differences))
+        elif differences is not None:
             # Each that differs is before those that were found before.
-            differing[:] = [replace(compare(one, other)[0], metrics=[], metadata=[])]
+            differing[:] = [replace(differences, metrics=[], metadata=[])]
         return is_same
 
     found = await find_parting(len(common), look, in_order=in_order)
@@ -189,6 +197,20 @@ async def _steps_of(root: RunRoot) -> Mapping[int, IndexedStep]:
     if not found:
         raise root.index.no_step()
     return found
+
+
+async def _unreadable(root: RunRoot, listed: Container[int]) -> dict[int, str]:
+    """Return why steps that are there cannot be read."""
+    found = {each.step: each.reason for each in root.index.unreadable}
+    for name in await root.storage.step_dirs():
+        step = root.names.step(name)
+        # Of many, the index has looked at some.
+        if step is not None and step not in listed and step not in found:
+            looked = await look_closely(root.storage, name, step)
+            if looked is not None:
+                found[step] = looked.reason
+    # Where a step has several directories, one that can be read counts.
+    return {step: reason for step, reason in found.items() if step not in listed}
 
 
 async def _opened(root: RunRoot, step: IndexedStep) -> Checkpoint:

@@ -29,11 +29,14 @@ def difference_lines(found: CheckpointDifferences) -> Iterator[str]:
     if rows and found.contents:
         yield ""
     if found.contents:
-        yield from _values(found.contents) if found.values_read else _chunks(found.contents)
+        contents = found.contents
+        yield from (
+            _values(contents) if found.values_read else _chunks(contents, "another fingerprint")
+        )
     if found.not_compared and (rows or found.contents):
         yield ""
     if found.not_compared:
-        yield from _chunks(found.not_compared)
+        yield from _chunks(found.not_compared, "not compared")
 
 
 def _path(item: str, path: str) -> str:
@@ -45,12 +48,12 @@ def _texts(what: str, changes: Sequence[ChangedText]) -> Iterator[tuple[str, str
         yield what, _path(each.item, each.name), each.before or "-", each.after or "-"
 
 
-def _chunks(arrays: Sequence[ComparedArray]) -> Iterator[str]:
+def _chunks(arrays: Sequence[ComparedArray], without_digests: str) -> Iterator[str]:
     rows = [
         (
             _path(each.leaf.item, each.leaf.path),
             each.leaf.type_text,
-            _contents(each),
+            _contents(each, without_digests),
             *_signs(each),
         )
         for each in arrays
@@ -58,11 +61,11 @@ def _chunks(arrays: Sequence[ComparedArray]) -> Iterator[str]:
     return table(("array", "type", "contents", "norm", "change", "absmax", "notes"), rows)
 
 
-def _contents(array: ComparedArray) -> str:
+def _contents(array: ComparedArray, without_digests: str) -> str:
     if array.chunks_changed is not None:
         verb = "differs" if array.chunks_changed == 1 else "differ"
         return f"{array.chunks_changed:,} of {count_text(array.chunks, 'chunk')} {verb}"
-    return "not compared" if array.signs is None else "another fingerprint"
+    return without_digests
 
 
 def _signs(array: ComparedArray) -> tuple[str, str, str, str]:

@@ -21,7 +21,7 @@ import ckpt
 from ckpt._format.manifest_head import FILE_NAME
 from ckpt._inspection.parted_runs import FEW_STEPS
 from tests.support.command import check_golden, ckpt_command, environment, in_this_process, settled
-from tests.support.manifests import document_of, rewrite
+from tests.support.manifests import contradict, document_of, rewrite
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -170,11 +170,79 @@ def test_damaged_steps_are_passed_over_and_said(runs: tuple[Path, Path], capsys:
     [skipped] = found["skipped"]
     assert skipped["step"] == 2
     assert str(runs[1] / "2") in skipped["reason"]
-    # What is not even listed is a step that one run has not.
-    (runs[1] / "2" / FILE_NAME).write_bytes(b"{}")
+
+
+@pytest.mark.parametrize("damaged", [(0,), (1,), (0, 1)], ids=str)
+def test_steps_whose_manifests_are_damaged_are_not_taken_for_missing_ones(
+    damaged: tuple[int, ...], runs: tuple[Path, Path], capsys: Capsys
+) -> None:
+    for at in damaged:
+        (runs[at] / "2" / FILE_NAME).write_bytes(b"{}")
     ran = in_this_process(capsys, "bisect", *runs, "--json")
-    assert (ran.status, ran.json["only_first"]) == (1, [2, 3, 9])
-    assert "2" in ran.err
+    found = ran.json
+    assert (found["last_same"], found["first_different"]) == (1, 4)
+    assert (found["only_first"], found["only_second"], found["common"]) == ([3, 9], [6], 4)
+    [skipped] = found["skipped"]
+    assert skipped["step"] == 2
+    assert all(str(runs[at] / "2") in skipped["reason"] for at in damaged)
+    told = in_this_process(capsys, "bisect", *runs).out
+    assert f"step 2 is not known: {runs[damaged[0]] / '2' / FILE_NAME}: the manifest is" in told
+
+
+def test_of_many_damaged_manifests_each_is_named(tmp_path: Path, capsys: Capsys) -> None:
+    one, other = (long_run(tmp_path / "runs", name, set(), 30) for name in ("one", "other"))
+    for step in range(29):
+        (one / str(step) / FILE_NAME).unlink()
+        (one / str(step) / FILE_NAME).write_bytes(b"{}")
+    ran = in_this_process(capsys, "bisect", one, other, "--json")
+    assert (ran.status, ran.json["only_second"], ran.json["last_same"]) == (1, [], 29)
+    assert [each["step"] for each in ran.json["skipped"]] == list(range(29))
+    assert "21 more steps are not known" in in_this_process(capsys, "bisect", one, other).out
+
+
+def test_a_damaged_step_that_one_run_alone_has_is_no_difference(
+    runs: tuple[Path, Path], capsys: Capsys
+) -> None:
+    shutil.rmtree(runs[1])
+    shutil.copytree(runs[0], runs[1])
+    shutil.rmtree(runs[1] / "3")
+    (runs[0] / "3" / FILE_NAME).write_bytes(b"{}")
+    ran = in_this_process(capsys, "bisect", *runs, "--json")
+    assert (ran.status, ran.json["skipped"], ran.json["only_first"]) == (0, [], [])
+    # The list of steps has said it.
+    assert "step 3 is damaged" in ran.err
+
+
+# Where one run has such nodes, it has other containers; where both have, leaves are looked at.
+@pytest.mark.parametrize("contradicting", [(0,), (1,), (0, 1)], ids=str)
+def test_a_step_whose_tree_contradicts_itself_does_not_end_the_search(
+    contradicting: tuple[int, ...], runs: tuple[Path, Path], capsys: Capsys
+) -> None:
+    for at in contradicting:
+        contradict(runs[at] / "2")
+    found = found_in(capsys, *runs)
+    assert (found["last_same"], found["first_different"]) == (1, 4)
+    [skipped] = found["skipped"]
+    assert skipped["step"] == 2
+    assert f"{runs[contradicting[0]] / '2'}: node 1 does not belong" in skipped["reason"]
+
+
+def test_the_status_is_what_the_help_says(tmp_path: Path, capsys: Capsys) -> None:
+    """A step that could not be compared, before a last one that is the same."""
+
+    def cut(name: str, chunk_bytes: int) -> Path:
+        formats = {"**": ckpt.ArrayFormat(chunk_bytes=chunk_bytes)}
+        for step in (1, 2, 3):
+            states = {step: {"w": np.arange(3000.0)}}
+            saved(tmp_path / name, states, vital_signs=step != 2, formats=formats)
+        return tmp_path / name
+
+    ran = in_this_process(capsys, "bisect", cut("one", 8192), cut("other", 4096))
+    assert ran.status == 1
+    assert "last same step   3" in ran.out
+    assert "step 2 is not known" in ran.out
+    told = " ".join(ckpt_command("bisect", "--help").out.split())
+    assert "0 if the runs are the same at the last step that both have, and every step" in told
 
 
 def test_steps_that_are_not_known_do_not_make_runs_the_same(

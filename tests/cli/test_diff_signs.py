@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ckpt
 from ckpt._format.manifest_head import FILE_NAME
 from tests.support.command import check_golden, ckpt_command, in_this_process, settled
-from tests.support.manifests import document_of, rewrite
+from tests.support.manifests import contradict, document_of, rewrite
 
 Capsys = pytest.CaptureFixture[str]
 SIDE = 512
@@ -146,6 +146,7 @@ def test_digests_count_more_than_fingerprints(tmp_path: Path, capsys: Capsys) ->
     assert in_this_process(capsys, "diff", one, other).status == 1
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -7.0, 1e308])
 def test_signs_that_cannot_be_true_end_no_command(
     norm: float, tmp_path: Path, capsys: Capsys
@@ -155,14 +156,56 @@ def test_signs_that_cannot_be_true_end_no_command(
     lying = document_of(other)
     norms = base64.b64encode(np.array([norm, norm]).tobytes()).decode()
     lying["items"]["default"]["leaves"]["norms"] = norms
-    # Such arrays have no signs.
-    if math.isnan(norm) or norm < 0:
-        lying["nonfinite_leaves"] = None
     rewrite(other, lying)
     for options in ((), ("--json",)):
         ran = in_this_process(capsys, "diff", one, other, *options)
         assert (ran.status, ran.err) == (1, "")
+        assert "nan%" not in ran.out
+        assert norm == 1e308 or "inf%" not in ran.out
     assert [each["leaf"]["path"] for each in ran.json["contents"]] == ["w"]
+    if norm != 1e308:
+        assert ran.json["contents"][0]["signs"] is None
+    assert in_this_process(capsys, "verify", other).status == 1
+
+
+def test_keys_have_no_norms(tmp_path: Path, capsys: Capsys) -> None:
+    one, two = (saved(tmp_path / str(seed), {"key": jax.random.key(seed)}) for seed in (0, 1))
+    ran = in_this_process(capsys, "diff", one, two)
+    assert ran.status == 1
+    assert ran.out.splitlines()[:2] == [
+        "array  type            contents",
+        "key    uint32[] (key)  1 of 1 chunk differs",
+    ]
+    assert "norms are" not in ran.out
+    [found] = in_this_process(capsys, "diff", one, two, "--json").json["contents"]
+    assert found["signs"] is None
+
+
+def test_fingerprints_tell_of_keys_that_are_cut_otherwise(tmp_path: Path, capsys: Capsys) -> None:
+    one, other = (
+        saved(tmp_path / str(seed), {"keys": sharded(jax.random.split(key, 1 << 16), devices)})
+        for seed, devices in ((0, 2), (1, 8))
+        for key in (jax.random.key(seed),)
+    )
+    ran = in_this_process(capsys, "diff", one, other)
+    assert ran.status == 1
+    assert "another fingerprint" in ran.out
+    assert "norms are" not in ran.out
+
+
+@pytest.mark.parametrize("contradicting", ["one", "other"])
+def test_a_tree_that_contradicts_itself_is_said_with_its_path(
+    contradicting: str, tmp_path: Path, capsys: Capsys
+) -> None:
+    for name in ("one", "other"):
+        with ckpt.sync.CheckpointManager(tmp_path / name) as mgr:
+            mgr.save(7, {"w": jnp.ones(8)})
+    contradict(tmp_path / contradicting / "7")
+    for options in ((), ("--values",)):
+        places = tmp_path / "one" / "7", tmp_path / "other" / "7"
+        ran = in_this_process(capsys, "diff", *places, *options)
+        assert (ran.status, ran.out) == (1, "")
+        assert f"step 7: {tmp_path / contradicting / '7'}: node 1 does not belong" in ran.err
 
 
 def test_a_damaged_manifest_is_said(tmp_path: Path, capsys: Capsys) -> None:

@@ -33,7 +33,8 @@ def bisect(run_a: str, run_b: str, in_order: bool, as_json: bool) -> int:
     granted that runs which have parted stay apart. With --in-order, no step up to the first that
     differs is left out.
 
-    Exit status: 0 if the runs are the same at the last step that both have, 1 if not.
+    Exit status: 0 if the runs are the same at the last step that both have, and every step that was
+    looked at could be compared; 1 if not.
     """
     found = anyio.run(_parted, run_a, run_b, in_order)
     show(found, _view, as_json=as_json)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ckpt._format.leaf_table import UNCHECKED, LeafEntry, LeafTable
-from ckpt._format.manifest import ItemEntry
-from ckpt._inspection.compared_leaves import Verdict, compare_leaves
+from ckpt._inspection.compared_leaves import ComparedLeaves, Verdict, compare_leaves
 from ckpt._vitals.signs import VitalSigns
 
 DIGESTS = ("1" * 32, "2" * 32, "1" * 31 + "2", UNCHECKED, "")
@@ -95,8 +94,9 @@ def verdict_of(one: LeafEntry, other: LeafEntry) -> tuple[Verdict, int]:
     return (Verdict.SAME_BY_FINGERPRINT if is_same else Verdict.CHANGED), -1
 
 
-def item_of(leaves: Sequence[LeafEntry]) -> ItemEntry:
-    return ItemEntry("pytree", leaves=LeafTable.of(leaves))
+def compared(before: Sequence[LeafEntry], after: Sequence[LeafEntry]) -> ComparedLeaves:
+    tables = LeafTable.of(before), LeafTable.of(after)
+    return compare_leaves(tables[0], tables[0].names, tables[1], tables[1].names)
 
 
 @given(trees(), trees(), st.booleans())
@@ -106,7 +106,7 @@ def test_columns_tell_what_single_leaves_tell(
     if is_reordered:
         # The same leaves at other numbers, with the chunks of others between them.
         after = [replace(each, same_as=None) for each in reversed(before)]
-    found = compare_leaves(item_of(before), item_of(after))
+    found = compared(before, after)
     first, second = ({each.name: each for each in leaves} for leaves in (before, after))
     assert [before[n].name for n in found.removed] == [n for n in first if n not in second]
     assert [after[n].name for n in found.added] == [n for n in second if n not in first]
@@ -129,13 +129,13 @@ def test_fingerprints_tell_of_other_chunks_and_digests_of_the_same(
 ) -> None:
     first = LeafEntry("w", "jax", "float32", (4,), (4,), ["1" * 32], [0], vital_signs=one)
     second = replace(first, chunks=(2,), digests=["1" * 32] * 2, offsets=[0, 8], vital_signs=other)
-    [verdict] = compare_leaves(item_of([first]), item_of([second])).verdicts.tolist()
+    [verdict] = compared([first], [second]).verdicts.tolist()
     if one is None or other is None:
         assert verdict == Verdict.UNKNOWN
     else:
         assert verdict == (Verdict.SAME_BY_FINGERPRINT if one == other else Verdict.CHANGED)
     second = replace(first, vital_signs=other)
-    [verdict] = compare_leaves(item_of([first]), item_of([second])).verdicts.tolist()
+    [verdict] = compared([first], [second]).verdicts.tolist()
     assert verdict == Verdict.SAME
 
 
@@ -143,7 +143,7 @@ def test_fingerprints_tell_of_other_chunks_and_digests_of_the_same(
 def test_an_item_is_the_same_as_itself_unless_something_is_not_known(
     leaves: list[LeafEntry],
 ) -> None:
-    found = compare_leaves(item_of(leaves), item_of(leaves))
+    found = compared(leaves, leaves)
     assert found.is_same is not False
     assert not found.removed
     assert not found.added
