@@ -191,8 +191,16 @@ class Manifest(Struct, frozen=True):
 
     @property
     def nonfinite_leaves(self) -> int | None:
-        """How many leaves have values that are not finite; None if there are no vital signs."""
+        """How many leaves are known to have values that are not finite.
+
+        None if none is, and the vital signs of an array are not known.
+        """
         return _nonfinite_leaves(self.items)
+
+    @property
+    def unknown_leaves(self) -> int:
+        """How many arrays have no vital signs."""
+        return sum(_unknown_leaves(item.leaves) for item in self.items.values())
 
     @property
     def unequal_leaves(self) -> int:
@@ -210,17 +218,16 @@ def _unequal_leaves(items: Mapping[str, ItemEntry]) -> int:
 
 
 def _nonfinite_leaves(items: Mapping[str, ItemEntry]) -> int | None:
-    count = 0
-    for item in items.values():
-        table = item.leaves
-        are_arrays = np.array([form.dtype is not None for form in table.forms] or [False])
-        arrays = are_arrays[table.form]
-        if not arrays.any():
-            continue
-        if not len(table.signs) or (table.signs["norm"][arrays] == UNKNOWN).any():
-            return None
-        count += len(table.nonfinite())
-    return count
+    tables = [item.leaves for item in items.values()]
+    count = sum(len(table.nonfinite()) for table in tables)
+    return count or (None if any(map(_unknown_leaves, tables)) else 0)
+
+
+def _unknown_leaves(table: LeafTable) -> int:
+    are_arrays = np.array([form.dtype is not None for form in table.forms] or [False])
+    arrays = are_arrays[table.form]
+    known = table.signs["norm"][arrays] != UNKNOWN if len(table.signs) else []
+    return int(np.count_nonzero(arrays)) - int(np.count_nonzero(known))
 
 
 class _Item(Struct, frozen=True, omit_defaults=True):

@@ -35,10 +35,17 @@ def saved_step(indexed: IndexedStep) -> SavedStep:
 
 
 class _Ailing(Struct, frozen=True):
-    """The leaves of a step that have values that are not finite, and that have unequal replicas."""
+    """The leaves of a step that are odd.
+
+    Attributes:
+        nonfinite: Those that have values that are not finite.
+        unequal: Those that have unequal replicas.
+        unknown: How many arrays have no vital signs.
+    """
 
     nonfinite: tuple[str, ...]
     unequal: tuple[str, ...]
+    unknown: int
 
 
 class AilingLeaves:
@@ -89,10 +96,15 @@ class AilingLeaves:
                 if key not in found_now:
                     tasks.start_soon(read, each)
         self._known, self.unread = found_now, frozenset(unread)
-        none = _Ailing((), ())
+        none = _Ailing((), (), 0)
         leaves = [found_now.get(_key(each), none) for each in steps]
         return [
-            replace(saved_step(step), nonfinite=known.nonfinite, unequal=known.unequal)
+            replace(
+                saved_step(step),
+                nonfinite=known.nonfinite,
+                unequal=known.unequal,
+                unknown_leaves=known.unknown,
+            )
             for step, known in zip(steps, leaves, strict=True)
         ]
 
@@ -105,7 +117,11 @@ def _ailing_leaves(manifest: Manifest) -> _Ailing:
     # With numpy, which lists of steps do without.
     from ckpt._tree.ailing_leaves import nonfinite_leaves, unequal_leaves
 
-    return _Ailing(tuple(nonfinite_leaves(manifest)), tuple(unequal_leaves(manifest)))
+    return _Ailing(
+        tuple(nonfinite_leaves(manifest)),
+        tuple(unequal_leaves(manifest)),
+        manifest.unknown_leaves,
+    )
 
 
 class PreviousSteps(Sequence[SavedStep]):

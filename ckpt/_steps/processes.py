@@ -21,11 +21,11 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import anyio
 from msgspec import Struct
-from msgspec.structs import replace
 
 from ckpt._arguments import check_step
 from ckpt._engine.restore.shared_reads import Broadcast
@@ -36,6 +36,7 @@ from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.loop import EngineLoop
 from ckpt._runtime.threads import run_in_thread
+from ckpt._steps.all_disks import CommonSteps, joined, on_all, told
 from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt._steps.opened import OpenedStep
 from ckpt._steps.removal.retention import Retention
@@ -48,13 +49,16 @@ from ckpt.coordination._heartbeat import beating
 from ckpt.coordination._operation import Operation
 from ckpt.coordination._peers import Peers
 from ckpt.errors import CheckpointError, CoordinationError, StepDeletedError, StepNotFoundError
+from ckpt.policies._context import SavedStep
 
 logger = logging.getLogger("ckpt")
 
 Act = Callable[[], Awaitable[JsonValue]]
 # By step, what speaks against it; empty text for nothing.
 Reasons = dict[int, str]
-Judge = Callable[[Mapping[int, IndexedStep]], Awaitable[Reasons]]
+# Reads the steps of a disk as policies see them, and says what speaks against one.
+See = Callable[[Mapping[int, IndexedStep]], Awaitable[list[SavedStep]]]
+Judge = Callable[[SavedStep], str]
 
 # What the primary hands to all others of a manifest, together. The service of the job hands out a
 # MiB in 25 ms (docs/design/005): a large manifest is quicker from the storage, which serves all at
@@ -103,9 +107,9 @@ class OneProcess:
         """Return what `act` decides."""
         return await act()
 
-    async def judged(self, judge: Judge) -> Reasons:
-        """Return what `judge` says of the steps."""
-        return await judge(await self.steps.refresh())
+    async def judged(self, see: See, judge: Judge) -> Reasons:
+        """Return what `judge` says of the steps that `see` reads."""
+        return _judgements(await see(await self.steps.refresh()), judge)
 
     @contextlib.asynccontextmanager
     async def restoring(
@@ -200,9 +204,9 @@ class SharedRoot(_SeveralProcesses):
         """Return what `act` decides on the primary, which tells the others."""
         return await self.peers.on_primary(kind, what, act)
 
-    async def judged(self, judge: Judge) -> Reasons:
-        """Return what `judge` says of the steps; all see the same ones."""
-        return await judge(await self._index.refresh())
+    async def judged(self, see: See, judge: Judge) -> Reasons:
+        """Return what `judge` says of the steps that `see` reads; all see the same ones."""
+        return _judgements(await see(await self._index.refresh()), judge)
 
     @contextlib.asynccontextmanager
     async def restoring(
@@ -322,18 +326,20 @@ class SeparateRoots(_SeveralProcesses):
     async def refresh(self) -> dict[int, IndexedStep]:
         """Return the steps that all processes have, ascending."""
         look = partial(self._in_common, None)
-        return await self.peers.all_or_none("steps", "listing the steps", look)
+        return (await self.peers.all_or_none("steps", "listing the steps", look)).everywhere
 
     async def decided(self, kind: str, what: str, act: Act) -> JsonValue:
         """Return what `act` decides: of what the processes have in common, the same on each."""
         return await act()
 
-    async def judged(self, judge: Judge) -> Reasons:
-        """Return what `judge` says of the steps that all processes have; a complaint counts."""
+    async def judged(self, see: See, judge: Judge) -> Reasons:
+        """Return what `judge` says of the steps that all processes have; a complaint counts.
+
+        `see` reads them on this disk; leaves that are odd on another one are among those judged.
+        """
         async with self.peers.all_of("judge", "how healthy the steps are") as operation:
-            found = await self._in_common(None, operation)
-            async with beating(operation):
-                own = await judge(found)
+            common = await self._in_common(None, operation)
+            own = _judgements(await self._seen(see, common, operation), judge)
             every = await gathered(operation, list(own.values()), "judged")
         return {
             step: next(filter(None, reasons), "")
@@ -420,12 +426,26 @@ class SeparateRoots(_SeveralProcesses):
             f"preserve-{saved}", f"what to delete after step {saved}"
         ) as operation:
             common = await self._in_common(None, operation)
-            own = await retention.superfluous(common)
-            kept: JsonValue = kept_of(common, own)
+            steps = await self._seen(retention.saved_steps, common, operation)
+            own = await retention.superfluous(common.own, steps)
+            kept: JsonValue = kept_of(common.own, own)
             return in_common(own, await gathered(operation, kept, "kept"))
 
-    async def _in_common(self, asked: int | None, operation: Operation) -> dict[int, IndexedStep]:
-        """Return the steps that all processes have, as they are on this disk.
+    async def _seen(self, see: See, common: CommonSteps, operation: Operation) -> list[SavedStep]:
+        """Return steps as policies see them, the same on all processes."""
+        async with beating(operation):
+            own = await see(common.own)
+        everywhere = common.everywhere.values()
+        if not any(each.nonfinite_leaves or each.unequal_leaves for each in everywhere):
+            # No disk has odd leaves. Only whether that is known may differ.
+            return [
+                replace(step, nonfinite_leaves=each.nonfinite_leaves)
+                for step, each in zip(own, everywhere, strict=True)
+            ]
+        return joined(own, await gathered(operation, await run_in_thread(told, own), "leaves"))
+
+    async def _in_common(self, asked: int | None, operation: Operation) -> CommonSteps:
+        """Return the steps that all processes have.
 
         Args:
             asked: A step that all of them ask for, or None.
@@ -444,12 +464,11 @@ class SeparateRoots(_SeveralProcesses):
         for other, _ in every:
             self._check_same(asked, other)
         disks = [{(step, save): counts for step, save, *counts in steps} for _, steps in every]
-        common = set.intersection(*(set(disk) for disk in disks))
-        return {
-            key[0]: _on_all(found[key[0]], [disk[key] for disk in disks])
-            for key in sorted(common)
-            if key[1]
-        }
+        common = [key for key in sorted(set.intersection(*map(set, disks))) if key[1]]
+        return CommonSteps(
+            {step: found[step] for step, _ in common},
+            {key[0]: on_all(found[key[0]], [disk[key] for disk in disks]) for key in common},
+        )
 
     def _say_foreign(self, steps: list[int]) -> None:
         """Say once that steps of Orbax are left out: it is not known which belong together."""
@@ -468,7 +487,7 @@ class SeparateRoots(_SeveralProcesses):
             StepNotFoundError: There is none; says which there are.
         """
         asked = None if step is None else check_step(step)
-        steps = list(await self._in_common(asked, operation))
+        steps = list((await self._in_common(asked, operation)).own)
         if asked is None and steps:
             return steps[-1]
         if asked is not None and asked in steps:
@@ -484,15 +503,8 @@ class SeparateRoots(_SeveralProcesses):
 Processes = OneProcess | SharedRoot | SeparateRoots
 
 
-def _on_all(step: IndexedStep, counts: Sequence[tuple[int | None, int]]) -> IndexedStep:
-    """Return a step whose health is that on all disks: odd values on one of them count."""
-    nonfinite = [each[0] for each in counts]
-    most = max((each for each in nonfinite if each is not None), default=None)
-    return replace(
-        step,
-        nonfinite_leaves=None if None in nonfinite and not most else most,
-        unequal_leaves=max(each[1] for each in counts),
-    )
+def _judgements(steps: Sequence[SavedStep], judge: Judge) -> Reasons:
+    return {each.step: judge(each) for each in steps}
 
 
 async def _take_back(step: int, trash: StepTrash) -> None:

@@ -26,7 +26,7 @@ from ckpt._settings import ArrayMemory, VerifyMode, checks_devices
 from ckpt._steps.index import IndexedStep, PassedOver, StepIndex
 from ckpt._steps.opened import open_step
 from ckpt._steps.previous_steps import AilingLeaves, saved_step
-from ckpt._steps.processes import Processes, Reasons
+from ckpt._steps.processes import Processes
 from ckpt._steps.restore_requests import context_of, result_of, wanted_items, what_is_missing
 from ckpt._steps.step_metadata import StepMetadata, describe_step
 from ckpt._steps.unreadable import shortened
@@ -112,12 +112,12 @@ class StepReader:
         """
         attempts: dict[int, str] = {}
 
-        async def judge(found: Mapping[int, IndexedStep]) -> Reasons:
+        async def see(found: Mapping[int, IndexedStep]) -> list[SavedStep]:
             attempts.update({step: each.attempt for step, each in found.items()})
-            steps = await self._ailing.saved_steps(found.values())
-            return {each.step: why_not_healthy(each, wanted.allow) for each in steps}
+            return await self._ailing.saved_steps(found.values())
 
-        reasons = await self._processes.judged(judge)
+        judge = partial(why_not_healthy, allow=wanted.allow)
+        reasons = await self._processes.judged(see, judge)
         healthy = (step for step, why in reasons.items() if not why and step not in tried)
         chosen = max(healthy, default=None)
         passed = {

@@ -20,6 +20,8 @@ class SavedStep:
         nonfinite: The leaf paths of the former, where they are known, as they are for preservation
             policies; in a step of several items each after the name of its item: `model/params.w`.
         unequal: The leaf paths of the latter.
+        unknown_leaves: How many arrays have no vital signs, at least, in a step whose `nonfinite`
+            is known: one that has some is not known to be healthy even if those are allowed.
     """
 
     step: int
@@ -29,6 +31,7 @@ class SavedStep:
     unequal_leaves: int = 0
     nonfinite: tuple[str, ...] = ()
     unequal: tuple[str, ...] = ()
+    unknown_leaves: int = 0
 
 
 @dataclass(frozen=True, slots=True)

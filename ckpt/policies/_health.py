@@ -85,7 +85,8 @@ def health_of(saved: SavedStep, allow: Sequence[str]) -> Health:
     """Return what is known of the health of a step, where `allow` may have odd values."""
     if saved.unequal_leaves or _not_allowed(saved, allow)[0]:
         return "unhealthy"
-    return "unknown" if saved.nonfinite_leaves is None else "healthy"
+    is_known = saved.nonfinite_leaves is not None and not saved.unknown_leaves
+    return "healthy" if is_known else "unknown"
 
 
 def why_not_healthy(saved: SavedStep, allow: Sequence[str]) -> str:
@@ -105,6 +106,9 @@ def why_not_healthy(saved: SavedStep, allow: Sequence[str]) -> str:
         reasons.append(f"replicas of {of} differ{_listed(saved.unequal)}")
     if not reasons and saved.nonfinite_leaves is None:
         reasons.append("its vital signs are not known: save with vital_signs=True")
+    elif not reasons and saved.unknown_leaves:
+        of = "1 leaf" if saved.unknown_leaves == 1 else f"{saved.unknown_leaves} leaves"
+        reasons.append(f"the vital signs of {of} are not known: save with vital_signs=True")
     return "; ".join(reasons)
 
 

@@ -168,15 +168,24 @@ class Retention:
             await self._delete_all(going)
 
     async def superfluous(
-        self, found: Mapping[int, IndexedStep], *, says_spared: bool = True
+        self,
+        found: Mapping[int, IndexedStep],
+        steps: Sequence[SavedStep] | None = None,
+        *,
+        says_spared: bool = True,
     ) -> Superfluous:
         """Return what the policy does not keep, of steps that are not pinned.
 
         What was acknowledged last stays, though older steps may be greater: after a run went back,
         its new steps are the ones it would resume from. If the newest step is unhealthy, the last
-        healthy one stays, too. `says_spared`: warn of steps of Orbax that stay, and of that one.
+        healthy one stays, too.
+
+        Args:
+            found: The steps.
+            steps: The same as policies see them, of `saved_steps`; None reads them.
+            says_spared: Whether to warn of steps of Orbax that stay, and of that healthy one.
         """
-        steps = await self.saved_steps(found)
+        steps = await self.saved_steps(found) if steps is None else steps
         # What is not known of a step now is no reason to delete it.
         always: set[int | None] = {self.newest, *self._ailing.unread}
         if self._keeps_latest:

@@ -372,11 +372,42 @@ def test_odd_values_on_one_disk_alone_count_for_all(tmp_path: Path) -> None:
         saved(mgrs, step, good, second)
         together(*(mgr.wait_until_finished for mgr in mgrs))
     assert together(*(mgr.all_steps for mgr in mgrs)) == [[1, 3]] * 2
-    for healthy in (True, Healthy(allow=["w"])):
+    for healthy, step in ((True, 1), (Healthy(allow=["b"]), 1), (Healthy(allow=["w"]), 3)):
         found = together(*(lambda m=m, h=healthy: m.latest_step(healthy=h) for m in mgrs))
-        assert found == [1, 1]
+        assert found == [step, step]
     restored = together(*(lambda m=m: m.restore(healthy=True)["w"][0] for m in mgrs))
     assert restored == [1, 1]
+    closed(mgrs)
+
+
+@pytest.mark.parametrize("masked", [0, 1], ids=["on the first disk", "on the second disk"])
+def test_meant_values_on_one_disk_do_not_stand_for_wrong_ones_on_another(
+    tmp_path: Path, masked: int
+) -> None:
+    def arrays(mask: float, weights: float) -> dict[str, Any]:
+        # Large enough not to be compared when they are saved.
+        return {
+            each: np.full(300_000, value, np.float32)
+            for each, value in (("mask", mask), ("w", weights))
+        }
+
+    allowing = Healthy(allow=["mask"])
+    mgrs = managers(
+        tmp_path,
+        own_disks=True,
+        vital_signs=True,
+        preservation=AnyPreservation(LatestN(1), allowing),
+        seconds=20.0,
+    )
+    for step, wrong in {1: 1.0, 2: math.nan, 3: math.nan}.items():
+        states = [arrays(-math.inf, 1.0), arrays(2.0, wrong)]
+        saved(mgrs, step, *(states if masked == 0 else states[::-1]))
+        together(*(mgr.wait_until_finished for mgr in mgrs))
+    assert together(*(mgr.all_steps for mgr in mgrs)) == [[1, 3]] * 2
+    assert together(*(lambda m=m: m.latest_step(healthy=allowing) for m in mgrs)) == [1, 1]
+    for error in together(*(lambda m=m: m.restore(healthy=True) for m in mgrs)):
+        assert isinstance(error, StepNotFoundError)
+        assert "step 3: 2 leaves have values that are not finite" in str(error)
     closed(mgrs)
 
 

@@ -1,0 +1,49 @@
+"""The health of a step whose parts are on several disks, from what each process tells."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt._steps.all_disks import joined, told
+from ckpt.policies import SavedStep
+from ckpt.policies._health import health_of
+
+NAMES = ("mask", "w", "b")
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> SavedStep:
+    """A step as it is on one disk; of some, the names of leaves could not be read."""
+    nonfinite = tuple(draw(st.lists(st.sampled_from(NAMES), unique=True)))
+    unequal = tuple(draw(st.lists(st.sampled_from(NAMES), unique=True)))
+    count = draw(st.sampled_from([len(nonfinite), len(nonfinite) or None]))
+    is_read = draw(st.booleans())
+    return SavedStep(7, 1.0, None, count, len(unequal), nonfinite * is_read, unequal * is_read)
+
+
+def health_with(parts: list[SavedStep], allow: tuple[str, ...]) -> str:
+    """The worst that is known of any part."""
+    found = {health_of(each, allow) for each in parts}
+    return next(each for each in ("unhealthy", "unknown", "healthy") if each in found)
+
+
+@given(st.lists(parts(), min_size=1, max_size=4), st.lists(st.sampled_from(NAMES), unique=True))
+def test_a_step_is_as_healthy_as_the_worst_of_its_parts(
+    disks: list[SavedStep], allow: list[str]
+) -> None:
+    every: list[Any] = json.loads(json.dumps([told([each]) for each in disks]))
+    found = [joined([each], every)[0] for each in disks]
+    assert found == [found[0]] * len(disks)
+    assert health_of(found[0], allow) == health_with(disks, tuple(allow))
+    assert set(found[0].nonfinite) == {name for each in disks for name in each.nonfinite}
+    assert (found[0].step, found[0].time) == (7, 1.0)
+
+
+def test_the_leaves_that_many_steps_have_are_told_once() -> None:
+    steps = [SavedStep(at, 0.0, None, 2, 0, ("model/a", "model/b")) for at in range(100)]
+    assert json.dumps(told(steps)).count("model/a") == 1
+    assert joined(steps, [told(steps)] * 3) == steps
