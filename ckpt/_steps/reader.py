@@ -135,8 +135,12 @@ class StepReader:
             )
         return chosen, passed
 
-    async def _choose_healthy(self, wanted: Healthy, tried: Collection[int]) -> int:
+    async def _choose_healthy(
+        self, wanted: Healthy, tried: Collection[int], *, goes_back: bool
+    ) -> int:
         """Return the greatest healthy step that was not tried, for all processes.
+
+        If the run `goes_back` to it, saves of the newer ones replace those.
 
         Raises:
             StepNotFoundError: There is none; says what is wrong with those that there are.
@@ -146,8 +150,9 @@ class StepReader:
             chosen, passed = await self._healthy_step(wanted, tried)
             if chosen is None:
                 raise self._none_healthy(passed) if passed else self._index.no_step()
-            # When the run comes to them again, they have to make way.
-            self._index.passed_over |= passed
+            if goes_back:
+                # When the run comes to them again, they have to make way.
+                self._index.passed_over |= passed
             return chosen
 
         what = "which step is the newest healthy one"
@@ -309,7 +314,8 @@ class StepReader:
             broadcast_bytes=None,
             caller=caller,
         )
-        step, found = await self._newest(load, fallback, check_healthy(healthy))
+        wanted = check_healthy(healthy)
+        step, found = await self._newest(load, fallback, wanted, goes_back=True)
         return check_step(step) + 1, found
 
     async def restore(
@@ -364,7 +370,7 @@ class StepReader:
         return found[1]
 
     async def _newest(
-        self, load: _Load, fallback: bool, wanted: Healthy | None
+        self, load: _Load, fallback: bool, wanted: Healthy | None, *, goes_back: bool = False
     ) -> tuple[int | None, Any]:
         """Load the newest step; each one that is passed over is named in a warning.
 
@@ -372,12 +378,14 @@ class StepReader:
             load: Loads a step; None is the latest.
             fallback: Pass over steps that are damaged, or lack an item that is wanted.
             wanted: Pass over those that are not healthy by it.
+            goes_back: Whether the run goes on from there, and saves those anew.
         """
         first: CorruptCheckpointError | ItemDroppedError | None = None
         tried: set[int] = set()
         gone = 0
         # Listing every step takes long in a large root, and is seldom needed.
-        chosen = None if wanted is None else await self._choose_healthy(wanted, tried)
+        choose = partial(self._choose_healthy, goes_back=goes_back)
+        chosen = None if wanted is None else await choose(wanted, tried)
         while True:
             damage: CorruptCheckpointError | None = None
             step = chosen
@@ -406,7 +414,7 @@ class StepReader:
                 chosen = max((each for each in found if each not in tried), default=None)
             else:
                 try:
-                    chosen = await self._choose_healthy(wanted, tried)
+                    chosen = await choose(wanted, tried)
                 except StepNotFoundError:
                     if first is None:
                         raise

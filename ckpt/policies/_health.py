@@ -29,8 +29,9 @@ class Healthy:
     Attributes:
         n: How many to keep.
         allow: Patterns of leaf paths whose arrays may have values that are not finite, such as
-            `["**.mask"]`; in a step of several items they are looked for in each. Replicas that
-            differ are never allowed.
+            `["**.mask"]`; in a step of several items they are looked for in each, or in the one
+            whose name stands before them, as in `model/**.mask`. Replicas that differ are never
+            allowed.
 
     Raises:
         InvalidArgumentError: An argument is invalid.
@@ -172,7 +173,14 @@ def _others(names: tuple[str, ...], allow: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _is_allowed(name: str, allow: Sequence[str]) -> bool:
-    return any(compile_pattern(pattern).covers(_path(name)) for pattern in allow)
+    item, _, path = name.rpartition("/")
+    return any(
+        compile_pattern(each).covers(path)
+        for pattern in allow
+        # With the name of the item, as messages have it, or without.
+        for each in (pattern, pattern.removeprefix(f"{item}/") if item else pattern)
+        if each
+    )
 
 
 def _path(name: str) -> str:

@@ -15,6 +15,7 @@ from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, peek
 from ckpt._format.metrics import plain_metrics
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import PassedOver
+from ckpt._steps.pins import pins
 from ckpt._steps.removal.retention import is_ours, spare_others
 from ckpt._steps.unreadable import look_closely
 from ckpt.coordination._collectives import gathered
@@ -59,13 +60,14 @@ async def make_way(
             it.
 
     Raises:
-        StepExistsError: It is, and is not to be replaced or not ours to replace.
+        StepExistsError: It is, and is pinned, not to be replaced, or not ours to replace.
     """
     for step_dir in (request.step_dir, *others):
         if not await storage.exists(step_dir):
             continue
         why = await _why_passed_over(storage, request, step_dir, passed_over or {})
         if why is not None and not storage.keeps_others:
+            await _refuse_pinned(storage, check_step(request.step), step_dir, why)
             await _move_aside(storage, check_step(request.step), step_dir, why)
             if passed_over is not None:
                 passed_over.pop(check_step(request.step), None)
@@ -110,6 +112,18 @@ async def _why_passed_over(
         return None
     # A link, or a file, with the name of a step is somebody's own.
     return PassedOver("", found.reason) if step_dir in await storage.step_dirs() else None
+
+
+async def _refuse_pinned(storage: Storage, step: int, step_dir: str, why: PassedOver) -> None:
+    """Raise if a step that is in the way is pinned: somebody looks at it where it is."""
+    pinned = (await pins(storage)).get(step, ())
+    if pinned:
+        raise StepExistsError(
+            f"{storage.location}/{step_dir} already exists and is {why.state} ({why.reason}). It "
+            f"is pinned by {', '.join(map(str, pinned))}, so it is not moved out of the way. Unpin "
+            "it first, or choose another step",
+            step=step,
+        )
 
 
 async def _move_aside(storage: Storage, step: int, step_dir: str, why: PassedOver) -> None:

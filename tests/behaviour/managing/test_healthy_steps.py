@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,12 @@ import ckpt.sync
 from ckpt._inspection.listed_steps import list_root
 from ckpt._inspection.places import root_at
 from ckpt._inspection.retention.preservation import forget_steps
-from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, StepNotFoundError
+from ckpt.errors import (
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    StepExistsError,
+    StepNotFoundError,
+)
 from ckpt.policies import AnyPreservation, Healthy, LatestN
 from ckpt.storage._manifests import read_manifest
 from tests.support.simulated_job import closed, managers, saved, together
@@ -31,7 +37,7 @@ MASKED = FINITE | {"mask": np.full(3, -math.inf, np.float32)}
 ALLOWING = Healthy(allow=["**.mask"])
 
 
-def opened(root: Path, **options: Any) -> ckpt.sync.CheckpointManager:
+def opened(root: Any, **options: Any) -> ckpt.sync.CheckpointManager:
     return ckpt.sync.CheckpointManager(root, **({"vital_signs": True} | options))
 
 
@@ -212,7 +218,7 @@ def test_a_run_that_goes_back_saves_the_same_numbers_again(
         assert (start, state["n"]) == (3, 2)
         save_all(mgr, {3: FINITE, 4: FINITE})
         # Those are whole: nothing replaces them again.
-        with pytest.raises(ckpt.errors.StepExistsError):
+        with pytest.raises(StepExistsError):
             mgr.save(4, FINITE)
         assert mgr.latest_step(healthy=True) == 4
     assert sorted(os.listdir(tmp_path / "unhealthy")) == ["3", "4"]
@@ -226,8 +232,45 @@ def test_a_step_that_replaced_a_passed_over_one_meanwhile_is_left_alone(tmp_path
         mgr.resume(FINITE, healthy=True)
         with opened(tmp_path) as other:
             other.save(2, FINITE, overwrite=True).result()
-        with pytest.raises(ckpt.errors.StepExistsError):
+        with pytest.raises(StepExistsError):
             mgr.save(2, FINITE)
+
+
+def test_a_restore_does_not_make_saves_replace_what_it_has_passed_over(tmp_path: Path) -> None:
+    with opened(tmp_path) as mgr:
+        save_all(mgr, {1: FINITE, 2: ODD})
+        assert mgr.restore(healthy=True)["n"] == 1
+        with pytest.raises(StepExistsError):
+            mgr.save(2, FINITE)
+        # A resume does, also after it.
+        assert mgr.resume(FINITE, healthy=True)[0] == 2
+        mgr.save(2, FINITE).result()
+
+
+def test_a_pinned_step_that_was_passed_over_stays_where_it_is(tmp_path: Path) -> None:
+    with opened(tmp_path) as mgr:
+        save_all(mgr, {1: FINITE, 2: ODD})
+        mgr.pin(2, "look")
+        assert mgr.resume(FINITE, healthy=True)[0] == 2
+        with pytest.raises(
+            StepExistsError, match=r"unhealthy \(1 leaf .*pinned by 'look'.*Unpin it"
+        ):
+            mgr.save(2, FINITE)
+        assert (mgr.all_steps(), mgr.metadata(2).info.nonfinite_leaves) == ([1, 2], 1)
+        assert not (tmp_path / "unhealthy").exists()
+        mgr.unpin(2, "look")
+        mgr.save(2, FINITE).result()
+    assert os.listdir(tmp_path / "unhealthy") == ["2"]
+
+
+def test_in_a_store_a_step_that_was_passed_over_is_not_replaced_unasked() -> None:
+    with opened(ckpt.storage.Memory(f"memory://{uuid.uuid4().hex}/run")) as mgr:
+        save_all(mgr, {1: FINITE, 2: ODD})
+        assert mgr.resume(FINITE, healthy=True)[0] == 2
+        with pytest.raises(StepExistsError, match=r"is unhealthy \(1 leaf .*overwrite=True"):
+            mgr.save(2, FINITE)
+        mgr.save(2, FINITE, overwrite=True).result()
+        assert mgr.latest_step(healthy=True) == 2
 
 
 def test_meant_values_do_not_hide_a_step(tmp_path: Path) -> None:
@@ -247,6 +290,10 @@ def test_leaves_of_several_items_are_named_with_their_item(tmp_path: Path) -> No
             mgr.restore(healthy=True)
         allow = Healthy(allow=["**.mask", "w"])
         assert mgr.latest_step(healthy=allow) == 1
+        for allowed in (["model/mask", "ema/w"], ["model/**", "ema/*"]):
+            assert mgr.latest_step(healthy=Healthy(allow=allowed)) == 1
+        for others in (["ema/mask", "w"], ["model/mask", "model/w"], ["model/", "ema/"]):
+            assert mgr.latest_step(healthy=Healthy(allow=others)) is None
         state = items | {"note": ""}
         assert mgr.resume(items=state, healthy=allow)[0] == 2
 
@@ -268,7 +315,7 @@ def test_without_a_healthy_step_a_restore_says_what_there_is(tmp_path: Path) -> 
             assert "save with vital_signs=True" in text
             assert "and 3 more" in text
         # Nothing was moved, and nothing makes way.
-        with pytest.raises(ckpt.errors.StepExistsError):
+        with pytest.raises(StepExistsError):
             mgr.save(16, FINITE)
 
 
