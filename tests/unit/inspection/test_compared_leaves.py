@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -147,3 +148,19 @@ def test_an_item_is_the_same_as_itself_unless_something_is_not_known(
     assert found.is_same is not False
     assert not found.removed
     assert not found.added
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf, -2.0])
+def test_fingerprints_beside_numbers_that_no_array_has_tell_nothing(norm: float) -> None:
+    signs = VitalSigns("0" * 16, 0, 1.0, 1.0)
+    first = LeafEntry("w", "jax", "float32", (4,), (4,), ["1" * 32], [0], vital_signs=signs)
+    second = replace(
+        first,
+        chunks=(2,),
+        digests=["1" * 32] * 2,
+        offsets=[0, 8],
+        vital_signs=replace(signs, norm=norm),
+    )
+    for pair in ((first, second), (second, first)):
+        [verdict] = compared([pair[0]], [pair[1]]).verdicts.tolist()
+        assert verdict == Verdict.UNKNOWN
