@@ -226,7 +226,8 @@ def copy_failed(where: str, error: Exception) -> RequestFailed:
     text = str(error)
     told = _TOLD.search(text)
     text = redact(told[1] if told else text)
-    reason = " ".join(text.split())[:_LONGEST_REASON]
+    # What is not about an answer may repeat a credential.
+    reason = " ".join((text if told else type(error).__name__).split())[:_LONGEST_REASON]
     return RequestFailed(
         f"cannot copy {where}: {reason.rstrip('.')}",
         "",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import uuid
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,12 @@ from hypothesis import strategies as st
 
 import ckpt
 import ckpt.sync
+from ckpt._engine.restore.pipeline import restore_items
 from ckpt._inspection.listed_steps import list_root
 from ckpt._inspection.places import root_at
 from ckpt._inspection.retention.preservation import forget_steps
+from ckpt._steps.index import StepIndex
+from ckpt._steps.previous_steps import AilingLeaves
 from ckpt.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -92,6 +98,43 @@ def test_the_policy_keeps_healthy_steps(tmp_path: Path) -> None:
     assert kept_by(tmp_path / "2", states, preservation=Healthy(2)) == [5, 6, 7]
     both = AnyPreservation(LatestN(2), Healthy())
     assert kept_by(tmp_path / "both", {1: FINITE, 2: ODD, 3: ODD}, preservation=both) == [1, 2, 3]
+
+
+def test_steps_whose_leaves_cannot_be_read_now_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as mgr:
+        save_all(mgr, {1: MASKED, 2: MASKED, 3: MASKED | ODD})
+    refused: list[str] = []
+
+    async def refusing(storage: Any, step_dir: str, **options: Any) -> Any:
+        if len(refused) < 4:
+            refused.append(step_dir)
+            raise StorageError("too many open files", errno=errno.EMFILE)
+        return await read_manifest(storage, step_dir, **options)
+
+    policy = AnyPreservation(LatestN(1), ALLOWING)
+    with opened(tmp_path, preservation=policy) as mgr:
+        monkeypatch.setattr("ckpt._steps.previous_steps.read_manifest", refusing)
+        save_all(mgr, {4: MASKED | ODD})
+        assert sorted(refused) == ["1", "2", "3", "4"]
+        assert mgr.all_steps() == [1, 2, 3, 4]
+        # Once they can be read, it is known which one to keep.
+        save_all(mgr, {5: MASKED | ODD})
+        assert mgr.all_steps() == [2, 5]
+
+
+def test_a_run_that_went_back_past_unknown_steps_keeps_its_healthy_one(tmp_path: Path) -> None:
+    with opened(tmp_path) as mgr:
+        save_all(mgr, {1: FINITE, 2: FINITE})
+    with opened(tmp_path, vital_signs=False) as mgr:
+        save_all(mgr, {3: FINITE, 4: FINITE, 9: FINITE})
+    with opened(tmp_path, preservation=LatestN(1)) as mgr:
+        assert mgr.resume(FINITE, healthy=True)[0] == 3
+        # The greatest step is of unknown health, and the run is below it.
+        save_all(mgr, {3: FINITE, 4: ODD})
+        assert mgr.all_steps() == [3, 4, 9]
+        assert mgr.latest_step(healthy=True) == 3
 
 
 def test_a_pinned_healthy_step_is_enough(tmp_path: Path) -> None:
@@ -273,6 +316,46 @@ def test_in_a_store_a_step_that_was_passed_over_is_not_replaced_unasked() -> Non
         assert mgr.latest_step(healthy=True) == 2
 
 
+def before_opening(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], object]) -> None:
+    """Let something happen once, right before a step is opened that was found to be healthy."""
+    found, acted = StepIndex.found, []
+
+    async def found_after(self: StepIndex, wanted: int | None) -> Any:
+        if wanted == step and not acted:
+            acted.append(step)
+            await anyio.to_thread.run_sync(act)
+        return await found(self, wanted)
+
+    monkeypatch.setattr(StepIndex, "found", found_after)
+
+
+def test_a_healthy_step_that_is_deleted_before_it_is_opened_gives_way_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as mgr:
+        save_all(mgr, {1: FINITE, 2: FINITE})
+        before_opening(monkeypatch, 2, lambda: shutil.rmtree(tmp_path / "2"))
+        assert mgr.restore(healthy=True)["n"] == 1
+
+
+def test_a_healthy_step_that_is_replaced_while_it_is_read_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaced: list[int] = []
+    with opened(tmp_path) as mgr, opened(tmp_path) as writer:
+        save_all(mgr, {1: FINITE, 2: FINITE})
+
+        async def restored(context: Any, wanted: Any) -> Any:
+            if not replaced:
+                replaced.append(2)
+                save = partial(writer.save, 2, FINITE | {"n": 22}, overwrite=True)
+                await anyio.to_thread.run_sync(lambda: save().result())
+            return await restore_items(context, wanted)
+
+        monkeypatch.setattr("ckpt._steps.reader.restore_items", restored)
+        assert mgr.restore(healthy=True)["n"] == 22
+
+
 def test_meant_values_do_not_hide_a_step(tmp_path: Path) -> None:
     with opened(tmp_path) as mgr:
         save_all(mgr, {1: MASKED, 2: MASKED | ODD})
@@ -337,7 +420,7 @@ def test_a_step_whose_leaves_cannot_be_read_is_not_allowed(tmp_path: Path) -> No
         save_all(mgr, {1: FINITE, 2: MASKED})
     manifest = tmp_path / "2" / "ckpt.json"
     data = manifest.read_bytes()
-    manifest.write_bytes(data[:-9] + b"0" + data[-8:])
+    manifest.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
     with opened(tmp_path, read_only=True) as mgr:
         assert mgr.latest_step(healthy=ALLOWING) == 1
 
@@ -385,6 +468,40 @@ def test_only_manifests_of_unhealthy_steps_are_read_and_each_once(
         mgr.save(2, MASKED, overwrite=True).result()
         assert mgr.latest_step(healthy=Healthy(allow=["**"])) == 4
     assert sorted(read) == ["2", "2", "4"]
+
+
+def test_looks_at_the_same_time_do_not_make_each_other_forget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as mgr:
+        save_all(mgr, {1: MASKED, 2: MASKED})
+
+    async def run() -> None:
+        storage = (await root_at(str(tmp_path))).storage
+        found = await StepIndex(storage).refresh()
+        leaves, is_reading, may_go_on = AilingLeaves(storage), anyio.Event(), anyio.Event()
+
+        async def slow(storage: Any, step_dir: str, **options: Any) -> Any:
+            manifest = await read_manifest(storage, step_dir, **options)
+            if step_dir == "2":
+                is_reading.set()
+                await may_go_on.wait()
+            return manifest
+
+        async def look_at_all() -> None:
+            steps = await leaves.saved_steps(found.values())
+            assert [each.nonfinite for each in steps] == [("mask",), ("mask",)]
+
+        monkeypatch.setattr("ckpt._steps.previous_steps.read_manifest", slow)
+        await leaves.saved_steps([found[1]])
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(look_at_all)
+            await is_reading.wait()
+            # A list from before there were steps.
+            await leaves.saved_steps([])
+            may_go_on.set()
+
+    anyio.run(run)
 
 
 # ---------------------------------------------------------------- jobs of several processes
@@ -455,6 +572,17 @@ def test_meant_values_on_one_disk_do_not_stand_for_wrong_ones_on_another(
     for error in together(*(lambda m=m: m.restore(healthy=True) for m in mgrs)):
         assert isinstance(error, StepNotFoundError)
         assert "step 3: 2 leaves have values that are not finite" in str(error)
+    closed(mgrs)
+
+
+def test_all_processes_go_on_from_another_step_where_one_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mgrs = managers(tmp_path, vital_signs=True, seconds=20.0)
+    for step in (1, 2):
+        saved(mgrs, step, FINITE | {"n": step})
+    before_opening(monkeypatch, 2, lambda: shutil.rmtree(tmp_path / "2"))
+    assert together(*(lambda m=m: m.restore(healthy=True)["n"] for m in mgrs)) == [1, 1]
     closed(mgrs)
 
 

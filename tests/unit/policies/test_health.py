@@ -29,10 +29,11 @@ def test_health_is_what_the_leaves_say(steps: list[SavedStep], allow: tuple[str,
         assert (why_not_healthy(each, allow) == "") == (health == "healthy")
 
 
-def expected_last(steps: list[SavedStep], stay: set[int], allow: Any) -> set[int]:
+def expected_last(steps: list[SavedStep], stay: set[int], allow: Any, saved: Any) -> set[int]:
     """The step that must stay beside `stay`, found by trying all of them."""
-    newest = max((each for each in steps if each.step in stay), key=lambda s: s.step, default=None)
-    if newest is None or not model.is_unhealthy(newest, allow):
+    newest = max((each.step for each in steps if each.step in stay), default=None)
+    latest = [each for each in steps if each.step in (newest, saved)]
+    if not any(model.is_unhealthy(each, allow) for each in latest):
         return set()
     healthy = {each.step for each in steps if model.is_healthy(each, allow)}
     unknown = {each.step for each in steps if not model.is_unhealthy(each, allow)} - healthy
@@ -40,13 +41,13 @@ def expected_last(steps: list[SavedStep], stay: set[int], allow: Any) -> set[int
     return {max(best)} - stay if best else set()
 
 
-@given(saved_steps(), st.sets(st.integers(0, 60)), ALLOWED)
+@given(saved_steps(), st.sets(st.integers(0, 60)), ALLOWED, st.none() | st.integers(0, 60))
 @settings(max_examples=300)
 def test_the_last_resort_is_the_newest_healthy_step_or_one_of_unknown_health(
-    steps: list[SavedStep], stay: set[int], allow: tuple[str, ...]
+    steps: list[SavedStep], stay: set[int], allow: tuple[str, ...], saved: int | None
 ) -> None:
-    found = last_resort(steps, stay, allow)
-    assert ({found.step} if found else set()) == expected_last(steps, stay, allow)
+    found = last_resort(steps, stay, allow, saved)
+    assert ({found.step} if found else set()) == expected_last(steps, stay, allow, saved)
 
 
 class RunMachine(RuleBasedStateMachine):
@@ -67,7 +68,7 @@ class RunMachine(RuleBasedStateMachine):
         steps = list(self.before.values())
         stay = {number, *steps_kept(self.policy, steps, 100.0)}
         stay |= {max(self.before)} if self.keeps_latest else set()
-        last = last_resort(steps, stay, self.allow)
+        last = last_resort(steps, stay, self.allow, number)
         stay |= {last.step} if last else set()
         self.steps = {step: each for step, each in self.before.items() if step in stay}
 
@@ -124,6 +125,28 @@ def test_leaves_whose_names_are_not_known_are_not_allowed() -> None:
     partly = replace(WHOLE, nonfinite_leaves=2, nonfinite=("w",))
     assert health_of(partly, ["**"]) == "unhealthy"
     assert why_not_healthy(partly, ["**"]) == "1 leaf has values that are not finite"
+
+
+def test_arrays_without_vital_signs_are_not_made_healthy_by_allowing_others() -> None:
+    partly = replace(WHOLE, nonfinite_leaves=1, nonfinite=("mask",), unknown_leaves=2)
+    assert health_of(partly, []) == "unhealthy"
+    assert health_of(partly, ["mask"]) == "unknown"
+    assert why_not_healthy(partly, ["mask"]) == (
+        "the vital signs of 2 leaves are not known: save with vital_signs=True"
+    )
+
+
+def test_a_pattern_may_name_the_item_as_messages_do() -> None:
+    names = ("model/layers.0.mask", "ema/layers.0.mask")
+    odd = replace(WHOLE, nonfinite_leaves=2, nonfinite=names)
+    assert health_of(odd, ["layers.*.mask"]) == "healthy"
+    assert health_of(odd, ["model/layers", "ema/**.mask"]) == "healthy"
+    assert why_not_healthy(odd, ["model/**.mask"]).endswith("not finite: ema/layers.0.mask")
+    # A slash in a key of a leaf is no item.
+    haiku = replace(WHOLE, nonfinite_leaves=1, nonfinite=("model/mlp%2Flinear.mask",))
+    for pattern in ("mlp/linear.mask", "model/mlp/linear.mask"):
+        assert health_of(haiku, [pattern]) == "healthy"
+    assert health_of(haiku, ["linear.mask"]) == "unhealthy"
 
 
 def test_the_patterns_of_all_members_count_for_the_last_resort() -> None:

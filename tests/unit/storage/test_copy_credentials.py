@@ -12,6 +12,7 @@ import pytest
 from ckpt.storage import GCS, S3
 from ckpt.storage._object.client import ObjectClient
 from ckpt.storage._object.connection import connect
+from ckpt.storage._object.errors import copy_failed
 from ckpt.storage._object.sharing.copies import NoCopiesError
 from ckpt.storage._object.sharing.credentials import google_token, s3_keys
 from ckpt.storage._object.sharing.obstore_copier import open_copier
@@ -34,6 +35,12 @@ aws_session_token = t
 [role]
 role_arn = arn:x
 source_profile = train
+
+[role-and-keys]
+role_arn = arn:x
+source_profile = train
+aws_access_key_id = of-role
+aws_secret_access_key = s
 """
 
 
@@ -43,7 +50,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...
 
     def put(given: dict[str, str], files: str = "") -> None:
         for name in list(os.environ):
-            if name.startswith(("AWS_", "GOOGLE_", "TENSORSTORE_")):
+            if name.startswith(("AWS_", "CLOUDSDK_", "GOOGLE_", "TENSORSTORE_")):
                 monkeypatch.delenv(name)
         (tmp_path / "credentials").write_text(files)
         monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
@@ -99,6 +106,18 @@ def test_the_file_of_keys_has_priority_over_that_of_settings(
     assert keys_of()["access_key_id"] == "right"
 
 
+@pytest.mark.parametrize("others", ["", "[default]\naws_access_key_id = wrong\n"])
+def test_a_profile_default_in_the_settings_has_priority_over_default(
+    environment: Callable[..., None], tmp_path: Path, others: str
+) -> None:
+    environment({})
+    keys = "[profile default]\naws_access_key_id = right\naws_secret_access_key = s\n"
+    (tmp_path / "config").write_text(others + keys)
+    keys_of = s3_keys("default")
+    assert keys_of is not None
+    assert keys_of()["access_key_id"] == "right"
+
+
 @pytest.mark.parametrize(
     ("credentials", "given"),
     [
@@ -123,6 +142,9 @@ def test_keys_of_the_machine_are_found_by_obstore(
     [
         ("profile:none", KEYS, "'none'"),
         ("profile:role", KEYS, "'role'"),
+        # TensorStore takes the role.
+        ("profile:role-and-keys", {}, "'role-and-keys'"),
+        ("default", {"AWS_PROFILE": "role-and-keys"}, "'role-and-keys'"),
         ("default", {"AWS_PROFILE": "role"}, "'role'"),
         ("default", {"AWS_PROFILE": "none", "AWS_ACCESS_KEY_ID": "a"}, "AWS_ACCESS_KEY_ID"),
         ("imds", KEYS, "AWS_ACCESS_KEY_ID"),
@@ -189,7 +211,8 @@ def test_copies_go_where_other_requests_go(
         (S3("s3://bucket", region="x"), {"AWS_PROXY_URL": "http://x"}, "AWS_PROXY_URL"),
         (GCS("gs://bucket"), {"GOOGLE_SERVICE_ACCOUNT": "/x"}, "GOOGLE_SERVICE_ACCOUNT"),
         (GCS("gs://bucket"), {"GOOGLE_BEARER_TOKEN": "x"}, "GOOGLE_BEARER_TOKEN"),
-        (GCS("gs://bucket"), {"GOOGLE_APPLICATION_CREDENTIALS": "/none"}, "/none"),
+        (GCS("gs://bucket"), {"CLOUDSDK_CONFIG": "/x"}, "CLOUDSDK_CONFIG"),
+        (GCS("gs://bucket"), {"GOOGLE_APPLICATION_CREDENTIALS": "/none"}, "GOOGLE_APPLICATION_CRE"),
         (GCS("gs://bucket"), {"TENSORSTORE_CA_BUNDLE": "/none"}, "TENSORSTORE_CA_BUNDLE"),
     ],
 )
@@ -200,6 +223,33 @@ def test_what_obstore_would_do_otherwise_is_said(
     environment(given)
     with pytest.raises(NoCopiesError, match=named):
         opened(config)
+
+
+def test_credentials_that_obstore_does_not_take_are_not_shown(
+    environment: Callable[..., None], tmp_path: Path
+) -> None:
+    pytest.importorskip("obstore")
+    (tmp_path / "file").write_text('"tellNobody"')
+    environment({"GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "file")})
+    with pytest.raises(
+        NoCopiesError, match="does not accept its settings or credentials"
+    ) as caught:
+        opened(GCS("gs://bucket"))
+    assert "tellNobody" not in str(caught.value)
+
+
+def test_what_fails_before_a_request_is_told_by_its_kind() -> None:
+    assert (
+        str(copy_failed("gs://b/x", ValueError("tellNobody"))) == "cannot copy gs://b/x: ValueError"
+    )
+
+
+def test_the_place_of_the_tools_of_google_does_not_matter_with_credentials(
+    environment: Callable[..., None],
+) -> None:
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_AUTH_TOKEN_FOR_TESTING"):
+        environment({"CLOUDSDK_CONFIG": "/x", name: "y"})
+        assert google_token() == ("y" if "TOKEN" in name else None)
 
 
 def test_the_token_of_tests_is_the_token_of_copies(environment: Callable[..., None]) -> None:

@@ -85,6 +85,8 @@ class ServerSideCopies:
         self._open_copier = open_copier
         self._copier: Copier | None = None
         self._opening: anyio.Lock | None = None
+        # The attempt in which the store has last refused a copy, if none was made since.
+        self._refused_in: str | None = None
 
     async def share(
         self, attempt: ObjectAttempt, place: str, files: Mapping[str, int]
@@ -121,7 +123,9 @@ class ServerSideCopies:
 
         await each(copy, worth)
         if failures:
-            self._tell(failures[0], len(worth) - len(shared), len(worth))
+            self._tell(failures[0], attempt, len(worth) - len(shared), len(worth))
+        elif shared:
+            self._refused_in = None
         return shared
 
     async def _is_copied(
@@ -162,17 +166,21 @@ class ServerSideCopies:
                     self._stop(f"they cannot be copied ({type(error).__name__})")
         return self._copier if self.are_possible else None
 
-    def _tell(self, error: RequestFailed, count: int, total: int) -> None:
+    def _tell(self, error: RequestFailed, attempt: ObjectAttempt, count: int, total: int) -> None:
+        before = self._refused_in
         if error.is_refusal:
-            self._stop(f"{error.message}. server_side_copies=False does not try")
-        else:
-            logger.warning(
-                "%s: %d of %d unchanged files could not be copied, and are written instead: %s",
-                self._keys.location,
-                count,
-                total,
-                error,
-            )
+            self._refused_in = attempt.id
+            # One may come from a session that has expired, and is renewed.
+            if before not in (None, attempt.id):
+                self._stop(f"{error.message}. Pass server_side_copies=False to stop trying")
+                return
+        logger.warning(
+            "%s: %d of %d unchanged files could not be copied, and are written instead: %s",
+            self._keys.location,
+            count,
+            total,
+            error,
+        )
 
     def _stop(self, reason: str) -> None:
         """Copy nothing from now on, and say so once."""

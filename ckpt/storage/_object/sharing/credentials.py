@@ -111,8 +111,11 @@ def _section(profile: str) -> dict[str, str]:
     """Return what the files of Amazon's tools say of a profile; that of keys has priority."""
     paths = key_files()
     found: dict[str, str] = {}
-    in_config = profile if profile == "default" else f"profile {profile}"
-    for path, name in ((paths["config_file"], in_config), (paths["credentials_file"], profile)):
+    in_config = [f"profile {profile}", *(["default"] if profile == "default" else [])]
+    for path, names in (
+        (paths["config_file"], in_config),
+        (paths["credentials_file"], [profile]),
+    ):
         parser = configparser.RawConfigParser(default_section="")
         try:
             parser.read(path, encoding="utf-8")
@@ -121,7 +124,9 @@ def _section(profile: str) -> dict[str, str]:
                 f"copies inside the store need the keys in {path}, which cannot be read "
                 f"({type(error).__name__})"
             ) from None
-        if parser.has_section(name):
+        # `[profile default]` is taken, and then `[default]` is not looked at.
+        name = next(filter(parser.has_section, names), None)
+        if name is not None:
             found |= dict(parser.items(name))
     return found
 

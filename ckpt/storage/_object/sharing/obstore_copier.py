@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig, S3Config
 
 _GOOGLE = "https://storage.googleapis.com"
+_GOOGLE_FILE = "GOOGLE_APPLICATION_CREDENTIALS"
 _FIRST_DELAY, _LONGEST_DELAY = timedelta(seconds=0.1), timedelta(seconds=4)
 # What obstore takes from the environment and cannot be overruled: how objects are encrypted, who
 # gives keys, and through which server requests go.
@@ -116,7 +117,13 @@ def open_copier(config: S3 | GCS, connection: Connection, keys: ObjectClient) ->
                 retry_config=_retries(config),
             )
     except (BaseError, ValueError) as error:
-        raise NoCopiesError(str(copy_failed(connection.location, error))) from None
+        # Its text may repeat a file of credentials.
+        files = f" ({_GOOGLE_FILE})" if os.environ.get(_GOOGLE_FILE) else ""
+        raise NoCopiesError(
+            f"obstore, which makes copies inside the store, does not accept its settings or "
+            f"credentials{files * isinstance(config, GCS)}: {type(error).__name__}. Check them, or "
+            "pass server_side_copies=False"
+        ) from None
     return ObstoreCopier(store, keys)
 
 
