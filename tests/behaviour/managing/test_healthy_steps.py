@@ -318,7 +318,8 @@ def test_in_a_store_a_step_that_was_passed_over_is_not_replaced_unasked() -> Non
 
 def before_opening(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], object]) -> None:
     """Let something happen once, right before a step is opened that was found to be healthy."""
-    found, acted = StepIndex.found, []
+    found = StepIndex.found
+    acted: list[int] = []
 
     async def found_after(self: StepIndex, wanted: int | None) -> Any:
         if wanted == step and not acted:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 import ckpt
 from ckpt._format.leaf_table import LeafColumns, LeafEntry, LeafTable
-from ckpt._format.manifest import ItemEntry
+from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._vitals.signs import VitalSigns
 from ckpt.errors import CorruptCheckpointError
@@ -152,6 +152,31 @@ def test_the_head_does_not_count_what_is_not_known(tmp_path: Path) -> None:
     assert summary.nonfinite_leaves is None
     assert ckpt.sync.metadata(tmp_path / "a").tree["w"].vital_signs is None
     assert ckpt.sync.metadata(tmp_path / "a").info.nonfinite_leaves is None
+
+
+def test_an_array_without_signs_does_not_hide_what_is_known_of_others(stored: bytes) -> None:
+    def without(data: bytes, *names: str) -> Manifest:
+        manifest = decode(data, where="a")
+        item = manifest.items["default"]
+        leaves = [
+            replace(leaf, vital_signs=None if leaf.name in names else leaf.vital_signs)
+            for leaf in item.leaves
+        ]
+        return replace(manifest, items={"default": replace(item, leaves=LeafTable.of(leaves))})
+
+    for names, known in ((["i"], 2), (["w"], 1), (["w", "b"], None), (["w", "b", "i"], None)):
+        manifest = without(stored, *names)
+        assert (manifest.nonfinite_leaves, manifest.unknown_leaves) == (known, len(names))
+        summary = peek(encode(manifest))
+        assert summary is not None
+        assert summary.nonfinite_leaves == known
+        decode(encode(manifest), where="a")
+    # Earlier writers did not count then.
+    data = encode(without(stored, "w"))
+    head, key, rest = data.partition(b',"head":"xxh3_128:')
+    old = _with_head_of(data, head.replace(b'"nonfinite_leaves":1,', b"") + key + rest)
+    assert b"nonfinite_leaves" not in old
+    assert decode(old, where="a").nonfinite_leaves == 1
 
 
 def test_unequal_replicas_come_back() -> None:
