@@ -36,9 +36,9 @@ from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.loop import EngineLoop
 from ckpt._runtime.threads import run_in_thread
-from ckpt._steps.all_disks import CommonSteps, joined, on_all, told
 from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt._steps.opened import OpenedStep
+from ckpt._steps.removal.all_disks import CommonSteps, joined, on_all, told
 from ckpt._steps.removal.retention import Retention
 from ckpt._steps.removal.superfluous import Superfluous, in_common, kept_of
 from ckpt._steps.removal.trash import StepTrash

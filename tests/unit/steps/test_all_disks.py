@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt._steps.all_disks import joined, told
+from ckpt._steps.removal.all_disks import joined, told
 from ckpt.policies import SavedStep
 from ckpt.policies._health import health_of
 
