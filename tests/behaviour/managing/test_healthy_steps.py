@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import uuid
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +32,7 @@ from ckpt.errors import (
     InvalidArgumentError,
     StepExistsError,
     StepNotFoundError,
+    StorageError,
 )
 from ckpt.policies import AnyPreservation, Healthy, LatestN
 from ckpt.storage._manifests import read_manifest
