@@ -156,7 +156,7 @@ def allowed_by(policy: object) -> tuple[str, ...]:
 
 
 def _not_allowed(saved: SavedStep, allow: Sequence[str]) -> tuple[int, list[str]]:
-    """Return how many leaves have values that nobody allows, and those that are known by name.
+    """Return how many leaves have values that are not allowed, and those that are known by name.
 
     What is not known by name is not allowed.
     """

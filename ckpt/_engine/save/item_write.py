@@ -119,7 +119,7 @@ class ItemWrite:
         self._expected = expected
         # None where no vital signs are taken.
         self._signs: DevicePass | None = None
-        # Leaves that nobody looks at, since they are what they were.
+        # Leaves that devices need not look at again.
         self._unseen: list[int] = []
         # Before anything is started, since the index must not be written too early.
         encoded = {number for number, batch in enumerate(batches) if batch.encoded}

@@ -23,7 +23,7 @@ def warn_of_odd_values(engine: Engine, manifest: Manifest, where: str) -> None:
     Args:
         engine: Knows what was said of the step before.
         manifest: The manifest of what was saved.
-        where: Its path, for a checkpoint that is no step of a root.
+        where: Its path, for a checkpoint of its own.
     """
     found = nonfinite_leaves(manifest)
     are_known = manifest.step is not None and found.keys() == engine.odd_leaves
