@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -87,16 +88,8 @@ class RunReader:
         Raises:
             StorageError: The root cannot be read, or is gone.
         """
-        try:
+        with self._saying_gone():
             listing = await list_root(self._root)
-        except StorageError as error:
-            if error.errno != errno.ENOENT:
-                raise
-            raise StorageError(
-                f"{self.location} is gone: it was deleted, moved or renamed since this page was "
-                "opened. If it comes back, the page goes on",
-                errno=errno.ENOENT,
-            ) from error
         timed: dict[str, dict[str, float]] = {}
         known: dict[tuple[str, object], dict[str, float]] = {}
         for each in reversed(listing.steps[-_MOST_TIMED:]):
@@ -134,13 +127,28 @@ class RunReader:
         """Return the norms of layers over steps, evenly chosen ones if there are many.
 
         Raises:
-            StorageError: The root cannot be read.
+            StorageError: The root cannot be read, or is gone.
         """
-        found = await self._norms.read()
+        with self._saying_gone():
+            found = await self._norms.read()
         shown = msgspec.to_builtins(replace(found, layers=found.layers[:_MOST_LAYERS]))
         for name in ("steps", "unknown", "unreadable", "nonfinite"):
             shown[name] = [str(step) for step in shown[name]]
         return NormsRecord(shown, len(found.layers))
+
+    @contextlib.contextmanager
+    def _saying_gone(self) -> Iterator[None]:
+        """Say of an error that the root is gone, where that is the reason."""
+        try:
+            yield
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            raise StorageError(
+                f"{self.location} is gone: it was deleted, moved or renamed since this page was "
+                "opened. If it comes back, the page goes on",
+                errno=errno.ENOENT,
+            ) from error
 
     async def _statistics_of(self, number: int) -> dict[str, float]:
         try:

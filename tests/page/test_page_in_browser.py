@@ -241,12 +241,12 @@ def test_norms_over_steps(browser: Any, tmp_path: Path) -> None:
     opened = exported(browser, signed_run(tmp_path / "run"), tmp_path)
     page = opened.page
     # The layer with values that are not finite is shown first.
-    assert page.get_by_label("Layer").input_value() == "params.layer_2"
+    assert page.locator("#layer").input_value() == "params.layer_2"
     assert "2 steps with values that are not finite, first step 30" in opened.text("#norms-text")
     assert page.locator("#norms rect.bad").count() == 2
     assert "are in 2 steps of the run: 30, 40" in opened.text("#norms-notes")
     page.get_by_role("button", name="params.layer_0", exact=True).last.click()
-    assert page.get_by_label("Layer").input_value() == "params.layer_0"
+    assert page.locator("#layer").input_value() == "params.layer_0"
     assert "Norm of params.layer_0 in 5 steps: 320 to 1600" in opened.text("#norms-text")
     assert page.locator("#norms rect.bad").count() == 0
     assert page.locator("#norms circle").count() == 5
