@@ -402,10 +402,9 @@ class StepReader:
                     raise
                 damage = error if isinstance(error, CorruptCheckpointError) else None
                 first = first or error
+                tried.add(step)
                 logger.warning("step %d is passed over for the one before it: %s", step, error)
             assert step is not None
-            if damage is not None:
-                tried.add(step)
             # All processes have to try the same one, and hear of the damage that one has found.
             found = await self._processes.steps.refresh()
             if damage is not None and step in found:
