@@ -126,7 +126,7 @@ class EngineItemWriter:
             expected: set[int] = set()
             if session.frozen.patterns:
                 paths = await self.in_thread(unboxed_names, structure.nodes, structure.names)
-                self._frozen = session.frozen.numbers(paths)
+                self._frozen = await self.in_thread(session.frozen.numbers, paths)
             if known is not None:
                 plan = await self._take_over(plan, known, structure.leaves)
                 expected = await self.in_thread(known.expected, plan.save.batches)

@@ -6,6 +6,7 @@ copied from their devices.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -29,14 +30,10 @@ class FrozenLeaves(Struct):
     patterns: tuple[Pattern, ...] = ()
     paths: list[str] = field(default_factory=list)
 
-    def numbers(self, paths: Sequence[str]) -> list[int]:
+    def numbers(self, paths: Sequence[str]) -> Sequence[int]:
         """Return the numbers of the leaves of an item that are said to be frozen."""
         self.paths += paths
-        return [
-            number
-            for number, path in enumerate(paths)
-            if any(pattern.covers(path) for pattern in self.patterns)
-        ]
+        return _covered(self.patterns, tuple(paths))
 
     def check_used(self) -> None:
         """Check that every pattern covers a leaf of the save.
@@ -50,6 +47,16 @@ class FrozenLeaves(Struct):
                     f"frozen: {pattern.text!r:.80} covers no leaf"
                     f"{near_miss(pattern.text, self.paths)}"
                 )
+
+
+@functools.lru_cache(maxsize=16)
+def _covered(patterns: tuple[Pattern, ...], paths: tuple[str, ...]) -> Sequence[int]:
+    # Every save of a run asks for the same, while its caller waits.
+    return tuple(
+        number
+        for number, path in enumerate(paths)
+        if any(pattern.covers(path) for pattern in patterns)
+    )
 
 
 def frozen_patterns(frozen: object) -> tuple[Pattern, ...]:
@@ -76,12 +83,9 @@ def changed_leaves(numbers: Sequence[int], before: ItemReport, after: ItemReport
         before: What the step before has of them.
         after: What this one has.
     """
-    digests = [_digests(numbers, report) for report in (before, after)]
-    return [
-        number
-        for number in numbers
-        if any(key[0] == number and digests[0].get(key) != own for key, own in digests[1].items())
-    ]
+    known = _digests(numbers, before)
+    found = _digests(numbers, after)
+    return sorted({key[0] for key, own in found.items() if known.get(key) != own})
 
 
 def _digests(numbers: Sequence[int], report: ItemReport) -> dict[tuple[int, int], bytes]:
