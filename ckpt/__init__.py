@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckpt import step_names as step_names
     from ckpt import storage as storage
     from ckpt import testing as testing
+    from ckpt import tiers as tiers
     from ckpt import types as types
     from ckpt._api.adoption import adopt
     from ckpt._api.branches import Source
@@ -84,6 +85,7 @@ _MODULES = (
     "step_names",
     "storage",
     "testing",
+    "tiers",
     "types",
 )
 

@@ -139,6 +139,7 @@ class StepInfo:
         unequal_leaves: How many leaves had replicas that were not equal on all their devices, as
             far as these were compared: where devices take the vital signs.
         dropped: The items that were taken out of the step after it was committed.
+        tiers: Where it is, the nearest place first, for a manager with `tiers`; else empty.
 
     Example:
         ```python
@@ -160,6 +161,7 @@ class StepInfo:
     nonfinite_leaves: int | None = None
     unequal_leaves: int = 0
     dropped: tuple[DroppedItem, ...] = ()
+    tiers: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         name = "" if self.step is None else f"step {self.step}, "

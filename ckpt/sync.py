@@ -8,6 +8,7 @@ prefer the asyncio API there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, TypeVar, overload
@@ -20,11 +21,11 @@ from ckpt._api.background import background_saves
 from ckpt._api.base import ManagerBase
 from ckpt._api.branches import Source
 from ckpt._api.conversion import Conversion, FormatName, convert_call
-from ckpt._api.coroutines import refused
+from ckpt._api.faces.coroutines import refused
+from ckpt._api.faces.plain_docs import plain_docs
 from ckpt._api.merge import merge_call
 from ckpt._api.oneshot import load_call, metadata_call, save_call, verify_call
 from ckpt._api.partial import SyncPartialSave
-from ckpt._api.plain_docs import plain_docs
 from ckpt._api.resumption import Fresh, State, fresh_state, resume_target, source_target
 from ckpt._api.stored_array import SyncStoredArray, find_array
 from ckpt._api.trash import SyncTrash
@@ -36,7 +37,7 @@ from ckpt._engine.verify.report import VerifyReport
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.format_rules import Formats
 from ckpt._runtime.futures import settled_here
-from ckpt._runtime.loop import call_once
+from ckpt._runtime.loop import Job, call_once
 from ckpt._runtime.tracebacks import outcome
 from ckpt._settings import ArrayMemory, Staging, StagingMode, Timeouts, VerifyMode, VitalSignsMode
 from ckpt._steps.pins import Pin
@@ -99,7 +100,7 @@ class CheckpointManager(ManagerBase):
 
     def __enter__(self) -> Self:
         try:
-            self._service.preemption.open()
+            self._service.listen()
             self._loop.call(self._service.open)
         except BaseException:
             self._give_up_entering()
@@ -112,7 +113,7 @@ class CheckpointManager(ManagerBase):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._close()
+        self._close(failed=error is not None)
         self._raise_unseen(error)
 
     def close(self) -> None:
@@ -120,11 +121,11 @@ class CheckpointManager(ManagerBase):
         self._close()
         self._raise_unseen()
 
-    def _close(self) -> None:
+    def _close(self, *, failed: bool = False) -> None:
         try:
-            self._service.close()
+            self._service.close(failed=failed)
         finally:
-            self._service.preemption.close()
+            self._service.stop_listening()
 
     @overload
     def save(
@@ -178,16 +179,25 @@ class CheckpointManager(ManagerBase):
         commit, job, staged = self._service.saves.start(
             step, state, items, metrics, metadata, deadline, force=force, overwrite=overwrite
         )
-        try:
-            settled_here(staged)
-            outcome(staged)
-            return commit.result() if durable else commit
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                # Interrupted.
-                job.cancel()
-                settled_here(job.future)
-            raise
+        return _safe(commit, job, staged, durable=durable)
+
+    def snapshot(
+        self,
+        step: SupportsIndex,
+        state: Any = None,
+        *,
+        items: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Any = None,
+    ) -> Commit:
+        """Put the state into the memory of this host; see `ckpt.CheckpointManager.snapshot`.
+
+        An interrupt while it waits stops the snapshot and removes it.
+        """
+        self._loop.check_caller()
+        commit, job, staged = self._service.start_snapshot(step, state, items, metrics, metadata)
+        _safe(commit, job, staged, durable=False)
+        return commit
 
     def partial(
         self,
@@ -373,8 +383,24 @@ class CheckpointManager(ManagerBase):
 
     def wait_until_finished(self) -> None:
         """Wait for every save that was started, and raise unfetched errors as `close` does."""
-        self._loop.call(self._service.saves.idle)
+        self._loop.call(self._service.idle)
         self._raise_unseen()
+
+
+def _safe(
+    commit: Commit, job: Job[None], staged: Future[None], *, durable: bool
+) -> Commit | StepInfo:
+    """Return a commit once its caller may change what was passed, or once it is durable."""
+    try:
+        settled_here(staged)
+        outcome(staged)
+        return commit.result() if durable else commit
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            # Interrupted.
+            job.cancel()
+            settled_here(job.future)
+        raise
 
 
 @plain_docs(oneshot.save)

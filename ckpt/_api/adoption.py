@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt._api.coroutines import awaited
+from ckpt._api.faces.coroutines import awaited
 from ckpt._api.oneshot import Call
 from ckpt._arguments import check_step, true_or_false
 from ckpt._commit import StepInfo

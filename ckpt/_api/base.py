@@ -21,6 +21,8 @@ from ckpt._steps.saves.backlog import BacklogPolicy
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.service import RootService
 from ckpt._steps.watcher import Watcher, WatchOptions
+from ckpt._tiers.factory import Service, check_tiers, with_memory
+from ckpt._tiers.settings import SharedMemory
 from ckpt.coordination._base import Coordinator
 from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike
@@ -59,6 +61,7 @@ class ManagerBase:
         coordinator: Coordinator | None = None,
         observers: Iterable[Observer] = (),
         clock: Callable[[], float] | None = None,
+        tiers: Sequence[SharedMemory] = (),
     ) -> None:
         """Manage the steps below `root`. Does no input or output yet.
 
@@ -109,6 +112,8 @@ class ManagerBase:
                 `jax.distributed`.
             observers: Called with an `Event` for every timed phase, on the library's thread.
             clock: Returns the time in Unix seconds; for tests of policies.
+            tiers: Places nearer than the root: `[ckpt.tiers.SharedMemory()]` is the memory of this
+                host, for `snapshot`. What is read comes from the nearest place that has it.
 
         Raises:
             InvalidArgumentError: An argument is invalid.
@@ -140,9 +145,14 @@ class ManagerBase:
         given: object = metadata
         if metadata is not None and not isinstance(given, Mapping):
             raise invalid("metadata", metadata, "a mapping of names to JSON values")
+        memory = check_tiers(
+            tiers, read_only=read_only, processes=1 if peers is None else peers.count
+        )
+        # It may be gone through only once.
+        signals = Preemption(preemption_signals).signals
         self._given, self._timeouts = root, timeouts
         self._loop = EngineLoop()
-        self._service = RootService(
+        service = RootService(
             self._loop,
             storage,
             engine,
@@ -155,10 +165,14 @@ class ManagerBase:
             read_only=read_only,
             missing="empty" if read_only and create else "error",
             timeouts=timeouts,
-            preemption=Preemption(preemption_signals),
+            preemption=Preemption(signals),
             peers=peers,
         )
-        run_at_exit(self._service.saves.finish_at_exit)
+        self._service: Service = service
+        if memory is not None:
+            given_root = self._loop, engine, root, names, signals, timeouts
+            self._service = with_memory(memory, service, *given_root)
+        run_at_exit(service.saves.finish_at_exit)
         weakref.finalize(self, self._loop.stop).atexit = False
 
     def __reduce__(self) -> NoReturn:
@@ -173,7 +187,7 @@ class ManagerBase:
         return self._service.storage.location
 
     def __repr__(self) -> str:
-        saving = "".join(f", saving {step}" for step in self._service.saves.saving)
+        saving = "".join(f", saving {step}" for step in self._service.saving)
         known = self._service.root.index.known
         count = "1 step" if len(known) == 1 else f"{len(known)} steps"
         seen = f", {count}, the latest {known[-1]}" if known else ""
@@ -209,7 +223,7 @@ class ManagerBase:
                 print("every save is durable, or has failed")
             ```
         """
-        return self._service.saves.is_saving
+        return bool(self._service.saving)
 
     def _watcher(self, options: WatchOptions) -> Watcher:
         return watcher_of(self._given, options, self._service.root.names, self._timeouts)
@@ -217,11 +231,11 @@ class ManagerBase:
     def _give_up_entering(self) -> None:
         # A block that was not entered is never left.
         self._loop.stop()
-        self._service.preemption.close()
+        self._service.stop_listening()
 
     def _raise_unseen(self, error: BaseException | None = None) -> None:
         """Raise the errors that have not been fetched, or add them as notes to `error`."""
-        unseen = self._service.saves.commits.take_errors()
+        unseen = self._service.take_errors()
         if error is not None:
             for each in unseen:
                 logger.error("a save failed: %s", each)

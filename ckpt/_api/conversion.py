@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from msgspec.structs import replace
 
-from ckpt._api.coroutines import awaited
+from ckpt._api.faces.coroutines import awaited
 from ckpt._api.oneshot import Call
 from ckpt._arguments import check_step, invalid, one_of, shown, true_or_false, whole_number
 from ckpt._conversion.export import ExportTarget

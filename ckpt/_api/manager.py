@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, TypeVar, overload
 
 import anyio
 
-from ckpt._api.base import ManagerBase
-from ckpt._api.coroutines import awaited_methods, refused
+from ckpt._api.faces.coroutines import awaited_methods, refused
+from ckpt._api.managed_steps import ManagedSteps
 from ckpt._api.partial import PartialSave
 from ckpt._api.resumption import Fresh, State, fresh_state, resume_target, source_target
-from ckpt._api.trash import Trash
 from ckpt._api.watch import Watch
 from ckpt._arguments import true_or_false
 from ckpt._commit import Commit, StepInfo
-from ckpt._engine.verify.report import VerifyReport
 from ckpt._plan.adapt import Adapt
 from ckpt._runtime.futures import settled
+from ckpt._runtime.loop import Job
 from ckpt._runtime.threads import run_in_thread
 from ckpt._runtime.tracebacks import outcome
 from ckpt._settings import ArrayMemory, VerifyMode
-from ckpt._steps.pins import Pin
-from ckpt._steps.step_metadata import StepMetadata
 from ckpt._steps.watcher import Until, WatchOptions
 from ckpt.policies._health import Healthy
-from ckpt.policies._ranking import Metric, Mode
 from ckpt.storage._resolve import PathLike
+
+T = TypeVar("T")
 
 
 @awaited_methods("mgr", "ckpt.sync.CheckpointManager")
-class CheckpointManager(ManagerBase):
+class CheckpointManager(ManagedSteps):
     """Saves and restores the steps of one directory while training continues.
 
     Use it as `async with`: leaving the block waits for every commit, and raises the error of a
@@ -56,7 +56,7 @@ class CheckpointManager(ManagerBase):
 
     async def __aenter__(self) -> Self:
         try:
-            self._service.preemption.open()
+            self._service.listen()
             await self._loop.run(self._service.open)
         except BaseException:
             self._give_up_entering()
@@ -71,7 +71,7 @@ class CheckpointManager(ManagerBase):
     ) -> None:
         # Even when cancelled: the snapshots are taken, and committing them takes only seconds.
         with anyio.CancelScope(shield=True):
-            await self._close()
+            await self._close(failed=error is not None)
         self._raise_unseen(error)
 
     async def close(self) -> None:
@@ -93,11 +93,12 @@ class CheckpointManager(ManagerBase):
         await self._close()
         self._raise_unseen()
 
-    async def _close(self) -> None:
+    async def _close(self, *, failed: bool = False) -> None:
         try:
-            await run_in_thread(self._service.close, abandon_on_cancel=True)
+            close = partial(self._service.close, failed=failed)
+            await run_in_thread(close, abandon_on_cancel=True)
         finally:
-            self._service.preemption.close()
+            self._service.stop_listening()
 
     @overload
     async def save(
@@ -186,15 +187,52 @@ class CheckpointManager(ManagerBase):
         commit, job, staged = self._service.saves.start(
             step, state, items, metrics, metadata, deadline, force=force, overwrite=overwrite
         )
-        try:
-            await settled(staged)
-            outcome(staged)
-            return await commit if durable else commit
-        except anyio.get_cancelled_exc_class():
-            job.cancel()
-            with anyio.CancelScope(shield=True):
-                await settled(job.future)
-            raise
+        return await _stopping(job, _safe(commit, staged, durable=durable))
+
+    async def snapshot(
+        self,
+        step: SupportsIndex,
+        state: Any = None,
+        *,
+        items: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Any = None,
+    ) -> Commit:
+        """Put the state into the memory of this host, where it outlives this process.
+
+        It returns when `save` would: once you may donate what you passed. Nothing is written to a
+        storage. `resume` and `restore` find the last snapshot when a process is started again on
+        this host. If this one dies, or is told to end, a helper process writes it to the root as an
+        ordinary step. A newer snapshot replaces it once it is whole, and a clean end removes it.
+
+        Args:
+            step: The step, 0 or greater.
+            state: As for `save`.
+            items: As for `save`.
+            metrics: As for `save`.
+            metadata: As for `save`.
+
+        Returns:
+            The commit: done once the snapshot is whole. It is falsy, with the reason in `skipped`,
+            if there is no room for it; a warning says so, too.
+
+        Raises:
+            InvalidArgumentError: An argument is invalid, or the manager has no tier in memory.
+            UnsupportedLeafError: A leaf cannot be stored, or was deleted; names its path.
+            HandlerError: A handler, or an object that it saves, raised an error.
+
+        Cancellation: the snapshot is stopped and removed before the cancellation continues.
+
+        Example:
+            ```python
+            memory = ckpt.tiers.SharedMemory()
+            async with ckpt.CheckpointManager("runs/a", tiers=[memory]) as mgr:
+                await mgr.snapshot(step, state)
+            ```
+        """
+        commit, job, staged = self._service.start_snapshot(step, state, items, metrics, metadata)
+        await _stopping(job, _safe(commit, staged, durable=False))
+        return commit
 
     def partial(
         self,
@@ -397,195 +435,6 @@ class CheckpointManager(ManagerBase):
         options = WatchOptions(timeout, min_interval, until, after, only_latest, poll_interval, pin)
         return Watch(self._watcher(options))
 
-    async def should_save(self, step: SupportsIndex) -> bool:
-        """Return whether `save` would save `step`; only ask about the current step.
-
-        Example:
-            ```python
-            if await mgr.should_save(step):
-                await mgr.save(step, state, metrics={"loss": evaluate(state)})
-            ```
-        """
-        self._service.reached_preemption(step)
-        return await self._loop.run(self._service.should_save, step)
-
-    async def all_steps(self) -> list[int]:
-        """Return every committed step, ascending, without those under way or failed.
-
-        Example:
-            ```python
-            steps = await mgr.all_steps()
-            ```
-        """
-        return await self._loop.run(self._service.reader.all_steps)
-
-    async def latest_step(self, *, healthy: bool | Healthy = False) -> int | None:
-        """Return the greatest committed step, or healthy one (see `restore`); None without any.
-
-        Example:
-            ```python
-            is_fresh = await mgr.latest_step() is None
-            ```
-        """
-        return await self._loop.run(self._service.reader.latest_step, healthy)
-
-    async def best_step(self, metric: Metric | None = None, mode: Mode | None = None) -> int | None:
-        """Return the committed step with the best metric, or None if no step has it.
-
-        Args:
-            metric: Name of a metric, or a function of all metrics of a step. None is the metric of
-                the `BestN` in the manager's `preservation`.
-            mode: Whether the smallest (`"min"`) or the greatest (`"max"`) value is best.
-
-        Raises:
-            InvalidArgumentError: An argument is invalid, or missing without a `BestN`.
-
-        Example:
-            ```python
-            params = await mgr.restore(await mgr.best_step("loss", "min"), at="params")
-            ```
-        """
-        return await self._loop.run(self._service.reader.best_step, metric, mode)
-
-    async def reload(self) -> None:
-        """Read every manifest again. Seldom needed: changes are noticed without it, too.
-
-        Example:
-            ```python
-            await mgr.reload()
-            ```
-        """
-        await self._loop.run(self._service.reload)
-
-    async def root_metadata(self) -> dict[str, Any]:
-        """Return the metadata of the root; empty if it has none.
-
-        Example:
-            ```python
-            print((await mgr.root_metadata())["model"])
-            ```
-        """
-        return await self._loop.run(self._service.root_metadata)
-
-    async def metadata(self, step: SupportsIndex | None = None) -> StepMetadata:
-        """Return structure, shapes, dtypes and shardings of a step, or of the latest; no arrays.
-
-        Raises:
-            StepNotFoundError: There is no such step, or none at all.
-
-        Example:
-            ```python
-            print((await mgr.metadata(100)).tree["params"]["w"].shape)
-            ```
-        """
-        return await self._loop.run(self._service.reader.metadata, step)
-
-    async def metrics(self, step: SupportsIndex | None = None) -> dict[str, float]:
-        """Return the metrics a step was saved with; `step` as in `metadata`.
-
-        Example:
-            ```python
-            print((await mgr.metrics(100))["loss"])
-            ```
-        """
-        return (await self.metadata(step)).info.metrics
-
-    async def verify(
-        self,
-        step: SupportsIndex | None = None,
-        *,
-        deep: bool = True,
-        sample: float | None = None,
-        seed: int | None = None,
-        deadline: float | None = None,
-    ) -> VerifyReport:
-        """Compare a step with its manifest and report all damage by file, item and leaf path.
-
-        Args:
-            step: The step; None for the latest.
-            deep: Read everything. With False, only compare names, kinds and sizes of files.
-            sample: Read only this share of it, chosen at random, from above 0 to 1.
-            seed: Makes that choice repeatable.
-            deadline: Begin no more files after that many seconds.
-
-        Returns:
-            The report, true if nothing is wrong. Damage is reported, never raised.
-
-        Raises:
-            StepNotFoundError: There is no such step; it may have been deleted meanwhile.
-            UnsupportedFormatError: The step was written in a later format.
-            InvalidArgumentError: `sample` or `deadline` is invalid, or given with `deep=False`.
-
-        Cancellation: reading stops and memory is freed before the cancellation continues.
-
-        Example:
-            ```python
-            report = await mgr.verify(100)
-            assert report.ok, report
-            ```
-        """
-        return await self._loop.run(self._service.reader.verify, step, deep, sample, seed, deadline)
-
-    async def delete(self, step: SupportsIndex, *, item: str | None = None) -> None:
-        """Delete a committed step. It disappears atomically, then its bytes are removed.
-
-        Files in it that this library did not write are moved beside it, to `<step>.others`. With
-        `item`, only that one of several items goes; the rest replaces the step atomically.
-
-        Raises:
-            InvalidArgumentError: There is no such item, or it is the only one.
-            StepNotFoundError: There is no such step.
-            StepPinnedError: The step is pinned.
-            ReadOnlyError: The manager is read-only.
-
-        Example:
-            ```python
-            await mgr.delete(100)
-            ```
-        """
-        await self._loop.run(self._service.delete, step, item)
-
-    async def pin(self, step: SupportsIndex, name: str) -> None:
-        """Protect a step from deletion until it is unpinned, even after this run.
-
-        A step may have several pins, each with a name, such as the reason.
-
-        Raises:
-            InvalidArgumentError: An argument is invalid.
-            StepNotFoundError: There is no such step.
-
-        Example:
-            ```python
-            await mgr.pin(100, "paper")
-            ```
-        """
-        await self._loop.run(self._service.pin, step, name)
-
-    async def unpin(self, step: SupportsIndex, name: str) -> bool:
-        """Remove the pin of that name; return whether there was one.
-
-        Example:
-            ```python
-            await mgr.unpin(100, "paper")
-            ```
-        """
-        return await self._loop.run(self._service.unpin, step, name)
-
-    async def pins(self) -> dict[int, tuple[Pin, ...]]:
-        """Return the pinned steps and their pins, including those of `ckpt.watch`.
-
-        Example:
-            ```python
-            print([pin.name for pin in (await mgr.pins()).get(100, ())])
-            ```
-        """
-        return await self._loop.run(self._service.pins)
-
-    @property
-    def trash(self) -> Trash:
-        """Steps that `Deletion(trash=...)` keeps after their deletion, and that can come back."""
-        return Trash(self._loop, self._service)
-
     async def wait_until_finished(self) -> None:
         """Wait for every save that was started, and raise unfetched errors as `close` does.
 
@@ -596,5 +445,23 @@ class CheckpointManager(ManagerBase):
             await mgr.wait_until_finished()
             ```
         """
-        await self._loop.run(self._service.saves.idle)
+        await self._loop.run(self._service.idle)
         self._raise_unseen()
+
+
+async def _safe(commit: Commit, staged: Future[None], *, durable: bool) -> Commit | StepInfo:
+    """Return a commit once its caller may change what was passed, or once it is durable."""
+    await settled(staged)
+    outcome(staged)
+    return await commit if durable else commit
+
+
+async def _stopping(job: Job[None], wait: Awaitable[T]) -> T:
+    """Wait for a save; if that is cancelled, the save is stopped first."""
+    try:
+        return await wait
+    except anyio.get_cancelled_exc_class():
+        job.cancel()
+        with anyio.CancelScope(shield=True):
+            await settled(job.future)
+        raise

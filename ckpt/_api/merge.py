@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from ckpt._api.coroutines import awaited
+from ckpt._api.faces.coroutines import awaited
 from ckpt._api.oneshot import Call
 from ckpt._api.resumption import State
 from ckpt._engine.restore.context import RestoreContext

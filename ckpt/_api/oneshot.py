@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ckpt._api.background import background_saves
 from ckpt._api.branches import Source, branches_call
-from ckpt._api.coroutines import awaited
+from ckpt._api.faces.coroutines import awaited
 from ckpt._api.resumption import State
 from ckpt._arguments import instance_of, one_of
 from ckpt._commit import Commit, CommitHooks, StepInfo

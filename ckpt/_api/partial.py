@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
-from ckpt._api.coroutines import refused
-from ckpt._api.plain_docs import plain_docs
+from ckpt._api.faces.coroutines import refused
+from ckpt._api.faces.plain_docs import plain_docs
 from ckpt._commit import StepInfo
 from ckpt._runtime.futures import settled, settled_here
 from ckpt._runtime.tracebacks import outcome

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import numpy as np
 from msgspec import Struct
 
-from ckpt._api.coroutines import UnawaitedCall, awaited
-from ckpt._api.plain_docs import plain_docs
+from ckpt._api.faces.coroutines import UnawaitedCall, awaited
+from ckpt._api.faces.plain_docs import plain_docs
 from ckpt._engine.restore.item_reader import EngineItemReader
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.leaf_table import LeafEntry

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import SupportsIndex
 
-from ckpt._api.plain_docs import plain_docs
+from ckpt._api.faces.plain_docs import plain_docs
 from ckpt._runtime.loop import EngineLoop
 from ckpt._steps.removal.trash import TrashedStep
-from ckpt._steps.service import RootService
+from ckpt._tiers.factory import Service
 
 
 class Trash:
@@ -26,7 +26,7 @@ class Trash:
         ```
     """
 
-    def __init__(self, loop: EngineLoop, service: RootService) -> None:
+    def __init__(self, loop: EngineLoop, service: Service) -> None:
         """Use the trash of the root that `service` serves."""
         self._loop = loop
         self._service = service
@@ -106,7 +106,7 @@ class SyncTrash:
         ```
     """
 
-    def __init__(self, loop: EngineLoop, service: RootService) -> None:
+    def __init__(self, loop: EngineLoop, service: Service) -> None:
         """Use the trash of the root that `service` serves."""
         self._loop = loop
         self._service = service

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 import anyio
 
-from ckpt._api.coroutines import refused
+from ckpt._api.faces.coroutines import refused
 from ckpt._arguments import instance_of
 from ckpt._commit import StepInfo
 from ckpt._runtime.exit import run_at_exit

@@ -81,9 +81,9 @@ class StepReader:
         self._storage = storage
         self._index = index
         self._engine = engine
-        self._ranking = ranking
+        self.ranking = ranking
         self._processes = processes
-        self._begins_from = begins_from
+        self.begins_from = begins_from
         self._may_write = may_write
         self._ailing = AilingLeaves(storage)
         # What was said of steps that were passed over.
@@ -110,22 +110,35 @@ class StepReader:
 
         Without a healthy step that is None, and all. Steps that are passed over are named once.
         """
+        reasons = await self.judged(wanted)
+        healthy = (step for step, why in reasons.items() if why is None and step not in tried)
+        chosen = max(healthy, default=None)
+        passed = {
+            step: why
+            for step, why in reasons.items()
+            if why is not None and (chosen is None or step > chosen)
+        }
+        if chosen is not None:
+            self.say_passed(chosen, passed)
+        return chosen, passed
+
+    async def judged(self, wanted: Healthy) -> dict[int, PassedOver | None]:
+        """Return for each committed step why it is not known to be healthy; None if it is."""
         attempts: dict[int, str] = {}
 
         async def see(found: Mapping[int, IndexedStep]) -> list[SavedStep]:
             attempts.update({step: each.attempt for step, each in found.items()})
             return await self._ailing.saved_steps(found.values())
 
-        judge = partial(why_not_healthy, allow=wanted.allow)
-        reasons = await self._processes.judged(see, judge)
-        healthy = (step for step, why in reasons.items() if not why and step not in tried)
-        chosen = max(healthy, default=None)
-        passed = {
-            step: PassedOver(attempts[step], why, "unhealthy")
+        reasons = await self._processes.judged(see, partial(why_not_healthy, allow=wanted.allow))
+        return {
+            step: PassedOver(attempts[step], why, "unhealthy") if why else None
             for step, why in reasons.items()
-            if why and (chosen is None or step > chosen)
         }
-        if chosen is not None and not self._said_passed.issuperset(passed.items()):
+
+    def say_passed(self, chosen: int, passed: Mapping[int, PassedOver]) -> None:
+        """Name the steps that are passed over because they are not healthy, once."""
+        if passed and not self._said_passed.issuperset(passed.items()):
             self._said_passed = set(passed.items())
             logger.warning(
                 "%s: step %d is the newest healthy one; newer steps are passed over: %s",
@@ -133,9 +146,12 @@ class StepReader:
                 chosen,
                 _told(passed),
             )
-        return chosen, passed
 
-    async def _choose_healthy(
+    def pass_over_all(self, passed: Mapping[int, PassedOver]) -> None:
+        """Let saves replace these steps."""
+        self._index.passed_over |= passed
+
+    async def choose_healthy(
         self, wanted: Healthy, tried: Collection[int], *, goes_back: bool
     ) -> int:
         """Return the greatest healthy step that was not tried, for all processes.
@@ -170,23 +186,19 @@ class StepReader:
 
     async def best_step(self, metric: Metric | None, mode: Mode | None) -> int | None:
         """Return the step with the best metric, or None; see the managers."""
-        if metric is None:
-            if self._ranking is None:
-                raise InvalidArgumentError(
-                    "best_step(): the manager's preservation has no single BestN that defines the "
-                    "best step. Name a metric: best_step('loss', 'min')"
-                )
-            metric, mode = self._ranking.metric, mode or self._ranking.mode
-        elif mode is None:
-            raise InvalidArgumentError(
-                f"best_step({shown(metric)}): say which values are better: mode='min' or 'max'"
-            )
-        steps = [saved_step(each) for each in (await self._processes.steps.refresh()).values()]
-        best = await run_in_thread(best_of, steps, metric, mode)
-        if best is None and steps:
-            # The caller may take None for a fresh run, or restore the latest step.
-            raise _no_metric(metric, steps)
-        return best
+        steps = list((await self.saved_steps()).values())
+        return await run_in_thread(rank, steps, metric, mode, self.ranking)
+
+    async def saved_steps(self) -> dict[int, SavedStep]:
+        """Return the committed steps as policies see them, ascending."""
+        found = await self._processes.steps.refresh()
+        return {step: saved_step(each) for step, each in found.items()}
+
+    async def pass_over(self, step: int, reason: str) -> None:
+        """Let a save replace a step that is damaged, in all processes; nothing, if it is gone."""
+        found = await self._processes.steps.refresh()
+        if step in found:
+            self._index.passed_over[step] = PassedOver(found[step].attempt, reason)
 
     async def metadata(self, step: int | None) -> StepMetadata:
         """Return the metadata of `step`, or of the latest one."""
@@ -285,7 +297,7 @@ class StepReader:
             context = context_of(opened, storage, self._engine, processes.process, processes.count)
             loaded = await restore_items(context, wanted_items(manifest, like, items, adapt))
         # What is written down for others must not hold what opens the store.
-        self._begins_from(Parent(redact(where), manifest.step, manifest.attempt))
+        self.begins_from(Parent(redact(where), manifest.step, manifest.attempt))
         logger.info(
             "a new run begins from %s: %s in %.2f s",
             redact(where),
@@ -306,7 +318,7 @@ class StepReader:
         """Return the step after the latest one, and what that one holds; see the managers."""
         true_or_false("fallback", fallback)
         load = partial(
-            self._restore,
+            self.load,
             like=None if named else target,
             items=target if named else None,
             at=None,
@@ -346,7 +358,7 @@ class StepReader:
         # It may be asked for more than once.
         items = list(items) if isinstance(items, Iterator) else items
         load = partial(
-            self._restore,
+            self.load,
             like=like,
             items=items,
             at=at,
@@ -356,16 +368,8 @@ class StepReader:
             memory=memory,
             is_checked=checks_devices(verify),
         )
-        if fallback and step is not None:
-            raise InvalidArgumentError(
-                "restore(fallback=True) takes the newest step that is whole: leave the step out",
-                step=step,
-            )
-        if wanted is not None and step is not None:
-            raise InvalidArgumentError(
-                "restore(healthy=...) takes the newest step that is healthy: leave the step out",
-                step=step,
-            )
+        if step is not None:
+            check_one_step(step, fallback, wanted)
         found = await (load(step) if step is not None else self._newest(load, fallback, wanted))
         return found[1]
 
@@ -384,7 +388,7 @@ class StepReader:
         tried: set[int] = set()
         gone = 0
         # Listing every step takes long in a large root, and is seldom needed.
-        choose = partial(self._choose_healthy, goes_back=goes_back)
+        choose = partial(self.choose_healthy, goes_back=goes_back)
         chosen = None if wanted is None else await choose(wanted, tried)
         while True:
             damage: CorruptCheckpointError | None = None
@@ -421,7 +425,7 @@ class StepReader:
             if chosen is None and first is not None:
                 raise first
 
-    async def _restore(
+    async def load(
         self,
         step: int | None,
         like: Any,
@@ -433,6 +437,7 @@ class StepReader:
         memory: ArrayMemory = "jax",
         is_checked: bool = False,
     ) -> tuple[int | None, Any]:
+        """Load a step, or the latest one; return it with what it holds."""
         began = time.perf_counter_ns()
         engine, processes = self._engine, self._processes
         with self._recorder("restore", step).failing(began):
@@ -475,7 +480,7 @@ class StepReader:
                     raise deleted from deleted.__cause__
                 nbytes = sum(context.moved)
                 if manifest.parent is not None:
-                    self._begins_from(manifest.parent)
+                    self.begins_from(manifest.parent)
                 if self._may_write and (engine.last_save is None or engine.last_save.was_restored):
                     engine.last_save = restored(self._storage, opened.step_dir, manifest)
                 self._recorder("restore", manifest.step).end(began, "ok", nbytes=nbytes)
@@ -509,6 +514,50 @@ class StepReader:
 
     def _recorder(self, operation: str, step: int | None) -> EventRecorder:
         return EventRecorder(operation, step, self._engine.observers)
+
+
+def check_one_step(step: int, fallback: bool, healthy: Healthy | None) -> int:
+    """Return `step`, which was asked for by its number.
+
+    Raises:
+        InvalidArgumentError: Something else was asked for, too, that makes sense without one only.
+    """
+    for name, given, kind in (
+        ("fallback=True", fallback, "whole"),
+        ("healthy=...", healthy is not None, "healthy"),
+    ):
+        if given:
+            raise InvalidArgumentError(
+                f"restore({name}) takes the newest step that is {kind}: leave the step out",
+                step=step,
+            )
+    return step
+
+
+def rank(
+    steps: Sequence[SavedStep], metric: Metric | None, mode: Mode | None, ranking: BestN | None
+) -> int | None:
+    """Return the step with the best metric; None without steps.
+
+    Raises:
+        InvalidArgumentError: It is not said which is the best, or no step has such a metric.
+    """
+    if metric is None:
+        if ranking is None:
+            raise InvalidArgumentError(
+                "best_step(): the manager's preservation has no single BestN that defines the "
+                "best step. Name a metric: best_step('loss', 'min')"
+            )
+        metric, mode = ranking.metric, mode or ranking.mode
+    elif mode is None:
+        raise InvalidArgumentError(
+            f"best_step({shown(metric)}): say which values are better: mode='min' or 'max'"
+        )
+    best = best_of(steps, metric, mode)
+    if best is None and steps:
+        # The caller may take None for a fresh run, or restore the latest step.
+        raise _no_metric(metric, steps)
+    return best
 
 
 def _told(passed: Mapping[int, PassedOver]) -> str:

@@ -37,6 +37,7 @@ class Root:
         processes: The processes that use it.
         retention: Deletes its steps.
         is_read_only: Whether nothing may be written.
+        log_level: The level of the line about each save.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Root:
         metadata: Mapping[str, Any] | None,
         read_only: bool,
         observers: tuple[Observer, ...],
+        log_level: int = logging.INFO,
     ) -> None:
         """Take the parts of a root; does no input or output."""
         self.storage = storage
@@ -62,6 +64,7 @@ class Root:
         self._metadata = metadata
         self.is_read_only = read_only
         self._observers = observers
+        self.log_level = log_level
         self._opened = False
         self._swept = 0.0
 
@@ -96,7 +99,7 @@ class Root:
         count, latest = await self.index.overview()
         steps = f"1 step: {latest}" if count == 1 else f"{count} steps, the latest {latest}"
         where = redact(self.storage.location)
-        logger.info("%s: %s", where, steps if count else "no steps yet")
+        logger.log(self.log_level, "%s: %s", where, steps if count else "no steps yet")
 
     async def _sweep(self) -> None:
         """Remove what dead writers left in the root."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, SupportsIndex
 
 from ckpt._arguments import check_step, number_of_seconds
+from ckpt._commit import Commit
 from ckpt._engine.engine import Engine
-from ckpt._runtime.loop import EngineLoop
+from ckpt._runtime.loop import EngineLoop, Job
 from ckpt._settings import Timeouts
 from ckpt._steps.index import MissingRoot, StepIndex
 from ckpt._steps.pins import Pin, pin, pins, unpin
@@ -60,11 +62,12 @@ class RootService:
         timeouts: Timeouts,
         preemption: Preemption,
         peers: Peers | None,
+        log_level: int = logging.INFO,
     ) -> None:
         """Serve the root of `storage`, together with the other processes of the job, if any."""
         self.loop = loop
         self.preemption = preemption
-        self._engine = engine
+        self.engine = engine
         index = StepIndex(storage, names, missing=missing)
         processes: Processes
         if peers is None:
@@ -74,6 +77,7 @@ class RootService:
         retention = Retention(
             storage, index, preservation, deletion, engine.observers, engine.now_ns
         )
+        retention.log_level = log_level
         trash = None if deletion is None else trash_of(deletion)
         self.trash: StepTrash = StepTrash(storage, index, names, trash, engine.now_ns)
         self.root: Root = Root(
@@ -86,6 +90,7 @@ class RootService:
             metadata=metadata,
             read_only=read_only,
             observers=engine.observers,
+            log_level=log_level,
         )
         self.saves: SaveQueue = SaveQueue(
             loop, self.root, engine, backlog, preemption, timeouts.exit
@@ -218,6 +223,42 @@ class RootService:
         found = await self.root.processes.everywhere("empty-trash", 0, "emptying the trash", act)
         return [int(step) for step in found] if isinstance(found, list) else []
 
-    def close(self, timeout: float | None = None) -> bool:
+    def start_snapshot(
+        self,
+        step: SupportsIndex,
+        state: Any,
+        items: Mapping[str, Any] | None,
+        metrics: Mapping[str, Any] | None,
+        metadata: Any,
+    ) -> tuple[Commit, Job[None], Future[None]]:
+        """Refuse: without a tier in memory there is no place for snapshots."""
+        raise InvalidArgumentError(
+            "snapshot(): this manager has no tier in memory. Make it with "
+            "tiers=[ckpt.tiers.SharedMemory()], or use save()",
+            step=check_step(step),
+        )
+
+    async def idle(self) -> None:
+        """Wait until every save that was started has ended, and the deletions after it."""
+        await self.saves.idle()
+
+    @property
+    def saving(self) -> list[int]:
+        """The steps of saves that are under way."""
+        return self.saves.saving
+
+    def take_errors(self) -> list[BaseException]:
+        """Return the errors of saves that have not been fetched."""
+        return self.saves.commits.take_errors()
+
+    def listen(self) -> None:
+        """Handle the signals that announce the end of the run from now on."""
+        self.preemption.open()
+
+    def stop_listening(self) -> None:
+        """Put back what handled them before."""
+        self.preemption.close()
+
+    def close(self, timeout: float | None = None, *, failed: bool = False) -> bool:
         """Wait for the saves, and end the loop; see `SaveQueue.close`."""
         return self.saves.close(timeout)

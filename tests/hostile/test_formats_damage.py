@@ -250,7 +250,7 @@ def test_a_save_cancelled_while_it_encodes_leaves_nothing(tmp_path: Path, phase:
             commits[0].result()
         assert manager.all_steps() == []
         assert [path.name for path in root.iterdir()] == ["metadata"]
-        assert manager._service._engine.arena.used == 0
+        assert manager._service.engine.arena.used == 0
         commits.clear()
         # And the next one has all the memory it needs.
         manager.save(2, state).result()

@@ -199,7 +199,7 @@ def test_a_manifest_that_lies_is_refused(tmp_path: Path, lie: str) -> None:
         with pytest.raises(errors.CheckpointError) as caught:
             mgr.restore(0)
         assert caught.value.step == 0
-        arena = mgr._service._engine.arena
+        arena = mgr._service.engine.arena
         assert arena.used == 0
         # The manager goes on.
         mgr.save(1, STATE).result()

@@ -128,7 +128,7 @@ def run(scenario: Scenario, origin: Path, root: Path, plan: Plan) -> Case:
                 stack.close()
         check_error(case)
         if mgr is not None:
-            case.expect(mgr._service._engine.arena.used == 0, "staging memory was not given back")
+            case.expect(mgr._service.engine.arena.used == 0, "staging memory was not given back")
         if mgr is not None and not case.files.crashed:
             with FaultyFiles(root.parent, sync=False):
                 check_contents(case, mgr)

@@ -187,7 +187,7 @@ def _fail_at_once(root: Path, state: dict[str, Any], failing: int) -> Tally:
             losses.append(f"{len(lost)} of {len(raised_by_disk)} errors cannot be reached")
         if contents(root, mgr) != {"0": 0}:
             losses.append("the failed save changed what is there")
-        if mgr._service._engine.arena.used:
+        if mgr._service.engine.arena.used:
             losses.append("staging memory was not given back")
     return Tally(1, len(raised_by_disk), losses)
 
@@ -241,7 +241,7 @@ def _read_under(
                 losses.append(f"{files.met[:1]}: {error}")
         except Exception as error:
             losses.append(f"{files.met[:1]}: {error!r}")
-    if mgr._service._engine.arena.used:
+    if mgr._service.engine.arena.used:
         losses.append(f"{files.met[:1]}: staging memory was not given back")
     same(mgr.restore(1), 1)
     return bool(files.met), losses

@@ -265,7 +265,7 @@ def contents(root: Path, mgr: ckpt.sync.CheckpointManager, *, large: bool = True
         number = found[str(step)] = mgr.metadata(step).info.metadata
         same(mgr.restore(step), number, large=large, dropped=dropped_of(mgr, step))
         check_files(root / str(step))
-    assert mgr._service._engine.arena.used == 0
+    assert mgr._service.engine.arena.used == 0
     if ONE in names:
         number = found[ONE] = ckpt.sync.metadata(root / ONE).info.metadata
         same(ckpt.sync.load(root / ONE, handlers=HANDLERS), number, large=large)

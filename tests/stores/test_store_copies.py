@@ -214,9 +214,7 @@ def test_large_files_are_within_a_budget(
             # The first waits for the second, or both would need luck to meet.
             if most == at_once:
                 together.set()
-            with anyio.move_on_after(20):
-                while not together.is_set():
-                    await anyio.sleep(0.001)
+            await anyio.to_thread.run_sync(together.wait, 20)
         await write_block(self, attempt, path, data)
         under_way -= is_large
 

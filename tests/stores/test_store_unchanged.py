@@ -152,7 +152,7 @@ def test_sharing_can_be_switched_off(bucket: Place, caplog: pytest.LogCaptureFix
     with ckpt.sync.CheckpointManager(bucket.root(server_side_copies=False)) as mgr:
         mgr.save(0, base()).result()
         # Nothing is kept in mind for a step that will not share it.
-        assert mgr._service._engine.last_save is None
+        assert mgr._service.engine.last_save is None
 
 
 def test_without_obstore_it_is_said_once_what_to_install(

@@ -31,7 +31,7 @@ import safetensors.numpy
 from google.protobuf.struct_pb2 import Struct
 
 import ckpt
-from ckpt._api.plain_docs import plain_docs
+from ckpt._api.faces.plain_docs import plain_docs
 from ckpt._events import Event
 from tests.support.stateful_objects import Counter
 

@@ -127,6 +127,8 @@ class Retention:
         self._now_ns = now_ns
         # The step that was acknowledged last, or None; set by the saves.
         self.newest: int | None = None
+        # That of the line about each deletion.
+        self.log_level = logging.INFO
         # Made on the engine's loop. Held while steps are deleted after a commit, so that those of
         # several commits are not more than were asked for, and none is deleted twice.
         self._preserving: anyio.Lock | None = None
@@ -418,7 +420,8 @@ class Retention:
                     is_gone = await self._storage.remove(step_dir, attempt=attempt)
         if is_gone:
             where = "deleted" if trash is None else f"moved to {trash}:"
-            logger.info("%s step %d in %.2f s", where, step, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            logger.log(self.log_level, "%s step %d in %.2f s", where, step, seconds)
 
     @contextlib.asynccontextmanager
     async def _deletion(self, step: int) -> AsyncIterator[None]:

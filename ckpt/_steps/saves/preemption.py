@@ -64,6 +64,11 @@ class Preemption:
         # Dropped without being closed: there is no listener left, so signals must pass through.
         weakref.finalize(self, _retire, self._notices).atexit = False
 
+    @property
+    def signals(self) -> tuple[int, ...]:
+        """The signals that announce the end."""
+        return self._signals
+
     def open(self) -> None:
         """Install the handlers; only the first call does.
 

@@ -39,7 +39,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, SupportsIndex
@@ -48,7 +48,7 @@ import anyio
 from msgspec.structs import replace
 
 from ckpt._arguments import check_step
-from ckpt._commit import Commit, CommitHooks, step_info
+from ckpt._commit import Commit, CommitHooks, StepInfo, step_info
 from ckpt._engine.engine import Engine
 from ckpt._engine.save.deadline import given_up_after
 from ckpt._engine.save.multihost import JointSave
@@ -72,9 +72,13 @@ from ckpt.errors import (
     CommitCancelledError,
     DeadlineExceededError,
     StepExistsError,
+    StorageError,
 )
 
 logger = logging.getLogger("ckpt")
+
+# Says why there is no save; of the error of one, what is said instead of raising it.
+Refuse = Callable[[StorageError | None], Awaitable[str | None]]
 
 
 class SaveQueue:
@@ -105,6 +109,8 @@ class SaveQueue:
         self._preemption = preemption
         # Made on the engine's loop.
         self._backlog: Backlog | None = None
+        # Told of each step that was committed.
+        self.on_committed: Callable[[StepInfo], None] = _nothing
         self.commits: OpenCommits = OpenCommits()
         # Gives up each partial save that is open, since it would wait for its next part forever.
         self._open: set[Callable[[str], None]] = set()
@@ -134,8 +140,20 @@ class SaveQueue:
         *,
         force: bool,
         overwrite: bool,
+        refuse: Refuse | None = None,
     ) -> tuple[Commit, Job[None], Future[None]]:
         """Start a save that may be refused, from any thread.
+
+        Args:
+            step: The step.
+            state: As of `make_request`, like the other arguments.
+            items: As there.
+            metrics: As there.
+            metadata: As there.
+            deadline: As there.
+            force: Whether policy and backlog are not asked.
+            overwrite: As there.
+            refuse: Asked before them, on the engine's loop, and told of a failed write.
 
         Returns:
             The commit, the job behind it, and a future that is done once the caller may change or
@@ -167,7 +185,7 @@ class SaveQueue:
         hooks = CommitHooks(commit)
         self.adopt(hooks, commit)
         try:
-            jobs.append(self.loop.submit(self._save, request, force, hooks, staged))
+            jobs.append(self.loop.submit(self._save, request, force, hooks, staged, refuse))
         except BaseException:
             self.commits.drop(hooks)
             raise
@@ -191,7 +209,12 @@ class SaveQueue:
             self._open.discard(give_up)
 
     async def _save(
-        self, request: SaveRequest, force: bool, hooks: CommitHooks, staged: Future[None]
+        self,
+        request: SaveRequest,
+        force: bool,
+        hooks: CommitHooks,
+        staged: Future[None],
+        refuse: Refuse | None,
     ) -> None:
         """Run one save to its end; every outcome goes to its commit, or to the waiting call."""
         began_ns = time.perf_counter_ns()
@@ -205,13 +228,17 @@ class SaveQueue:
         slot, refusal, committed = None, None, False
         scope = anyio.CancelScope()
         cleaned_up = anyio.Event()
-        may_refuse = (self.root.has_policy or self._policy == "skip") and not force
+        may_refuse = (
+            self.root.has_policy or self._policy == "skip" or refuse is not None
+        ) and not force
         try:
             # Cancelled where a newer save supersedes this one.
             with scope:
                 async with processes.taking_part(may_refuse=may_refuse):
                     with given_up_after(request.deadline, hooks):
-                        slot, refusal = await self._decide(request, force, scope.cancel, processes)
+                        slot, refusal = await self._decide(
+                            request, force, scope.cancel, processes, refuse
+                        )
                     if slot is not None:
                         with given_up_after(request.deadline, hooks):
                             request, others = await self._admitted(request, hooks, slot, processes)
@@ -239,6 +266,11 @@ class SaveQueue:
         except BaseException as error:
             if isinstance(error, CheckpointError):
                 error.locate(step=step)
+            if refuse is not None and isinstance(error, StorageError):
+                refusal = await refuse(error)
+                recorder.end(began_ns, "skipped", reason=refusal)
+                self._skip(str(refusal), request, hooks, staged)
+                return
             recorder.end_badly(began_ns, error)
             self._end_badly(error, request, hooks, staged)
             if not isinstance(error, Exception):
@@ -265,7 +297,12 @@ class SaveQueue:
         await self.engine.arena.warm(lambda: backlog.is_empty and not self.loop.closed)
 
     async def _decide(
-        self, request: SaveRequest, force: bool, give_up: Callable[[], None], processes: JointSave
+        self,
+        request: SaveRequest,
+        force: bool,
+        give_up: Callable[[], None],
+        processes: JointSave,
+        refuse: Refuse | None,
     ) -> tuple[BacklogSlot | None, str | None]:
         """Ask policy and backlog about a save; return its slot, or why there is no save.
 
@@ -279,9 +316,10 @@ class SaveQueue:
             is_final = self.history.is_final(context)
 
             async def ask() -> str | None:
-                return await root.refusal(step, context) or backlog.refusal()
+                why = None if refuse is None else await refuse(None)
+                return why or await root.refusal(step, context) or backlog.refusal()
 
-            if not (force or is_final):
+            if refuse is not None or not (force or is_final):
                 refusal = await processes.refusal(ask)
                 if refusal is not None:
                     return None, refusal
@@ -362,6 +400,7 @@ class SaveQueue:
             # Before the commit is done: a deletion that its caller starts then must know of it.
             self.root.retention.newest = manifest.step
             self.history.committed(manifest)
+            self.on_committed(info)
             # Observers first: once the commit is done, the line is written and the bar is gone.
             recorder.end(began_ns, "ok", nbytes=info.nbytes)
             hooks.finish(info)
@@ -370,7 +409,8 @@ class SaveQueue:
             if kept_seconds is not None:
                 recorder.preempted(kept_seconds)
                 kept = f"; the run was preempted, and {kept_seconds:.0f} s of training are kept"
-            logger.info(
+            logger.log(
+                self.root.log_level,
                 "saved step %s of %s: %s in %.2f s (blocked %.2f s)%s",
                 info.step,
                 redact(self.root.storage.location),
@@ -441,6 +481,10 @@ class SaveQueue:
         commits = getattr(self, "commits", None)
         if commits and not self.loop.is_forked and commits.tell_unseen():
             fail_exit()
+
+
+def _nothing(info: StepInfo) -> None:
+    pass
 
 
 def end_badly(

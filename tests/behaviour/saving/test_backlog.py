@@ -111,7 +111,7 @@ def test_skip_saves_nothing_and_says_why(tmp_path: Path) -> None:
 def test_supersede_gives_up_what_has_not_begun_to_write(tmp_path: Path) -> None:
     gate = Gate()
     with plain(tmp_path, backlog="supersede") as mgr:
-        arena = mgr._service._engine.arena
+        arena = mgr._service.engine.arena
         first = mgr.save(0, items=gated(0, gate))
         old = mgr.save(1, state(1))
         assert old
@@ -140,7 +140,7 @@ def test_two_saves_share_a_budget_too_small_for_both(tmp_path: Path, mode: Any) 
         commits = [mgr.save(step, state(step)) for step in range(6)]
         for commit in commits:
             commit.result(PATIENCE_S)
-        assert mgr._service._engine.arena.high_water <= 1 << 20
+        assert mgr._service.engine.arena.high_water <= 1 << 20
         for step in range(6):
             assert_same(mgr.restore(step), state(step))
 

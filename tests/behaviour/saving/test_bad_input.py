@@ -175,7 +175,7 @@ def test_a_shard_that_cannot_be_cut_evenly_is_saved_within_the_budget(tmp_path: 
         staging = ckpt.Staging(1 << 20, mode=mode)  # type: ignore[arg-type]
         with ckpt.sync.CheckpointManager(tmp_path, staging=staging) as mgr:
             mgr.save(step, state).result()
-            assert mgr._service._engine.arena.high_water <= 1 << 20
+            assert mgr._service.engine.arena.high_water <= 1 << 20
             assert_same(mgr.restore(step), state)
 
 

@@ -167,7 +167,7 @@ def test_a_write_error_names_the_item_and_the_leaf_and_leaves_nothing(tmp_path: 
     """A file may not grow beyond a megabyte: the storage refuses array data in the middle."""
     items = {"params": {"w": np.ones(300_000)}}
     with plain(tmp_path) as mgr:
-        arena = mgr._service._engine.arena
+        arena = mgr._service.engine.arena
         mgr.save(2, items=items).result()
         unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, unlimited[1]))

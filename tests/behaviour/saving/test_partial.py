@@ -219,7 +219,7 @@ def test_a_part_is_the_caller_s_again_when_its_call_returns(tmp_path: Path) -> N
 
 def test_a_state_larger_than_the_budget_is_never_held(tmp_path: Path) -> None:
     with plain(tmp_path, staging=STAGING) as mgr:
-        arena = mgr._service._engine.arena
+        arena = mgr._service.engine.arena
         with mgr.partial(1) as part:
             for number in range(6):
                 layer = np.full(1 << 20, number, np.uint8)

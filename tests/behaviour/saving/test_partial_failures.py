@@ -405,7 +405,7 @@ def test_a_cancelled_call_discards_all(tmp_path: Path, backend: str) -> None:
                 part = mgr.partial(2)
                 await part.save({"a": np.zeros(1 << 16, np.uint8)})
                 await cancelled(part, part.finalize)
-            arena = mgr._service._engine.arena
+            arena = mgr._service.engine.arena
             assert arena.used == 0
 
     on(backend, main)

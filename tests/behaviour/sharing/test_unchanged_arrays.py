@@ -411,4 +411,4 @@ def test_nothing_is_kept_in_mind_where_nothing_can_be_shared(tmp_path: Path) -> 
         for step in range(2):
             mgr.save(step, frozen).result()
             assert_same(mgr.restore(step), frozen)
-        assert mgr._service._engine.last_save is None
+        assert mgr._service.engine.last_save is None

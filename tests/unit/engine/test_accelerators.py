@@ -69,7 +69,7 @@ def test_arrays_come_back_bit_for_bit(
         assert_same(
             jax.tree.map(lambda x: np.asarray(x) if hasattr(x, "dtype") else x, found), wanted
         )
-        arena = mgr._service._engine.arena
+        arena = mgr._service.engine.arena
         assert arena.high_water <= budget
         assert arena.used == 0
     assert remote

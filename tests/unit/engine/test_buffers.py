@@ -122,7 +122,7 @@ def test_a_small_leaf_that_lives_on_keeps_no_other_memory_alive(tmp_path: Path) 
     with ckpt.sync.CheckpointManager(tmp_path) as mgr:
         mgr.save(0, state).result()
         restored = mgr.restore(0)
-        assert mgr._service._engine.arena.used == 0
+        assert mgr._service.engine.arena.used == 0
         for name, array in restored.items():
             memory = array
             while isinstance(memory.base, np.ndarray):

@@ -106,7 +106,7 @@ def phases(root: Path, budget: int, tree: Any) -> list[ckpt.Event]:
         root, staging=ckpt.Staging(budget), formats=formats, observers=[seen.append]
     ) as manager:
         manager.save(1, tree).result()
-        assert manager._service._engine.arena.high_water <= budget
+        assert manager._service.engine.arena.high_water <= budget
         np.testing.assert_array_equal(manager.restore()["w"], tree["w"])
     return seen
 

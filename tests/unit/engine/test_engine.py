@@ -80,7 +80,7 @@ def test_an_array_larger_than_the_budget_is_saved_within_it(tmp_path: Path) -> N
     with ckpt.sync.CheckpointManager(tmp_path, staging=staging) as mgr:
         mgr.save(0, state).result()
         assert_same(mgr.restore(0), state)
-        arena = mgr._service._engine.arena
+        arena = mgr._service.engine.arena
         assert arena.high_water <= 4 * MIB
         assert arena.used == 0
 
@@ -88,7 +88,7 @@ def test_an_array_larger_than_the_budget_is_saved_within_it(tmp_path: Path) -> N
 def test_the_arena_is_reused_and_given_back(tmp_path: Path) -> None:
     state = {f"p{n}": jnp.full((MIB,), n, jnp.float32) for n in range(4)}
     with ckpt.sync.CheckpointManager(tmp_path) as mgr:
-        arena = mgr._service._engine.arena
+        arena = mgr._service.engine.arena
         mgr.save(0, state).result()
         mark = arena.high_water
         for step in range(1, 6):

@@ -1,0 +1,208 @@
+"""`ManagedSteps`: what a manager tells of its steps, and what it does with those that are there."""
+
+from __future__ import annotations
+
+from typing import Any, SupportsIndex
+
+from ckpt._api.base import ManagerBase
+from ckpt._api.faces.coroutines import awaited_methods
+from ckpt._api.trash import Trash
+from ckpt._engine.verify.report import VerifyReport
+from ckpt._steps.pins import Pin
+from ckpt._steps.step_metadata import StepMetadata
+from ckpt.policies._health import Healthy
+from ckpt.policies._ranking import Metric, Mode
+
+
+@awaited_methods("mgr", "ckpt.sync.CheckpointManager")
+class ManagedSteps(ManagerBase):
+    """The part of `CheckpointManager` about steps that are there."""
+
+    async def should_save(self, step: SupportsIndex) -> bool:
+        """Return whether `save` would save `step`; only ask about the current step.
+
+        Example:
+            ```python
+            if await mgr.should_save(step):
+                await mgr.save(step, state, metrics={"loss": evaluate(state)})
+            ```
+        """
+        self._service.reached_preemption(step)
+        return await self._loop.run(self._service.should_save, step)
+
+    async def all_steps(self) -> list[int]:
+        """Return every committed step, ascending, without those under way or failed.
+
+        Example:
+            ```python
+            steps = await mgr.all_steps()
+            ```
+        """
+        return await self._loop.run(self._service.reader.all_steps)
+
+    async def latest_step(self, *, healthy: bool | Healthy = False) -> int | None:
+        """Return the greatest committed step, or healthy one (see `restore`); None without any.
+
+        Example:
+            ```python
+            is_fresh = await mgr.latest_step() is None
+            ```
+        """
+        return await self._loop.run(self._service.reader.latest_step, healthy)
+
+    async def best_step(self, metric: Metric | None = None, mode: Mode | None = None) -> int | None:
+        """Return the committed step with the best metric, or None if no step has it.
+
+        Args:
+            metric: Name of a metric, or a function of all metrics of a step. None is the metric of
+                the `BestN` in the manager's `preservation`.
+            mode: Whether the smallest (`"min"`) or the greatest (`"max"`) value is best.
+
+        Raises:
+            InvalidArgumentError: An argument is invalid, or missing without a `BestN`.
+
+        Example:
+            ```python
+            params = await mgr.restore(await mgr.best_step("loss", "min"), at="params")
+            ```
+        """
+        return await self._loop.run(self._service.reader.best_step, metric, mode)
+
+    async def reload(self) -> None:
+        """Read every manifest again. Seldom needed: changes are noticed without it, too.
+
+        Example:
+            ```python
+            await mgr.reload()
+            ```
+        """
+        await self._loop.run(self._service.reload)
+
+    async def root_metadata(self) -> dict[str, Any]:
+        """Return the metadata of the root; empty if it has none.
+
+        Example:
+            ```python
+            print((await mgr.root_metadata())["model"])
+            ```
+        """
+        return await self._loop.run(self._service.root_metadata)
+
+    async def metadata(self, step: SupportsIndex | None = None) -> StepMetadata:
+        """Return structure, shapes, dtypes and shardings of a step, or of the latest; no arrays.
+
+        Raises:
+            StepNotFoundError: There is no such step, or none at all.
+
+        Example:
+            ```python
+            print((await mgr.metadata(100)).tree["params"]["w"].shape)
+            ```
+        """
+        return await self._loop.run(self._service.reader.metadata, step)
+
+    async def metrics(self, step: SupportsIndex | None = None) -> dict[str, float]:
+        """Return the metrics a step was saved with; `step` as in `metadata`.
+
+        Example:
+            ```python
+            print((await mgr.metrics(100))["loss"])
+            ```
+        """
+        return (await self.metadata(step)).info.metrics
+
+    async def verify(
+        self,
+        step: SupportsIndex | None = None,
+        *,
+        deep: bool = True,
+        sample: float | None = None,
+        seed: int | None = None,
+        deadline: float | None = None,
+    ) -> VerifyReport:
+        """Compare a step with its manifest and report all damage by file, item and leaf path.
+
+        Args:
+            step: The step; None for the latest.
+            deep: Read everything. With False, only compare names, kinds and sizes of files.
+            sample: Read only this share of it, chosen at random, from above 0 to 1.
+            seed: Makes that choice repeatable.
+            deadline: Begin no more files after that many seconds.
+
+        Returns:
+            The report, true if nothing is wrong. Damage is reported, never raised.
+
+        Raises:
+            StepNotFoundError: There is no such step; it may have been deleted meanwhile.
+            UnsupportedFormatError: The step was written in a later format.
+            InvalidArgumentError: `sample` or `deadline` is invalid, or given with `deep=False`.
+
+        Cancellation: reading stops and memory is freed before the cancellation continues.
+
+        Example:
+            ```python
+            report = await mgr.verify(100)
+            assert report.ok, report
+            ```
+        """
+        return await self._loop.run(self._service.reader.verify, step, deep, sample, seed, deadline)
+
+    async def delete(self, step: SupportsIndex, *, item: str | None = None) -> None:
+        """Delete a committed step. It disappears atomically, then its bytes are removed.
+
+        Files in it that this library did not write are moved beside it, to `<step>.others`. With
+        `item`, only that one of several items goes; the rest replaces the step atomically.
+
+        Raises:
+            InvalidArgumentError: There is no such item, or it is the only one.
+            StepNotFoundError: There is no such step.
+            StepPinnedError: The step is pinned.
+            ReadOnlyError: The manager is read-only.
+
+        Example:
+            ```python
+            await mgr.delete(100)
+            ```
+        """
+        await self._loop.run(self._service.delete, step, item)
+
+    async def pin(self, step: SupportsIndex, name: str) -> None:
+        """Protect a step from deletion until it is unpinned, even after this run.
+
+        A step may have several pins, each with a name, such as the reason.
+
+        Raises:
+            InvalidArgumentError: An argument is invalid.
+            StepNotFoundError: There is no such step.
+
+        Example:
+            ```python
+            await mgr.pin(100, "paper")
+            ```
+        """
+        await self._loop.run(self._service.pin, step, name)
+
+    async def unpin(self, step: SupportsIndex, name: str) -> bool:
+        """Remove the pin of that name; return whether there was one.
+
+        Example:
+            ```python
+            await mgr.unpin(100, "paper")
+            ```
+        """
+        return await self._loop.run(self._service.unpin, step, name)
+
+    async def pins(self) -> dict[int, tuple[Pin, ...]]:
+        """Return the pinned steps and their pins, including those of `ckpt.watch`.
+
+        Example:
+            ```python
+            print([pin.name for pin in (await mgr.pins()).get(100, ())])
+            ```
+        """
+        return await self._loop.run(self._service.pins)
+
+    @property
+    def trash(self) -> Trash:
+        """Steps that `Deletion(trash=...)` keeps after their deletion, and that can come back."""
+        return Trash(self._loop, self._service)

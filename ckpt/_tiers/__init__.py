@@ -1,0 +1,1 @@
+"""Places nearer than the root of a run: host memory and local disks."""

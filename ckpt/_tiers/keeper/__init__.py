@@ -1,0 +1,1 @@
+"""The keeper: a small process beside the trainer, which survives it."""

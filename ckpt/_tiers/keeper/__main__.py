@@ -1,0 +1,237 @@
+"""The keeper's process: `python -m ckpt._tiers.keeper SOCKET ALARM`, started by the trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anyio
+from anyio.abc import TaskGroup
+
+from ckpt._runtime.threads import run_in_thread
+from ckpt._tiers.keeper.flush import Hurry, flush
+from ckpt._tiers.keeper.messages import (
+    Close,
+    Closed,
+    Flushed,
+    FromKeeper,
+    Ready,
+    Saved,
+    Setup,
+    encoded,
+    for_keeper,
+    place_of_json,
+)
+from ckpt._tiers.shared_folder import take_abandoned
+from ckpt.errors import CheckpointError
+from ckpt.storage._base import Storage
+from ckpt.storage._resolve import open_root
+
+_PIECE = 1 << 16
+# Where the system cannot say when a process dies, and between two looks for a new trainer.
+_LOOK_SECONDS = 0.5
+# The trainer's work comes first.
+_NICENESS = 5
+# A store that fails is tried again; after a death nothing else saves the snapshot.
+_TRIES, _PAUSE_SECONDS = 6, 5.0
+
+
+class Keeper:
+    """What the keeper knows. Used on its event loop."""
+
+    # what comes                       what it does
+    # -------------------------------  ----------------------------------------------------------
+    # `Saved`                          notes which snapshots need not be written any more
+    # the number of a signal           writes the last snapshot, while the trainer may be stuck
+    # SIGTERM, to itself               the same
+    # the trainer dies                 writes the last snapshot, waits for a trainer that is
+    #                                  started again, gives the memory back, and ends
+    # `Close`                          writes the last snapshot, and ends
+
+    def __init__(self, setup: Setup, trainer: socket.socket) -> None:
+        """Watch the trainer of `setup`, which is told things over a socket."""
+        self._setup = setup
+        self._trainer = trainer
+        self._target: Storage = open_root(place_of_json(setup.root))
+        self._newest = -1
+        self._rate: float | None = None
+        self._noticed_at: float | None = None
+        self._flushing = anyio.Lock()
+        # Set when the trainer has died, and when it has closed the keeper.
+        self._is_over = anyio.Event()
+        self._is_closed = False
+
+    async def run(self, alarm: socket.socket, rest: bytes) -> None:
+        """Watch until the trainer has ended, and do what is left then."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._watch_trainer)
+            tasks.start_soon(self._hear, rest)
+            tasks.start_soon(self._watch_alarm, alarm, tasks)
+            tasks.start_soon(self._watch_signals, tasks)
+            self._tell(Ready())
+            await self._is_over.wait()
+            tasks.cancel_scope.cancel()
+        if self._is_closed:
+            self._tell(await self._flush(None) or Flushed(-1))
+            self._tell(Closed())
+            return
+        await self._end_alone()
+
+    async def _end_alone(self) -> None:
+        """The trainer has died: write its last snapshot, and give its memory back in the end."""
+        folder, done = Path(self._setup.folder), None
+        for turn in range(_TRIES):
+            done = await self._flush(self._ends_at())
+            if done is None or not done.problem:
+                break
+            _say(f"step {done.step} could not be written: {done.problem}")
+            if turn < _TRIES - 1:
+                await anyio.sleep(_PAUSE_SECONDS)
+        if done is not None and not done.problem:
+            without = f", without {', '.join(done.left_out)}" if done.left_out else ""
+            _say(f"wrote step {done.step} to {self._target.location}{without}")
+        # Whoever reads what the trainer printed waits until its last copy is closed.
+        _close_output()
+        ends = time.monotonic() + self._setup.kept_seconds
+        while time.monotonic() < ends:
+            await anyio.sleep(_LOOK_SECONDS)
+            if await run_in_thread(_is_owned_again, folder):
+                return
+        if done is None or not done.problem:
+            found = await run_in_thread(take_abandoned, folder)
+            if found is not None:
+                await run_in_thread(found.remove)
+
+    def _ends_at(self) -> float | None:
+        if self._noticed_at is None:
+            return None
+        return self._noticed_at + self._setup.grace_seconds
+
+    async def _flush(self, ends_at: float | None) -> Flushed | None:
+        if not self._setup.flush:
+            return None
+        hurry = Hurry(ends_at, self._rate, self._setup.first)
+        async with self._flushing:
+            try:
+                done = await flush(Path(self._setup.folder), self._target, self._newest, hurry)
+            except (CheckpointError, OSError) as error:
+                return Flushed(-1, problem=str(error))
+            if done is not None and not done.problem:
+                self._newest = max(self._newest, done.step)
+            return done
+
+    async def _notice(self) -> None:
+        """A signal came: write what there is, whatever the trainer is doing."""
+        if self._noticed_at is None:
+            self._noticed_at = time.monotonic()
+            done = await self._flush(self._ends_at())
+            if done is not None:
+                self._tell(done)
+
+    async def _watch_trainer(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            pidfd = os.pidfd_open(self._setup.trainer)
+            with contextlib.closing(os.fdopen(pidfd, "rb", buffering=0)):
+                if os.getppid() == self._setup.trainer:
+                    await anyio.wait_readable(pidfd)
+        # Without such a descriptor there is nothing to wait for but the time of the next look.
+        while os.getppid() == self._setup.trainer:  # noqa: ASYNC110
+            await anyio.sleep(_LOOK_SECONDS)
+        self._is_over.set()
+
+    async def _hear(self, rest: bytes) -> None:
+        async for line in _lines(self._trainer, rest):
+            message = for_keeper(line)
+            if isinstance(message, Saved):
+                self._newest = max(self._newest, message.step)
+                self._rate = message.bytes_per_second or self._rate
+            elif isinstance(message, Close):
+                self._is_closed = True
+                self._is_over.set()
+
+    async def _watch_alarm(self, alarm: socket.socket, tasks: TaskGroup) -> None:
+        """The kernel runs the trainer's handler at once, which writes here before Python does."""
+        while True:
+            await anyio.wait_readable(alarm)
+            numbers = alarm.recv(_PIECE)
+            if not numbers:
+                return
+            if set(numbers).intersection(self._setup.signals):
+                tasks.start_soon(self._notice)
+
+    async def _watch_signals(self, tasks: TaskGroup) -> None:
+        # Some schedulers tell every process of a job.
+        with anyio.open_signal_receiver(signal.SIGTERM) as received:
+            async for _ in received:
+                tasks.start_soon(self._notice)
+
+    def _tell(self, message: FromKeeper) -> None:
+        # A trainer that has died is not told anything.
+        with contextlib.suppress(OSError):
+            self._trainer.sendall(encoded(message))
+
+
+async def _main(trainer: socket.socket, alarm: socket.socket) -> None:
+    received = b""
+    while b"\n" not in received:
+        await anyio.wait_readable(trainer)
+        piece = trainer.recv(_PIECE)
+        if not piece:
+            return
+        received += piece
+    first, _, rest = received.partition(b"\n")
+    setup = for_keeper(first)
+    assert isinstance(setup, Setup)
+    await Keeper(setup, trainer).run(alarm, rest)
+
+
+async def _lines(connection: socket.socket, rest: bytes) -> AsyncIterator[bytes]:
+    while True:
+        *lines, rest = rest.split(b"\n")
+        for line in lines:
+            yield line
+        await anyio.wait_readable(connection)
+        try:
+            piece = connection.recv(_PIECE)
+        except OSError:
+            return
+        if not piece:
+            return
+        rest += piece
+
+
+def _is_owned_again(folder: Path) -> bool:
+    """Tell whether a trainer has taken the folder over, or it is gone."""
+    found = take_abandoned(folder)
+    if found is None:
+        return True
+    found.leave()
+    return False
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"ckpt: the trainer has ended: {text}\n")
+        sys.stderr.flush()
+
+
+def _close_output() -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (1, 2):
+        os.dup2(nothing, fd)
+    os.close(nothing)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(OSError):
+        os.nice(_NICENESS)
+    told, alarmed = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:3])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    anyio.run(_main, told, alarmed)

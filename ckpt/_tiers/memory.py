@@ -1,0 +1,270 @@
+"""`MemoryTier`: the snapshots of a run in shared memory, and the keeper that survives the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any, SupportsIndex
+
+import anyio
+import jax
+
+from ckpt._arguments import check_step
+from ckpt._commit import Commit, StepInfo
+from ckpt._redaction import redact
+from ckpt._runtime.loop import Job
+from ckpt._runtime.threads import run_in_thread
+from ckpt._settings import host_memory_bytes
+from ckpt._steps.service import RootService
+from ckpt._tiers.keeper.client import KeeperClient
+from ckpt._tiers.keeper.messages import Flushed, FromKeeper, Saved, Setup
+from ckpt._tiers.settings import SharedMemory
+from ckpt._tiers.shared_folder import SharedFolder
+from ckpt._tree.table import size_text
+from ckpt.errors import StorageError
+from ckpt.storage._base import Storage
+
+logger = logging.getLogger("ckpt")
+
+# Says which run a root is; one that is removed and made anew is another run.
+_RUN_NOTE = ".ckpt-run/id"
+_MOST_BYTES = 256
+# Of a file system that is nearly full, beside the snapshot.
+_SLACK_BYTES = 4 << 20
+_FLUSH_TIMEOUT = 600.0
+
+
+class MemoryTier:
+    """Snapshots in shared memory. Its coroutines run on the engine's loop."""
+
+    def __init__(
+        self,
+        settings: SharedMemory,
+        service: RootService,
+        folder: SharedFolder,
+        root: dict[str, Any],
+        root_storage: Storage,
+        signals: Iterable[int],
+    ) -> None:
+        """Keep snapshots as the steps of `service`, in `folder`; do no input or output yet.
+
+        Args:
+            settings: What the user wants.
+            service: The root in memory.
+            folder: Where it is.
+            root: The root of the run, as another process opens it.
+            root_storage: The same.
+            signals: The signals that announce the end, beside SIGTERM.
+        """
+        self.service = service
+        self._settings = settings
+        self._folder = folder
+        self._root_storage = root_storage
+        setup = Setup(
+            os.getpid(),
+            root,
+            str(folder.path),
+            tuple(sorted({int(signal.SIGTERM), *map(int, signals)})),
+            settings.flush,
+            settings.grace_seconds,
+            settings.first,
+            settings.kept_seconds,
+        )
+        self.keeper = KeeperClient(setup, self._heard)
+        # Made on the engine's loop.
+        self._opening: anyio.Lock | None = None
+        self._is_open = False
+        # Why there is no memory for snapshots; said once.
+        self._problem: str | None = None
+        # The last thing that was said of a snapshot that was not taken.
+        self._said = ""
+        self._flushed: Flushed | None = None
+
+    async def open(self) -> bool:
+        """Find what an earlier process has left, and start the keeper; tell whether it is usable.
+
+        Only the first call does. What is of another run is removed, and named.
+        """
+        self._opening = self._opening or anyio.Lock()
+        async with self._opening:
+            if not self._is_open and self._problem is None:
+                try:
+                    await self._open()
+                    self._is_open = True
+                except StorageError as error:
+                    self._problem = error.message
+                    logger.warning(
+                        "%s. Training goes on without snapshots in memory", error.message
+                    )
+        return self._is_open
+
+    async def _open(self) -> None:
+        run = await _run_of(self._root_storage)
+        where = self._root_storage.location
+        found = await run_in_thread(self._folder.claim, run, where)
+        if found == "another run":
+            logger.warning(
+                "%s: a snapshot in memory is of an earlier run in this place, and was removed",
+                redact(where),
+            )
+        await self.service.open()
+        await run_in_thread(self.keeper.start)
+        if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            # The kernel ignores it, and then the whole container is killed.
+            logger.warning(
+                "this is the first process of its container, for which SIGTERM does nothing: pass "
+                "preemption_signals=(signal.SIGTERM,), so that the last snapshot is written then"
+            )
+
+    def start(
+        self,
+        step: SupportsIndex,
+        state: Any,
+        items: Mapping[str, Any] | None,
+        metrics: Mapping[str, Any] | None,
+        metadata: Any,
+    ) -> tuple[Commit, Job[None], Future[None]]:
+        """Start a snapshot, from any thread; see `SaveQueue.start`."""
+        number = check_step(step)
+        nbytes = _nbytes_of(state if items is None else dict(items))
+        self.keeper.tap_signals()
+        return self.service.saves.start(
+            number,
+            state,
+            items,
+            metrics,
+            metadata,
+            None,
+            force=False,
+            overwrite=True,
+            refuse=self._refusing(number, nbytes),
+        )
+
+    def _refusing(
+        self, step: int, nbytes: int
+    ) -> Callable[[StorageError | None], Awaitable[str | None]]:
+        async def refuse(error: StorageError | None) -> str | None:
+            if error is not None:
+                return self._say(step, error.message)
+            if not await self.open():
+                return self._problem
+            await run_in_thread(self.keeper.start)
+            await self._drop_newer(step)
+            why = await self._no_room(nbytes)
+            return None if why is None else self._say(step, why)
+
+        return refuse
+
+    async def _drop_newer(self, step: int) -> None:
+        """Remove snapshots of greater steps: the run has gone back, and would find those first."""
+        for other in await self.service.reader.all_steps():
+            if other > step:
+                await self.service.root.retention.delete(other)
+
+    async def _no_room(self, nbytes: int) -> str | None:
+        """Return why there is no room for a snapshot, or None."""
+        budget = self._settings.budget_bytes or host_memory_bytes() // 2
+        if 2 * nbytes > budget:
+            return (
+                f"a snapshot of {size_text(nbytes)} beside the one before needs "
+                f"{size_text(2 * nbytes)}, and the budget is {size_text(budget)}: give a larger "
+                "SharedMemory(budget_bytes=...)"
+            )
+        if await run_in_thread(self._free) < nbytes + _SLACK_BYTES:
+            # The one before may just be written, and the one before that deleted.
+            await self.service.saves.idle()
+            free = await run_in_thread(self._free)
+            if free < nbytes + _SLACK_BYTES:
+                return (
+                    f"{self._settings.directory} has {size_text(free)} left, and a snapshot needs "
+                    f"{size_text(nbytes)}: give the machine or the container more (docker run "
+                    "--shm-size=...), or another SharedMemory(directory=...)"
+                )
+        return None
+
+    def _free(self) -> int:
+        found = os.statvfs(self._folder.path)
+        return found.f_bavail * found.f_frsize
+
+    def _say(self, step: int, why: str) -> str:
+        if why != self._said:
+            self._said = why
+            logger.warning("step %d was not kept in memory: %s", step, why)
+        return why
+
+    def saved(self, info: StepInfo) -> None:
+        """Tell the keeper of a step that is in the root."""
+        if info.step is not None:
+            seconds = info.statistics.written
+            rate = info.nbytes / seconds if seconds else None
+            self.keeper.tell(Saved(info.step, rate))
+
+    async def saved_already(self, step: int | None) -> None:
+        """Tell the keeper of the greatest step that the root has."""
+        if step is not None:
+            self.keeper.tell(Saved(step))
+
+    def close(self, *, failed: bool) -> None:
+        """End the keeper, and give the memory back, unless that is all there is of a snapshot.
+
+        Args:
+            failed: Whether an exception ends the run: then the last snapshot is written first.
+        """
+        if not self._is_open:
+            return
+        flush = failed and self._settings.flush
+        is_done = self.keeper.close(timeout=_FLUSH_TIMEOUT if flush else 0.0)
+        if flush and (not is_done or (self._flushed is not None and self._flushed.problem)):
+            logger.warning("the last snapshot stays in memory: %s", self._folder.path)
+            self._folder.leave()
+        elif failed and not flush:
+            self._folder.leave()
+        else:
+            self._folder.remove()
+
+    def _heard(self, message: FromKeeper) -> None:
+        if not isinstance(message, Flushed):
+            return
+        self._flushed = message
+        where = redact(self._root_storage.location)
+        if message.problem:
+            logger.warning(
+                "the last snapshot could not be written to %s: %s", where, message.problem
+            )
+        elif message.step >= 0:
+            without = f", without {', '.join(message.left_out)}" if message.left_out else ""
+            logger.info(
+                "wrote the snapshot of step %d to %s%s: %s in %.2f s",
+                message.step,
+                where,
+                without,
+                size_text(message.nbytes),
+                message.seconds,
+            )
+
+
+async def _run_of(storage: Storage) -> str:
+    """Return the id of the run in a root; it is written once."""
+    await storage.prepare()
+    for _ in range(2):
+        found = await storage.read_note(_RUN_NOTE, _MOST_BYTES)
+        if found is not None:
+            return found.decode("ascii", "replace")
+        new = uuid.uuid4().hex
+        if await storage.put_note(_RUN_NOTE, new.encode(), replace=False):
+            return new
+    raise StorageError(f"{storage.location}/{_RUN_NOTE} comes and goes")
+
+
+def _nbytes_of(state: Any) -> int:
+    """Return about how many bytes of arrays a state has."""
+    try:
+        leaves = jax.tree.leaves(state)
+    except Exception:
+        # What is wrong with it is said by the save.
+        return 0
+    return sum(int(getattr(leaf, "nbytes", 0) or 0) for leaf in leaves)

@@ -1,0 +1,339 @@
+"""The steps of all tiers of a run, read as if they were in one root: each from the nearest one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, get_args
+
+from msgspec import Struct
+
+from ckpt._arguments import check_step, one_of, true_or_false
+from ckpt._engine.verify.report import VerifyReport
+from ckpt._plan.adapt import Adapt
+from ckpt._redaction import redact
+from ckpt._runtime.futures import CallingThread
+from ckpt._runtime.threads import run_in_thread
+from ckpt._settings import ArrayMemory, VerifyMode, checks_devices
+from ckpt._steps.reader import StepReader, check_one_step, rank
+from ckpt._steps.step_metadata import StepMetadata
+from ckpt.errors import (
+    CorruptCheckpointError,
+    ItemDroppedError,
+    StepDeletedError,
+    StepNotFoundError,
+    StorageError,
+)
+from ckpt.policies._context import SavedStep
+from ckpt.policies._health import Healthy, check_healthy
+from ckpt.policies._ranking import Metric, Mode
+from ckpt.storage._resolve import PathLike
+
+logger = logging.getLogger("ckpt")
+
+# Steps that come and go while they are looked for: then something else is wrong.
+_MOST_GONE = 20
+
+_Load = Callable[[StepReader, int], Awaitable[tuple[int | None, Any]]]
+
+
+class TierSteps(Struct, frozen=True):
+    """A tier, as it is read.
+
+    Attributes:
+        location: Where it is.
+        reader: Reads its steps.
+        may_fail: Whether the run goes on without it where it cannot be listed.
+    """
+
+    location: str
+    reader: StepReader
+    may_fail: bool
+
+
+class _Place(Struct, frozen=True):
+    """A step in a tier; `number` is 0 for the nearest tier."""
+
+    step: int
+    number: int
+
+
+class TieredReader:
+    """Reads what `StepReader` reads, from several tiers. Used on the engine's loop."""
+
+    def __init__(self, find_tiers: Callable[[], Awaitable[Sequence[TierSteps]]]) -> None:
+        """Read from the tiers that `find_tiers` opens, the nearest first, the root last."""
+        self._find_tiers = find_tiers
+        # What was said of tiers that cannot be listed.
+        self._said: set[str] = set()
+
+    async def _listed(
+        self, look: Callable[[StepReader], Awaitable[Iterable[int]]]
+    ) -> tuple[Sequence[TierSteps], list[_Place]]:
+        """Return the tiers, and where `look` finds steps: the newest first, then the nearest."""
+        tiers = await self._find_tiers()
+        places: list[_Place] = []
+        for number, tier in enumerate(tiers):
+            try:
+                places += [_Place(step, number) for step in await look(tier.reader)]
+            except StorageError as error:
+                if not tier.may_fail:
+                    raise
+                if tier.location not in self._said:
+                    self._said.add(tier.location)
+                    logger.warning("the steps of a tier are left out: %s", error)
+        return tiers, sorted(places, key=lambda place: (-place.step, place.number))
+
+    async def all_steps(self) -> list[int]:
+        """Return the steps of all tiers, ascending."""
+        _, places = await self._listed(StepReader.all_steps)
+        return sorted({place.step for place in places})
+
+    async def latest_step(self, healthy: bool | Healthy = False) -> int | None:
+        """Return the greatest step of all tiers, or the greatest healthy one."""
+        _, places = await self._listed(partial(_latest, healthy=healthy))
+        return places[0].step if places else None
+
+    async def best_step(self, metric: Metric | None, mode: Mode | None) -> int | None:
+        """Return the step with the best metric, of all tiers."""
+        found: dict[int, SavedStep] = {}
+        tiers, _ = await self._listed(_no_steps)
+        for tier in reversed(tiers):
+            found |= await tier.reader.saved_steps()
+        steps = [found[step] for step in sorted(found)]
+        return await run_in_thread(rank, steps, metric, mode, tiers[-1].reader.ranking)
+
+    async def metadata(self, step: int | None) -> StepMetadata:
+        """Return the metadata of a step, with the tiers that have it."""
+        tiers, places = await self._places_of(step)
+        places = [place for place in places if place.step == places[0].step]
+        found: StepMetadata = await self._first_of(
+            tiers, places, lambda reader, number: reader.metadata(number)
+        )
+        where = tuple(tiers[place.number].location for place in places)
+        return replace(found, info=replace(found.info, tiers=where))
+
+    async def verify(
+        self,
+        step: int | None,
+        deep: bool,
+        sample: float | None = None,
+        seed: int | None = None,
+        deadline: float | None = None,
+    ) -> VerifyReport:
+        """Compare a step with its manifest in all tiers that have it.
+
+        Returns:
+            The report of the first tier where something is wrong, or else of the last one.
+        """
+        tiers, places = await self._places_of(step)
+        report: VerifyReport | None = None
+        for place in [each for each in places if each.step == places[0].step]:
+            reader = tiers[place.number].reader
+            report = await reader.verify(place.step, deep, sample, seed, deadline)
+            if not report.ok:
+                break
+        assert report is not None
+        return report
+
+    async def is_fresh(self, healthy: bool | Healthy) -> bool:
+        """Tell whether a run begins here: no tier has a step."""
+        check_healthy(healthy)
+        tiers, places = await self._listed(partial(_latest, healthy=False))
+        # The root says what else is in it.
+        return await tiers[-1].reader.is_fresh(healthy) and not places
+
+    async def begin_from(
+        self,
+        source: PathLike,
+        target: Any,
+        named: bool,
+        adapt: Adapt | Mapping[str, Adapt] | None,
+    ) -> Any:
+        """Return what a checkpoint of another run holds, which this run begins from."""
+        tiers = await self._find_tiers()
+        return await tiers[-1].reader.begin_from(source, target, named, adapt)
+
+    async def resume(
+        self,
+        target: Any,
+        named: bool,
+        adapt: Adapt | Mapping[str, Adapt] | None,
+        fallback: bool,
+        healthy: bool | Healthy,
+        caller: CallingThread,
+    ) -> tuple[int, Any]:
+        """Return the step after the newest one, and what that one holds."""
+        true_or_false("fallback", fallback)
+
+        async def load(reader: StepReader, step: int) -> tuple[int | None, Any]:
+            like, items = (None, target) if named else (target, None)
+            return await reader.load(step, like, items, None, adapt, None, caller)
+
+        wanted = check_healthy(healthy)
+        step, found = await self._newest(load, fallback, wanted, goes_back=True)
+        return check_step(step) + 1, found
+
+    async def restore(
+        self,
+        step: int | None,
+        like: Any,
+        items: Mapping[str, Any] | Iterable[str] | None,
+        at: str | None,
+        adapt: Adapt | Mapping[str, Adapt] | None,
+        broadcast_bytes: int | None,
+        fallback: bool,
+        healthy: bool | Healthy,
+        memory: ArrayMemory,
+        verify: VerifyMode | None,
+        caller: CallingThread,
+    ) -> Any:
+        """Load a step from the nearest tier that has it whole; see `StepReader.restore`."""
+        true_or_false("fallback", fallback)
+        wanted = check_healthy(healthy)
+        one_of("memory", memory, get_args(ArrayMemory))
+        is_checked = checks_devices(verify)
+        items = list(items) if isinstance(items, Iterator) else items
+
+        async def load(reader: StepReader, number: int) -> tuple[int | None, Any]:
+            return await reader.load(
+                number, like, items, at, adapt, broadcast_bytes, caller, memory, is_checked
+            )
+
+        if step is None:
+            return (await self._newest(load, fallback, wanted))[1]
+        step = check_one_step(step, fallback, wanted)
+        tiers, places = await self._places_of(step)
+        return (await self._first_of(tiers, places, load))[1]
+
+    async def _places_of(self, step: int | None) -> tuple[Sequence[TierSteps], list[_Place]]:
+        """Return the tiers, and where a step is, or all of the newest ones.
+
+        Raises:
+            StepNotFoundError: There is no such step.
+        """
+        if step is None:
+            tiers, places = await self._listed(StepReader.all_steps)
+        else:
+            wanted = check_step(step)
+            tiers, places = await self._listed(partial(_one, step=wanted))
+        if not places:
+            # Says which steps the root has.
+            await tiers[-1].reader.metadata(step)
+            raise StepNotFoundError("it was written just now; look again", step=step)
+        return tiers, places
+
+    async def _first_of(
+        self, tiers: Sequence[TierSteps], places: Sequence[_Place], load: Callable[..., Any]
+    ) -> Any:
+        """Return what the nearest place gives; one that is damaged or gone is named."""
+        for place in places[:-1]:
+            try:
+                return await load(tiers[place.number].reader, place.step)
+            except (CorruptCheckpointError, StepNotFoundError, StorageError) as error:
+                _say_next(place, tiers, error)
+        last = places[-1]
+        return await load(tiers[last.number].reader, last.step)
+
+    async def _newest(
+        self, load: _Load, fallback: bool, wanted: Healthy | None, *, goes_back: bool = False
+    ) -> tuple[int | None, Any]:
+        """Load the newest step, from the nearest tier that has it whole; see `StepReader`.
+
+        Each copy and each step that is passed over is named in a warning.
+        """
+        look = partial(_latest, healthy=False) if wanted is None else StepReader.all_steps
+        tried: set[_Place] = set()
+        first: Exception | None = None
+        top: int | None = None
+        gone = 0
+        while True:
+            tiers, places = await self._listed(look)
+            if wanted is not None:
+                places = await self._healthy(tiers, places, wanted, goes_back=goes_back)
+            left = [place for place in places if place not in tried]
+            if top is not None and not fallback:
+                left = [place for place in left if place.step == top]
+            if not left and look is not StepReader.all_steps and (tried or not places):
+                # Listing every step takes long in a large root, and is seldom needed.
+                look = StepReader.all_steps
+                continue
+            if not left:
+                if first is None:
+                    await tiers[-1].reader.metadata(None)
+                    raise StepNotFoundError("a step was written just now; look again")
+                raise first
+            place = left[0]
+            reader = tiers[place.number].reader
+            try:
+                return await load(reader, place.step)
+            except (StepDeletedError, StepNotFoundError) as error:
+                gone += 1
+                first = first or error
+                if gone == _MOST_GONE:
+                    raise
+            except (CorruptCheckpointError, ItemDroppedError, StorageError) as error:
+                if isinstance(error, StorageError) and not tiers[place.number].may_fail:
+                    raise
+                first = first or error
+                top = place.step if top is None else top
+                if isinstance(error, CorruptCheckpointError):
+                    await reader.pass_over(place.step, error.message)
+                _say_next(place, tiers, error)
+            tried.add(place)
+            look = StepReader.all_steps
+
+    async def _healthy(
+        self,
+        tiers: Sequence[TierSteps],
+        places: Sequence[_Place],
+        wanted: Healthy,
+        *,
+        goes_back: bool,
+    ) -> list[_Place]:
+        """Return the places of healthy steps; newer ones are passed over, and named.
+
+        Raises:
+            StepNotFoundError: There are steps, and none is healthy.
+        """
+        reasons = [await tier.reader.judged(wanted) for tier in tiers]
+        healthy = [p for p in places if reasons[p.number].get(p.step, "gone") is None]
+        if places and not healthy:
+            # The root, or the nearest tier with steps, says what is wrong with them.
+            number = max(place.number for place in places)
+            await tiers[number].reader.choose_healthy(wanted, (), goes_back=goes_back)
+        newest = healthy[0].step if healthy else -1
+        for number, tier in enumerate(tiers):
+            passed = {
+                step: why
+                for step, why in reasons[number].items()
+                if why is not None and step > newest
+            }
+            tier.reader.say_passed(newest, passed)
+            if goes_back:
+                tier.reader.pass_over_all(passed)
+        return healthy
+
+
+async def _latest(reader: StepReader, *, healthy: bool | Healthy) -> list[int]:
+    step = await reader.latest_step(healthy)
+    return [] if step is None else [step]
+
+
+async def _one(reader: StepReader, *, step: int) -> list[int]:
+    return [step] if step in await reader.all_steps() else []
+
+
+async def _no_steps(reader: StepReader) -> list[int]:
+    return []
+
+
+def _say_next(place: _Place, tiers: Sequence[TierSteps], error: Exception) -> None:
+    logger.warning(
+        "step %d of %s is passed over for the next place or step: %s",
+        place.step,
+        redact(tiers[place.number].location),
+        error,
+    )

@@ -1,0 +1,71 @@
+"""The tiers of a run as users name them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ckpt._arguments import invalid, number_of_seconds, true_or_false, whole_number
+
+# A longer notice than any system gives.
+_LONGEST_GRACE_SECONDS = 86400.0
+_LONGEST_KEPT_SECONDS = 7 * 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Snapshots in the memory of the host, which outlive the process.
+
+    `CheckpointManager.snapshot` puts the state there. A process that is started again on the same
+    host finds the last whole snapshot and goes on from it. If the process dies, a small helper
+    process, the keeper, writes that snapshot to the root, as an ordinary step.
+
+    Attributes:
+        budget_bytes: The most memory, in bytes, that snapshots may take. While one is taken, the
+            one before is kept, so that takes twice the size of the state. None is half of the
+            memory of the machine.
+        flush: Whether the last snapshot is written to the root when the process dies, when it gets
+            SIGTERM or one of the manager's `preemption_signals`, and when an exception leaves the
+            block of the manager. Steps of the root that are newer make that unnecessary.
+        grace_seconds: How long this host lives on after such a signal. If that is too short for
+            all items, by the speed of earlier saves, those of `first` are written first.
+        first: Names of items, in the order in which they matter when time is short.
+        kept_seconds: How long a snapshot waits, after its process has died, for one that is started
+            again. Then its memory is given back.
+        directory: A folder in a file system in memory, where the snapshots lie.
+
+    Raises:
+        InvalidArgumentError: An argument is invalid.
+
+    Example:
+        ```python
+        memory = ckpt.tiers.SharedMemory(budget_bytes=8 << 30)
+        async with ckpt.CheckpointManager("runs/a", tiers=[memory]) as mgr:
+            start, state = await mgr.resume(init_state)
+            await mgr.snapshot(start, state)
+        ```
+    """
+
+    budget_bytes: int | None = None
+    flush: bool = True
+    grace_seconds: float = 25.0
+    first: tuple[str, ...] = ("params", "model")
+    kept_seconds: float = 3600.0
+    directory: str = "/dev/shm"
+
+    def __post_init__(self) -> None:
+        of = "SharedMemory"
+        if self.budget_bytes is not None:
+            hint = ", in bytes; or None for half of the machine's memory"
+            budget = whole_number("budget_bytes", self.budget_bytes, of=of, least=1, hint=hint)
+            object.__setattr__(self, "budget_bytes", budget)
+        true_or_false("flush", self.flush, of=of)
+        number_of_seconds("grace_seconds", self.grace_seconds, of=of, most=_LONGEST_GRACE_SECONDS)
+        number_of_seconds("kept_seconds", self.kept_seconds, of=of, most=_LONGEST_KEPT_SECONDS)
+        names: object = self.first
+        if isinstance(names, str) or not all(isinstance(name, str) for name in self.first):
+            raise invalid("first", names, "names of items, such as ('params',)", of=of)
+        object.__setattr__(self, "first", tuple(self.first))
+        directory: object = self.directory
+        if not isinstance(directory, str) or not os.path.isabs(directory):
+            raise invalid("directory", directory, "an absolute path, such as '/dev/shm'", of=of)

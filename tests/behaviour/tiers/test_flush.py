@@ -1,0 +1,255 @@
+"""However a process ends, its last snapshot becomes a step of the root."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckpt
+import ckpt.sync
+from ckpt._settings import Timeouts
+from ckpt._tiers.keeper.flush import Hurry, flush, items_in_time
+from ckpt.errors import CheckpointError, StorageError
+from ckpt.storage._local.storage import LocalStorage
+from ckpt.tiers import SharedMemory
+from tests.support.numbered_states import state_of
+from tests.support.snapshots import PATIENCE_S, Trainer, shared_memory, steps_of, trainer, wait_for
+
+TERM = signal.SIGTERM
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    with shared_memory() as folder:
+        yield folder
+
+
+@pytest.mark.parametrize("then", ["die", "raise", "exit"])
+def test_the_last_snapshot_is_written(then: str, tmp_path: Path, memory: Path) -> None:
+    root = tmp_path / "run"
+    with trainer(root, memory, then, 3, 4) as run:
+        _, err = run.end()
+    assert steps_of(root) == [6]
+    # The user hears of it, from whoever is left to say it.
+    said = "wrote the snapshot of step 6" if then == "raise" else "wrote step 6"
+    assert said in err
+    # It is a step like any other.
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        assert mgr.resume(lambda: state_of(0))[0] == 7
+
+
+def test_a_signal_without_a_handler_ends_it(tmp_path: Path, memory: Path) -> None:
+    with trainer(tmp_path / "run", memory, "hold", 3, 2) as run:
+        run.lines(until="held")
+        run.process.send_signal(TERM)
+        assert "wrote step 4" in run.end()[1]
+        assert run.process.returncode == -TERM
+    assert steps_of(tmp_path / "run") == [4]
+
+
+@pytest.mark.parametrize("option", ["handled", "preempt", "loop"])
+def test_a_signal_while_the_interpreter_is_held(option: str, tmp_path: Path, memory: Path) -> None:
+    """The keeper hears of it at once, though no handler can run."""
+    root = tmp_path / "run"
+    # A loop of asyncio is asked by a thread, which needs the interpreter: a compile lets it run.
+    then = "compile" if option == "loop" else "hold"
+    with trainer(root, memory, then, 3, 2, option) as run:
+        run.lines(until="held")
+        run.process.send_signal(TERM)
+        wait_for(root, 4)
+        assert run.process.poll() is None, "it was to survive its signal"
+        run.kill()
+        run.end()
+    assert steps_of(root) == [4]
+
+
+def test_a_loop_still_hears_of_signals(tmp_path: Path, memory: Path) -> None:
+    with trainer(tmp_path / "run", memory, "wait", 3, 2, "loop") as run:
+        run.lines(until="ack 4")
+        run.process.send_signal(TERM)
+        wait_for(tmp_path / "run", 4)
+        out, _ = run.end()
+    assert "heard by the loop" in out
+
+
+def test_a_newer_step_of_the_root_is_enough(tmp_path: Path, memory: Path) -> None:
+    root = tmp_path / "run"
+    tier = SharedMemory(directory=str(memory))
+
+    def train() -> None:
+        with ckpt.sync.CheckpointManager(root, tiers=[tier]) as mgr:
+            mgr.snapshot(1, state_of(1)).result()
+            mgr.save(2, state_of(2)).result()
+            raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        train()
+    assert steps_of(root) == [2]
+    assert list(memory.iterdir()) == []
+
+
+def keeper_of(run: Trainer) -> int:
+    """Return the process of the keeper of a trainer."""
+    task = Path(f"/proc/{run.process.pid}/task")
+    children = [pid for each in task.iterdir() for pid in (each / "children").read_text().split()]
+    [keeper] = children
+    return int(keeper)
+
+
+def test_a_keeper_that_was_killed_is_started_again(tmp_path: Path, memory: Path) -> None:
+    root = tmp_path / "run"
+    with trainer(root, memory, "go on") as run:
+        run.lines(until="ack 3")
+        os.kill(keeper_of(run), signal.SIGKILL)
+        number = 4
+        with contextlib.suppress(StopIteration):
+            while number < 200:
+                run.lines(until=f"ack {number}")
+                number += 1
+                children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children")
+                if children.read_text().split():
+                    raise StopIteration
+        run.kill()
+        out, err = run.end()
+    last = max(int(line.split()[1]) for line in [f"ack {number - 1}", *out] if line[:3] == "ack")
+    assert "was killed; it is started again" in err
+    [step] = steps_of(root)
+    assert step >= last
+
+
+def test_a_process_that_is_started_again_takes_the_memory_over(
+    tmp_path: Path, memory: Path
+) -> None:
+    """The keeper of the first one leaves it to the second."""
+    root = tmp_path / "run"
+    for start in (0, 3, 6):
+        with trainer(root, memory, "die", -1, 3) as run:
+            out, _ = run.end()
+        assert f"start {start}" in out
+    assert steps_of(root) == [2, 5, 8]
+    with trainer(root, memory, "wait", -1, 1) as run:
+        run.lines(until="ack 9")
+        run.end()
+    assert list(memory.iterdir()) == []
+
+
+def test_a_fork_that_lives_on_does_not_keep_the_memory(tmp_path: Path, memory: Path) -> None:
+    """Workers of data loaders often outlive a trainer that is killed."""
+    script = f"""
+import os, signal, time
+import ckpt, ckpt.sync
+tier = ckpt.tiers.SharedMemory(directory={str(memory)!r}, flush=False)
+mgr = ckpt.sync.CheckpointManager({str(tmp_path / "run")!r}, tiers=[tier])
+mgr.snapshot(1, {{"w": 1}}).result()
+child = os.fork()
+if child == 0:
+    os.close(1)
+    time.sleep(60)
+    os._exit(0)
+os.write(1, str(child).encode())
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], stdout=subprocess.PIPE, timeout=PATIENCE_S
+    )
+    child = int(done.stdout)
+    try:
+        tier = SharedMemory(directory=str(memory), flush=False)
+        with ckpt.sync.CheckpointManager(tmp_path / "run", tiers=[tier]) as mgr:
+            assert mgr.restore() == {"w": 1}
+            assert mgr.snapshot(2, {"w": 2})
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+# What is written first when time is short.
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 100), min_size=1),
+    st.floats(-10, 400),
+    st.lists(st.sampled_from("abcdef"), unique=True),
+)
+def test_what_matters_most_comes_first(
+    sizes: dict[str, int], room: float, first: list[str]
+) -> None:
+    chosen = items_in_time(sizes, room, first)
+    assert len(set(chosen)) == len(chosen)
+    assert set(chosen) <= set(sizes)
+    most = [name for name in first if name in sizes]
+    assert chosen[0] == most[0] if most else sizes[chosen[0]] == min(sizes.values())
+    assert sum(sizes[name] for name in chosen[1:]) <= max(room - sizes[chosen[0]], 0)
+    left = [size for name, size in sizes.items() if name not in chosen]
+    assert all(size > room - sum(sizes[name] for name in chosen) for size in left)
+
+
+class _Ending(LocalStorage):
+    """A root on a host that ends once a step was published there."""
+
+    ends = False
+
+    async def begin(self, step_dir: str):  # type: ignore[no-untyped-def]
+        if self.ends:
+            raise StorageError("the host has ended")
+        self.ends = True
+        return await super().begin(step_dir)
+
+
+def test_params_are_saved_when_there_is_no_time_for_the_rest(
+    tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "run"
+    items = {"opt_state": state_of(1), "params": {"w": np.ones(9)}}
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        mgr.save(1, items=items).result()
+    with ckpt.sync.CheckpointManager(memory / "steps") as mgr:
+        mgr.save(5, items=items).result()
+    hurry = Hurry(ends_at=time.monotonic() - 1, bytes_per_second=1e6, first=("params",))
+    done = anyio.run(flush, memory, _Ending(root, Timeouts()), 1, hurry)
+    assert done is not None
+    assert "the host has ended" in done.problem
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        info = mgr.metadata(5).info
+        assert info.items == ("params",)
+        assert [(each.item, each.policy) for each in info.dropped] == [
+            ("opt_state", "flushed in a hurry")
+        ]
+        assert mgr.verify(5).ok
+        assert np.array_equal(mgr.restore(5, items=["params"])["params"]["w"], np.ones(9))
+        # A run needs both, and goes on from the step that has them.
+        fresh = {"opt_state": lambda: state_of(0), "params": {"w": np.ones(9)}}
+        assert mgr.resume(items=fresh)[0] == 2
+        assert [each for each in caplog.messages if "step 5 is passed over" in each]
+    # With time enough, all of it is there in the end.
+    later = Hurry(ends_at=time.monotonic() - 1, bytes_per_second=1e6, first=("params",))
+    (root / "5").rename(root / "6.gone")
+    done = anyio.run(flush, memory, LocalStorage(root, Timeouts()), 1, later)
+    assert done is not None
+    assert not done.problem
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        assert mgr.resume(items=fresh)[0] == 6
+
+
+def test_a_step_of_another_run_in_its_place_is_never_replaced(tmp_path: Path, memory: Path) -> None:
+    root = tmp_path / "run"
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        mgr.save(5, {"other": 1}).result()
+    with ckpt.sync.CheckpointManager(memory / "steps") as mgr:
+        mgr.save(5, {"mine": 1}).result()
+    done = anyio.run(flush, memory, LocalStorage(root, Timeouts()), -1, Hurry())
+    assert done is not None
+    assert "exists" in done.problem
+    with contextlib.suppress(CheckpointError), ckpt.sync.CheckpointManager(root) as mgr:
+        assert mgr.restore(5) == {"other": 1}
