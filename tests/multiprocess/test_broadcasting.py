@@ -107,11 +107,12 @@ def test_jax_takes_what_came_for_arrays_of_all_processes(four: list[Result]) -> 
 
 
 def test_each_group_reads_what_it_needs_once(four: list[Result], root: Path) -> None:
-    """All but those of which one process alone has a part, and of what is every process's own."""
+    """All but those of which one process alone has a part."""
     leaves = decode((root / "1" / "ckpt.json").read_bytes(), where="").items["default"].leaves
     stored = {leaf.name: sum(leaf.lengths) for leaf in leaves if leaf.codec is not None}
     assert set(stored) == {"packed", "packed everywhere"}
-    names = ("columns", "tiles", "partly", "everywhere", "small", "scalar", "keys", "cast")
+    held = ("columns", "tiles", "partly", "everywhere", "small", "scalar", "keys", "cast")
+    names = (*held, "numpy")
     # Chunks are rows, so that both of the groups that hold columns need them all.
     shared = nbytes(*names, "columns") + sum(stored.values())
     fetched = [result.value["plain"][str(64 << 20)]["fetched"] for result in four]

@@ -166,7 +166,8 @@ class EngineItemReader:
         groupings: dict[str, Grouping] = {}
         broadcast = self._restore.broadcast
         if broadcast is not None:
-            groupings = broadcast.groupings(entry.leaves, reads)
+            is_common = self._part.processes == 1
+            groupings = broadcast.groupings(entry.leaves, reads, is_common=is_common)
             for grouping in groupings.values():
                 limits[grouping] = broadcast.request_bytes(grouping, SHARED_REQUESTS)
         files = [f"{self.item}/{path}" for path in entry.data_files]

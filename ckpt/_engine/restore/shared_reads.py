@@ -31,6 +31,7 @@ from ckpt._plan.multihost.read_groups import (
     Grouping,
     ReadBatch,
     fill,
+    grouping_of_all,
     groupings_of,
     shares_key,
 )
@@ -81,15 +82,22 @@ class Broadcast(Struct):
         return self.nbytes * grouping.members // (grouping.members + 2)
 
     def groupings(
-        self, leaves: Sequence[LeafEntry], reads: Sequence[ArrayRead]
+        self, leaves: Sequence[LeafEntry], reads: Sequence[ArrayRead], *, is_common: bool
     ) -> dict[str, Grouping]:
         """Return the grouping of every shared leaf, by name.
 
         Leaves whose chunks do not fit into a batch are not shared.
+
+        Args:
+            leaves: The stored leaves.
+            reads: The arrays.
+            is_common: Whether all processes read the same leaves, not each those that it saved.
         """
+        count = self.peers.count
+        own = grouping_of_all(jax.devices(), count) if is_common else None
         return {
             leaves[number].name: grouping
-            for number, grouping in groupings_of(reads, self.peers.count).items()
+            for number, grouping in groupings_of(reads, count, own).items()
             if _largest(leaves[number]) <= self.capacity(grouping)
         }
 

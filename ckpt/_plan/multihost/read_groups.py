@@ -34,10 +34,12 @@ class Grouping:
         groups: The process numbers of each group, ascending. All groups have the same number of
             members, two or more, and every process is in one.
         devices: For every process, by number, those of its devices that hold a part.
+        is_own: Whether each process has an array of its own, which is the same on all of them.
     """
 
     groups: tuple[tuple[int, ...], ...]
     devices: tuple[tuple[jax.Device, ...], ...] = field(compare=False)
+    is_own: bool = False
 
     @property
     def members(self) -> int:
@@ -53,29 +55,51 @@ class Grouping:
     def key(self) -> str:
         """A text that is the same on processes with the same groups and devices."""
         ids = [[device.id for device in each] for each in self.devices]
-        return digest(repr((self.groups, ids)).encode())
+        return digest(repr((self.groups, ids, self.is_own)).encode())
 
     def group_of(self, process: int) -> tuple[int, ...]:
         """Return the processes that hold the same as `process`, itself among them."""
         return next(group for group in self.groups if process in group)
 
 
+def grouping_of_all(devices: Iterable[jax.Device], processes: int) -> Grouping | None:
+    """Return the grouping of what every process has for itself; None if it cannot be exchanged.
+
+    Args:
+        devices: The devices of the job.
+        processes: How many processes it has. There is no exchange if one has no device.
+    """
+    found = list(devices)
+    everyone = tuple(range(processes))
+    if {device.process_index for device in found} != {*everyone}:
+        return None
+    return Grouping((everyone,), _by_process(found, processes), is_own=True)
+
+
 class Groupings(msgspec.Struct):
-    """Finds the groupings of arrays; every sharding is analysed once."""
+    """Finds the groupings of arrays; every sharding is analysed once.
+
+    Attributes:
+        processes: How many processes there are.
+        own: The grouping of arrays that every process has for itself; None if they are not shared.
+    """
 
     processes: int
+    own: Grouping | None = None
     _by_identity: dict[int, tuple[object, Grouping | None]] = msgspec.field(default_factory=dict)
     _known: dict[jax.sharding.Sharding, Grouping | None] = msgspec.field(default_factory=dict)
 
     def of(self, read: ArrayRead) -> Grouping | None:
         """Return the grouping of an array, or None where there is nothing to share.
 
-        Nothing is shared of an array of this process alone, of one whose parts are different on
-        all processes, and of one that some processes of the job hold more of than others.
+        Nothing is shared of an array whose parts are different on all processes, and of one that
+        some processes of the job hold more of than others.
         """
         sharding = read.target.sharding
-        if sharding is None or sharding.is_fully_addressable or 0 in read.shape:
+        if 0 in read.shape:
             return None
+        if sharding is None or sharding.is_fully_addressable:
+            return self.own
         known = self._by_identity.get(id(sharding))
         if known is None:
             # jax cuts arrays evenly, so all arrays of a sharding are held in the same way.
@@ -96,20 +120,32 @@ def _look(sharding: jax.sharding.Sharding, shape: Shape, processes: int) -> Grou
     sizes = set(map(len, groups))
     if len(sizes) > 1 or sizes == {1}:
         return None
-    devices: list[list[jax.Device]] = [[] for _ in range(processes)]
-    every: set[jax.Device] = sharding.device_set
-    for device in sorted(every, key=lambda device: device.id):
-        devices[device.process_index].append(device)
-    return Grouping(groups, tuple(map(tuple, devices)))
+    return Grouping(groups, _by_process(sharding.device_set, processes))
 
 
-def groupings_of(reads: Iterable[ArrayRead], processes: int) -> dict[int, Grouping]:
+def _by_process(
+    devices: Iterable[jax.Device], processes: int
+) -> tuple[tuple[jax.Device, ...], ...]:
+    held: list[list[jax.Device]] = [[] for _ in range(processes)]
+    for device in sorted(devices, key=lambda device: device.id):
+        held[device.process_index].append(device)
+    return tuple(map(tuple, held))
+
+
+def groupings_of(
+    reads: Iterable[ArrayRead], processes: int, own: Grouping | None = None
+) -> dict[int, Grouping]:
     """Return the grouping of every stored leaf that is shared, by number of the leaf.
 
     A leaf that arrays of several groupings need is not shared: a process cannot tell from its own
     part of these arrays what the others need of the leaf.
+
+    Args:
+        reads: The arrays.
+        processes: How many processes there are.
+        own: The grouping of arrays that every process has for itself; None if they are not shared.
     """
-    groupings = Groupings(processes)
+    groupings = Groupings(processes, own)
     found: dict[int, Grouping | None] = {}
     for read in reads:
         leaves = {piece.leaf for piece in read.pieces} | ({read.leaf} - {None})

@@ -116,7 +116,7 @@ def test_only_chunks_that_fit_into_a_batch_are_shared(leaf: LeafEntry, is_shared
     everywhere = NamedSharding(Mesh(devices_of(4, 1), ("x",)), PartitionSpec())
     peers: Any = SimpleNamespace(count=4, budget_bytes=1 << 30)
     broadcast = Broadcast(peers, None, MIB, None)  # type: ignore[arg-type]
-    found = broadcast.groupings([leaf], [read_of(leaf, everywhere)])
+    found = broadcast.groupings([leaf], [read_of(leaf, everywhere)], is_common=True)
     assert list(found) == (["a"] if is_shared else [])
     for grouping in found.values():
         # Two of them at least go into a batch; and the staging budget is that of everybody.

@@ -170,7 +170,7 @@ async def restored(peers: Peers, read_block: FileReader, recorder: EventRecorder
 
     async def act(operation: Any) -> None:
         shared = Broadcast(peers, operation, 1 << 20, None)  # type: ignore[arg-type]
-        grouping = shared.groupings([LEAF], [read])["a"]
+        grouping = shared.groupings([LEAF], [read], is_common=True)["a"]
         requests = plan_requests(chunks, ["d/a"], 1)
 
         async def take(block: BlockReader, numbers: range) -> None:

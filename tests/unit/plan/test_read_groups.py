@@ -13,7 +13,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from benchmarks.fake_devices import devices_of
 from ckpt._format.regions import whole
 from ckpt._plan.chunk_reads import ByteRange
-from ckpt._plan.multihost.read_groups import ReadBatch, fill, groupings_of, shares_key
+from ckpt._plan.multihost.read_groups import (
+    ReadBatch,
+    fill,
+    grouping_of_all,
+    groupings_of,
+    shares_key,
+)
 from ckpt._plan.slices.array_slices import ArraySlice
 from ckpt._plan.targets import ArrayRead, ArrayTarget
 
@@ -157,6 +163,32 @@ def test_what_not_all_processes_hold_alike_is_not_shared() -> None:
         read_of(3, None),
     ]
     assert groupings_of(reads, 3) == {}
+
+
+def test_what_each_process_has_for_itself_is_shared_apart_from_what_all_hold() -> None:
+    job = devices(3)
+    everywhere = NamedSharding(Mesh(job, ("x",)), P())
+    reads = [
+        read_of(0, everywhere),
+        read_of(1, SingleDeviceSharding(job[0])),
+        read_of(2, None),
+        read_of(3, None, (0, 3)),
+        # Needed by both, and so by neither of them together.
+        read_of(4, None),
+        read_of(4, everywhere),
+    ]
+    found = groupings_of(reads, 3, grouping_of_all(job, 3))
+    assert found.keys() == {0, 1, 2}
+    assert found[1] == found[2]
+    assert found[0].groups == found[1].groups == ((0, 1, 2),)
+    # A process that has for itself what others hold together is told so.
+    assert found[0] != found[1]
+    assert found[0].key != found[1].key
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_without_devices_of_all_processes_there_is_no_exchange(processes: int) -> None:
+    assert grouping_of_all(devices(3), processes) is None
 
 
 def test_a_leaf_that_arrays_need_in_different_ways_is_not_shared() -> None:
