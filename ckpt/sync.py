@@ -282,7 +282,8 @@ class CheckpointManager(ManagerBase):
 
         See `ckpt.CheckpointManager.resume`.
         """
-        if self._loop.call(self._service.reader.is_fresh, healthy):
+        start = self._loop.call(self._service.reader.start_of_run, healthy)
+        if start.is_fresh:
             if source is None:
                 return 0, fresh_state(init, items)
             target = source_target(init, items, like, adapt)
@@ -291,8 +292,8 @@ class CheckpointManager(ManagerBase):
         # With a source, `adapt` is about that.
         adapt = None if source is not None else adapt
         target = resume_target(init, items, like, adapt)
-        resume = self._service.reader.resume
-        return self._loop.call_served(resume, target, items is not None, adapt, fallback, healthy)
+        told = start, target, items is not None, adapt, fallback, healthy
+        return self._loop.call_served(self._service.reader.resume, *told)
 
     def watch(
         self,

@@ -25,7 +25,7 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import ArrayMemory, Staging
 from ckpt._steps.factory import job_of, make_engine
 from ckpt._steps.opened import OpenedStep
-from ckpt._steps.restore_requests import context_of, wanted_items
+from ckpt._steps.restores.requests import context_of, wanted_items
 from ckpt._steps.wrong_paths import opened_checkpoint
 from ckpt._tree.leaf_names import escape_slashes, nested
 from ckpt._tree.table import size_text

@@ -400,7 +400,7 @@ class CheckpointManager(ManagedSteps):
                     await mgr.save(step, state)
             ```
         """
-        if await self._loop.run(self._service.reader.is_fresh, healthy):
+        if (start := await self._loop.run(self._service.reader.start_of_run, healthy)).is_fresh:
             if source is None:
                 return 0, fresh_state(init, items)
             target = source_target(init, items, like, adapt)
@@ -408,7 +408,7 @@ class CheckpointManager(ManagedSteps):
             return 0, await self._loop.run(self._service.reader.begin_from, *given)
         adapt = adapt if source is None else None
         target = resume_target(init, items, like, adapt)
-        told = target, items is not None, adapt, fallback, healthy
+        told = start, target, items is not None, adapt, fallback, healthy
         return await self._loop.run_served(self._service.reader.resume, *told)
 
     def watch(

@@ -24,7 +24,7 @@ from ckpt._redaction import redact
 from ckpt._runtime.loop import run_once
 from ckpt._settings import Staging
 from ckpt._steps.factory import job_of, make_engine
-from ckpt._steps.restore_requests import context_of, result_of, wanted_items
+from ckpt._steps.restores.requests import context_of, result_of, wanted_items
 from ckpt._steps.wrong_paths import opened_checkpoint
 from ckpt._tree.table import size_text
 from ckpt.coordination._base import Coordinator

@@ -41,7 +41,7 @@ from ckpt._settings import (
     checks_devices,
 )
 from ckpt._steps.factory import job_of, make_engine, make_peers
-from ckpt._steps.restore_requests import context_of, result_of, wanted_items, what_is_missing
+from ckpt._steps.restores.requests import context_of, result_of, wanted_items, what_is_missing
 from ckpt._steps.saves.one_shot import finished, prepared, processes_of
 from ckpt._steps.saves.requests import make_request
 from ckpt._steps.step_metadata import StepMetadata, describe_step

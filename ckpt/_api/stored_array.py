@@ -24,7 +24,7 @@ from ckpt._runtime.loop import call_once, run_once
 from ckpt._settings import Staging
 from ckpt._steps.factory import make_engine
 from ckpt._steps.opened import OpenedStep, open_step
-from ckpt._steps.restore_requests import context_of
+from ckpt._steps.restores.requests import context_of
 from ckpt._steps.wrong_paths import explained
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_kinds import ARRAY_KINDS

@@ -33,7 +33,7 @@ from ckpt._plan.targets import ArrayRead, ArrayTarget, default_device
 from ckpt._settings import MIN_BUDGET_BYTES, Staging
 from ckpt._steps.factory import make_engine
 from ckpt._steps.opened import OpenedStep
-from ckpt._steps.restore_requests import context_of
+from ckpt._steps.restores.requests import context_of
 from ckpt._tree.flatten import Structure
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, decode_scalar
 from ckpt._tree.leaf_specs import LeafSpec, StoredLeaf

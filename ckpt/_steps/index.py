@@ -231,7 +231,7 @@ class StepIndex:
             StepNotFoundError: There is no such step; says which there are.
         """
         if step is None:
-            latest = await self._open_latest()
+            latest = await self.open_latest()
             if latest is None:
                 raise self.no_step()
             return latest
@@ -243,7 +243,7 @@ class StepIndex:
                 return opened
         raise await self.not_found(step)
 
-    async def _open_latest(self) -> OpenedStep | None:
+    async def open_latest(self) -> OpenedStep | None:
         """Open the greatest committed step; None if there is none. Reads each manifest once.
 
         Raises:
@@ -258,8 +258,7 @@ class StepIndex:
                 step = self._names.step(name)
                 try:
                     opened = await open_step(self._storage, name, step)
-                    is_known = name in self._known or (await self._look_at([name]))[0] is not None
-                    if opened is not None and is_known:
+                    if opened is not None and await self._counts(opened):
                         return opened
                 except NotACheckpointError:
                     pass
@@ -272,6 +271,17 @@ class StepIndex:
         latest = await self._first_answer(look)
         await self._say_left_out(left_out)
         return latest
+
+    async def _counts(self, opened: OpenedStep) -> bool:
+        """Tell whether a step that was opened is a committed one, whole as far as lists see it."""
+        name = opened.step_dir
+        if name in self._known:
+            return True
+        if opened.foreign is not None:
+            return await self.look(name) is not None
+        # Its manifest has been read: it is read again only where files are missing or short.
+        sizes = {name: _largest(opened.manifest.sizes)}
+        return not await self._storage.cut_files(sizes) or await self.look(name) is not None
 
     async def step_dirs_of(self, step: int) -> list[str]:
         """Return the names of everything that may be `step`, damaged or not.
@@ -371,7 +381,7 @@ class StepIndex:
         for (name, _), summary in zip(new, read, strict=True):
             found[name] = self._indexed(name, summary)
             if summary is not None and found[name] is not None:
-                sizes[name] = _largest_files(summary)
+                sizes[name] = _largest(summary.sizes)
         cut = await self._storage.cut_files(sizes) if sizes else {}
         self._known |= {name: (stamp, found[name]) for name, stamp in new if name not in cut}
         if cut:
@@ -473,8 +483,7 @@ class StepIndex:
         return None
 
 
-def _largest_files(summary: Summary) -> dict[str, int]:
-    sizes = summary.sizes
+def _largest(sizes: dict[str, int]) -> dict[str, int]:
     if len(sizes) <= _MOST_FILES:
         return sizes
     return dict(sorted(sizes.items(), key=lambda each: -each[1])[:_MOST_FILES])

@@ -42,7 +42,7 @@ from ckpt._steps.removal.all_disks import CommonSteps, joined, on_all, told
 from ckpt._steps.removal.retention import Retention
 from ckpt._steps.removal.superfluous import Superfluous, in_common, kept_of
 from ckpt._steps.removal.trash import StepTrash
-from ckpt._steps.restore_requests import check_broadcast
+from ckpt._steps.restores.requests import check_broadcast
 from ckpt._steps.unreadable import shortened
 from ckpt.coordination._collectives import gathered
 from ckpt.coordination._heartbeat import beating
@@ -113,11 +113,15 @@ class OneProcess:
 
     @contextlib.asynccontextmanager
     async def restoring(
-        self, step: int | None, broadcast_bytes: int | None, caller: CallingThread
+        self,
+        step: int | None,
+        opened: OpenedStep | None,
+        broadcast_bytes: int | None,
+        caller: CallingThread,
     ) -> AsyncIterator[FoundStep]:
-        """Find `step`, or the latest one, for the body to restore."""
+        """Find `step`, or the latest one, for the body to restore; `opened` was found already."""
         check_broadcast(broadcast_bytes, own_disks=False)
-        yield FoundStep(await self.steps.found(step))
+        yield FoundStep(opened or await self.steps.found(step))
 
     async def on_primary(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
         """Return what `act` gives."""
@@ -210,28 +214,35 @@ class SharedRoot(_SeveralProcesses):
 
     @contextlib.asynccontextmanager
     async def restoring(
-        self, step: int | None, broadcast_bytes: int | None, caller: CallingThread
+        self,
+        step: int | None,
+        opened: OpenedStep | None,
+        broadcast_bytes: int | None,
+        caller: CallingThread,
     ) -> AsyncIterator[FoundStep]:
-        """Agree on the step that the primary finds; the body succeeds on all processes or none."""
+        """Agree on the step that the primary finds; the body succeeds on all processes or none.
+
+        What the primary has found already is `opened`.
+        """
         async with self.peers.all_of("restore", _restore_of(step)) as operation:
             check_broadcast(broadcast_bytes, own_disks=False)
             try:
-                opened = await self._find_with_primary(step, broadcast_bytes, operation)
+                found = await self._find_with_primary(step, opened, broadcast_bytes, operation)
                 broadcast = None
                 if broadcast_bytes is not None:
                     broadcast = Broadcast(self.peers, operation, broadcast_bytes, caller)
-                yield FoundStep(opened, broadcast)
+                yield FoundStep(found, broadcast)
             except StepDeletedError as error:
                 if self.process == 0:
                     raise
                 raise self._deleted(error) from error
 
     async def _find_with_primary(
-        self, step: int | None, nbytes: int | None, operation: Operation
+        self, step: int | None, opened: OpenedStep | None, nbytes: int | None, operation: Operation
     ) -> OpenedStep:
         """Return the step that the primary finds, which hands on what it has read of it."""
         if self.process == 0:
-            opened = await self._index.found(step)
+            opened = opened or await self._index.found(step)
             manifest = opened.manifest
             about = {"step": manifest.step, "attempt": manifest.attempt, "broadcast": nbytes}
             handed = b""
@@ -353,17 +364,29 @@ class SeparateRoots(_SeveralProcesses):
     async def found(self, step: int | None) -> OpenedStep:
         """Open `step`, or the latest one that all processes have."""
         if step is None:
-            latest = await self.latest()
+            latest = await self.open_latest()
             if latest is None:
                 raise self._index.no_step()
-            step = latest.step
+            return latest
         return await self._index.found(step)
+
+    async def open_latest(self) -> OpenedStep | None:
+        """Open the greatest step that all processes have; None if there is none."""
+        latest = await self.latest()
+        return None if latest is None else await self._index.found(latest.step)
 
     @contextlib.asynccontextmanager
     async def restoring(
-        self, step: int | None, broadcast_bytes: int | None, caller: CallingThread
+        self,
+        step: int | None,
+        opened: OpenedStep | None,
+        broadcast_bytes: int | None,
+        caller: CallingThread,
     ) -> AsyncIterator[FoundStep]:
-        """Find a step that all processes have; the body succeeds on all of them or none."""
+        """Find a step that all processes have; the body succeeds on all of them or none.
+
+        They look again, whatever was `opened`: each reads its own disk.
+        """
         async with self.peers.all_of("restore", _restore_of(step)) as operation:
             check_broadcast(broadcast_bytes, own_disks=True)
             yield FoundStep(await self._index.found(await self._common(step, operation)))

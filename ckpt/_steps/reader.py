@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -23,11 +23,12 @@ from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import ArrayMemory, VerifyMode, checks_devices
-from ckpt._steps.index import IndexedStep, PassedOver, StepIndex
-from ckpt._steps.opened import open_step
-from ckpt._steps.previous_steps import AilingLeaves, saved_step
+from ckpt._steps.index import IndexedStep, StepIndex
+from ckpt._steps.opened import OpenedStep, open_step
+from ckpt._steps.previous_steps import saved_step
 from ckpt._steps.processes import Processes
-from ckpt._steps.restore_requests import context_of, result_of, wanted_items, what_is_missing
+from ckpt._steps.restores.requests import context_of, result_of, wanted_items, what_is_missing
+from ckpt._steps.restores.step_choice import RunStart, StepChoice
 from ckpt._steps.step_metadata import StepMetadata, describe_step
 from ckpt._steps.unreadable import shortened
 from ckpt._steps.wrong_paths import explained
@@ -42,7 +43,7 @@ from ckpt.errors import (
     StepNotFoundError,
 )
 from ckpt.policies._context import SavedStep
-from ckpt.policies._health import Healthy, check_healthy, why_not_healthy
+from ckpt.policies._health import Healthy, check_healthy
 from ckpt.policies._ranking import BestN, Metric, Mode, best_of
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import no_manifest, while_read
@@ -52,9 +53,6 @@ logger = logging.getLogger("ckpt")
 
 # A writer that deletes the latest step this often while it is read keeps nothing that one can read.
 _LATEST_TRIES = 20
-
-# Of many steps that are passed over, the reasons of the newest ones are told.
-_MOST_TOLD = 5
 
 _Load = Callable[[int | None], Awaitable[tuple[int | None, Any]]]
 
@@ -85,9 +83,7 @@ class StepReader:
         self._processes = processes
         self.begins_from = begins_from
         self._may_write = may_write
-        self._ailing = AilingLeaves(storage)
-        # What was said of steps that were passed over.
-        self._said_passed: set[tuple[int, PassedOver]] = set()
+        self.choice = StepChoice(storage, index, processes)
         # The attempts of steps of which it was said which items they lack.
         self._said_missing: set[str] = set()
 
@@ -99,90 +95,9 @@ class StepReader:
         """Return the greatest committed step, or the greatest healthy one; None without any."""
         wanted = check_healthy(healthy)
         if wanted is not None:
-            return (await self._healthy_step(wanted))[0]
+            return (await self.choice.healthy_step(wanted))[0]
         latest = await self._processes.steps.latest()
         return None if latest is None else latest.step
-
-    async def _healthy_step(
-        self, wanted: Healthy, tried: Collection[int] = ()
-    ) -> tuple[int | None, dict[int, PassedOver]]:
-        """Return the greatest healthy step that was not tried, and the newer ones, with reasons.
-
-        Without a healthy step that is None, and all. Steps that are passed over are named once.
-        """
-        reasons = await self.judged(wanted)
-        healthy = (step for step, why in reasons.items() if why is None and step not in tried)
-        chosen = max(healthy, default=None)
-        passed = {
-            step: why
-            for step, why in reasons.items()
-            if why is not None and (chosen is None or step > chosen)
-        }
-        if chosen is not None:
-            self.say_passed(chosen, passed)
-        return chosen, passed
-
-    async def judged(self, wanted: Healthy) -> dict[int, PassedOver | None]:
-        """Return for each committed step why it is not known to be healthy; None if it is."""
-        attempts: dict[int, str] = {}
-
-        async def see(found: Mapping[int, IndexedStep]) -> list[SavedStep]:
-            attempts.update({step: each.attempt for step, each in found.items()})
-            return await self._ailing.saved_steps(found.values())
-
-        reasons = await self._processes.judged(see, partial(why_not_healthy, allow=wanted.allow))
-        return {
-            step: PassedOver(attempts[step], why, "unhealthy") if why else None
-            for step, why in reasons.items()
-        }
-
-    def say_passed(self, chosen: int, passed: Mapping[int, PassedOver]) -> None:
-        """Name the steps that are passed over because they are not healthy, once."""
-        if passed and not self._said_passed.issuperset(passed.items()):
-            self._said_passed = set(passed.items())
-            logger.warning(
-                "%s: step %d is the newest healthy one; newer steps are passed over: %s",
-                redact(self._storage.location),
-                chosen,
-                _told(passed),
-            )
-
-    def pass_over_all(self, passed: Mapping[int, PassedOver]) -> None:
-        """Let saves replace these steps."""
-        self._index.passed_over |= passed
-
-    async def choose_healthy(
-        self, wanted: Healthy, tried: Collection[int], *, goes_back: bool
-    ) -> int:
-        """Return the greatest healthy step that was not tried, for all processes.
-
-        If the run `goes_back` to it, saves of the newer ones replace those.
-
-        Raises:
-            StepNotFoundError: There is none; says what is wrong with those that there are.
-        """
-
-        async def act() -> int:
-            chosen, passed = await self._healthy_step(wanted, tried)
-            if chosen is None:
-                raise self._none_healthy(passed) if passed else self._index.no_step()
-            if goes_back:
-                # When the run comes to them again, they have to make way.
-                self._index.passed_over |= passed
-            return chosen
-
-        what = "which step is the newest healthy one"
-        return check_step(await self._processes.decided("healthy", what, act))
-
-    def _none_healthy(self, passed: Mapping[int, PassedOver]) -> StepNotFoundError:
-        count = (
-            "its only step is not" if len(passed) == 1 else f"none of its {len(passed)} steps is"
-        )
-        return StepNotFoundError(
-            f"{self._storage.location}: {count} known to be healthy: {_told(passed)}. Restore one "
-            "of them by its number, leave out healthy=, or allow leaves whose values are meant "
-            "with healthy=ckpt.policies.Healthy(allow=[...])"
-        )
 
     async def best_step(self, metric: Metric | None, mode: Mode | None) -> int | None:
         """Return the step with the best metric, or None; see the managers."""
@@ -194,17 +109,15 @@ class StepReader:
         found = await self._processes.steps.refresh()
         return {step: saved_step(each) for step, each in found.items()}
 
-    async def pass_over(self, step: int, reason: str) -> None:
-        """Let a save replace a step that is damaged, in all processes; nothing, if it is gone."""
-        found = await self._processes.steps.refresh()
-        if step in found:
-            self._index.passed_over[step] = PassedOver(found[step].attempt, reason)
-
     async def metadata(self, step: int | None) -> StepMetadata:
         """Return the metadata of `step`, or of the latest one."""
         opened = await self._processes.steps.found(step)
         path = f"{self._storage.location}/{opened.step_dir}"
         return await run_in_thread(describe_step, opened.manifest, path)
+
+    async def start_of_run(self, healthy: bool | Healthy) -> RunStart:
+        """Return where the run begins or goes on; see `StepChoice`."""
+        return await self.choice.start_of_run(check_healthy(healthy))
 
     async def verify(
         self,
@@ -256,27 +169,6 @@ class StepReader:
         found = await self._index.look(step_dir)
         return found is not None and known is not None and is_rest_of(found, known)
 
-    async def is_fresh(self, healthy: bool | Healthy) -> bool:
-        """Tell whether a run begins here, in all processes alike: the root has no steps.
-
-        Raises:
-            InvalidArgumentError: `healthy` is not what `resume` takes; in a new run, too.
-            StepNotFoundError: It has some, and none of them can be read.
-        """
-        check_healthy(healthy)
-        what = "whether the run begins here"
-        return bool(await self._processes.decided("begins", what, self._has_no_steps))
-
-    async def _has_no_steps(self) -> bool:
-        if await self.latest_step() is not None:
-            return False
-        if self._index.unreadable:
-            error = self._index.no_step()
-            raise StepNotFoundError(
-                f"{error.message}. To begin a new run, choose another root, or remove what is there"
-            )
-        return True
-
     async def begin_from(
         self,
         source: PathLike,
@@ -308,6 +200,7 @@ class StepReader:
 
     async def resume(
         self,
+        start: RunStart,
         target: Any,
         named: bool,
         adapt: Adapt | Mapping[str, Adapt] | None,
@@ -315,10 +208,11 @@ class StepReader:
         healthy: bool | Healthy,
         caller: CallingThread,
     ) -> tuple[int, Any]:
-        """Return the step after the latest one, and what that one holds; see the managers."""
+        """Return the step after the one of `start`, and what that holds; see the managers."""
         true_or_false("fallback", fallback)
         load = partial(
             self.load,
+            latest=start.latest,
             like=None if named else target,
             items=target if named else None,
             at=None,
@@ -327,7 +221,7 @@ class StepReader:
             caller=caller,
         )
         wanted = check_healthy(healthy)
-        step, found = await self._newest(load, fallback, wanted, goes_back=True)
+        step, found = await self._newest(load, fallback, wanted, start)
         return check_step(step) + 1, found
 
     async def restore(
@@ -374,7 +268,7 @@ class StepReader:
         return found[1]
 
     async def _newest(
-        self, load: _Load, fallback: bool, wanted: Healthy | None, *, goes_back: bool = False
+        self, load: _Load, fallback: bool, wanted: Healthy | None, start: RunStart | None = None
     ) -> tuple[int | None, Any]:
         """Load the newest step; each one that is passed over is named in a warning.
 
@@ -382,16 +276,18 @@ class StepReader:
             load: Loads a step; None is the latest.
             fallback: Pass over steps that are damaged, or lack an item that is wanted.
             wanted: Pass over those that are not healthy by it.
-            goes_back: Whether the run goes on from there, and saves those anew.
+            start: Where the run goes on, which saves those anew; None for a restore alone.
         """
         first: CorruptCheckpointError | ItemDroppedError | None = None
         tried: set[int] = set()
         gone = 0
+        choose = partial(self.choice.step_for_all, wanted, tried, goes_back=start is not None)
         # Listing every step takes long in a large root, and is seldom needed.
-        choose = partial(self.choose_healthy, goes_back=goes_back)
-        chosen = None if wanted is None else await choose(wanted, tried)
+        chosen = None if start is None else start.healthy
+        if wanted is not None and chosen is None:
+            chosen = await choose()
         while True:
-            damage: CorruptCheckpointError | None = None
+            damage: str | None = None
             step = chosen
             try:
                 return await load(chosen)
@@ -404,24 +300,17 @@ class StepReader:
                 step = error.step if chosen is None else chosen
                 if step is None or not fallback:
                     raise
-                damage = error if isinstance(error, CorruptCheckpointError) else None
+                damage = error.message if isinstance(error, CorruptCheckpointError) else None
                 first = first or error
                 tried.add(step)
                 logger.warning("step %d is passed over for the one before it: %s", step, error)
             assert step is not None
-            # All processes have to try the same one, and hear of the damage that one has found.
-            found = await self._processes.steps.refresh()
-            if damage is not None and step in found:
-                self._index.passed_over[step] = PassedOver(found[step].attempt, damage.message)
-            if wanted is None:
-                chosen = max((each for each in found if each not in tried), default=None)
-            else:
-                try:
-                    chosen = await choose(wanted, tried)
-                except StepNotFoundError:
-                    if first is None:
-                        raise
-                    chosen = None
+            try:
+                chosen = await choose(None if damage is None else (step, damage))
+            except StepNotFoundError:
+                if first is None:
+                    raise
+                chosen = None
             if chosen is None and first is not None:
                 raise first
 
@@ -436,6 +325,7 @@ class StepReader:
         caller: CallingThread,
         memory: ArrayMemory = "jax",
         is_checked: bool = False,
+        latest: OpenedStep | None = None,
     ) -> tuple[int | None, Any]:
         """Load a step, or the latest one; return it with what it holds."""
         began = time.perf_counter_ns()
@@ -445,8 +335,12 @@ class StepReader:
             deleted: StepDeletedError | None = None
             for _ in range(_LATEST_TRIES):
                 is_another = False
+                # Found a moment ago; if it is gone, the next one is looked for.
+                known_latest = latest if step is None and deleted is None else None
                 try:
-                    async with processes.restoring(step, broadcast_bytes, caller) as found:
+                    async with processes.restoring(
+                        step, known_latest, broadcast_bytes, caller
+                    ) as found:
                         opened = found.opened
                         manifest = opened.manifest
                         # One that has lost items meanwhile is still the step that was asked for.
@@ -558,13 +452,6 @@ def rank(
         # The caller may take None for a fresh run, or restore the latest step.
         raise _no_metric(metric, steps)
     return best
-
-
-def _told(passed: Mapping[int, PassedOver]) -> str:
-    """Return the reasons why steps are passed over, those of the newest first."""
-    told = [f"step {step}: {passed[step].reason}" for step in sorted(passed, reverse=True)]
-    more = len(told) - _MOST_TOLD
-    return " | ".join(told[:_MOST_TOLD]) + (f" | and {more} more" if more > 0 else "")
 
 
 def _no_metric(metric: Metric, steps: Sequence[SavedStep]) -> InvalidArgumentError:

@@ -217,8 +217,9 @@ class MemoryTier:
         if not self._is_open:
             return
         flush = failed and self._settings.flush
-        is_done = self.keeper.close(timeout=_FLUSH_TIMEOUT if flush else 0.0)
-        if flush and (not is_done or (self._flushed is not None and self._flushed.problem)):
+        is_done = self.keeper.close(flush=flush, timeout=_FLUSH_TIMEOUT)
+        has_failed = self._flushed is not None and bool(self._flushed.problem)
+        if has_failed or (flush and not is_done):
             logger.warning("the last snapshot stays in memory: %s", self._folder.path)
             self._folder.leave()
         elif failed and not flush:

@@ -18,6 +18,7 @@ from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import ArrayMemory, VerifyMode, checks_devices
 from ckpt._steps.reader import StepReader, check_one_step, rank
+from ckpt._steps.restores.step_choice import RunStart
 from ckpt._steps.step_metadata import StepMetadata
 from ckpt.errors import (
     CorruptCheckpointError,
@@ -138,12 +139,14 @@ class TieredReader:
         assert report is not None
         return report
 
-    async def is_fresh(self, healthy: bool | Healthy) -> bool:
-        """Tell whether a run begins here: no tier has a step."""
+    async def start_of_run(self, healthy: bool | Healthy) -> RunStart:
+        """Return whether a run begins here: no tier has a step."""
         check_healthy(healthy)
         tiers, places = await self._listed(partial(_latest, healthy=False))
+        if places:
+            return RunStart(is_fresh=False)
         # The root says what else is in it.
-        return await tiers[-1].reader.is_fresh(healthy) and not places
+        return await tiers[-1].reader.start_of_run(healthy)
 
     async def begin_from(
         self,
@@ -158,6 +161,7 @@ class TieredReader:
 
     async def resume(
         self,
+        start: RunStart,
         target: Any,
         named: bool,
         adapt: Adapt | Mapping[str, Adapt] | None,
@@ -280,7 +284,7 @@ class TieredReader:
                 first = first or error
                 top = place.step if top is None else top
                 if isinstance(error, CorruptCheckpointError):
-                    await reader.pass_over(place.step, error.message)
+                    await reader.choice.pass_over(place.step, error.message)
                 _say_next(place, tiers, error)
             tried.add(place)
             look = StepReader.all_steps
@@ -298,12 +302,12 @@ class TieredReader:
         Raises:
             StepNotFoundError: There are steps, and none is healthy.
         """
-        reasons = [await tier.reader.judged(wanted) for tier in tiers]
+        reasons = [await tier.reader.choice.judged(wanted) for tier in tiers]
         healthy = [p for p in places if reasons[p.number].get(p.step, "gone") is None]
         if places and not healthy:
             # The root, or the nearest tier with steps, says what is wrong with them.
             number = max(place.number for place in places)
-            await tiers[number].reader.choose_healthy(wanted, (), goes_back=goes_back)
+            await tiers[number].reader.choice.step_for_all(wanted, (), goes_back=goes_back)
         newest = healthy[0].step if healthy else -1
         for number, tier in enumerate(tiers):
             passed = {
@@ -311,9 +315,9 @@ class TieredReader:
                 for step, why in reasons[number].items()
                 if why is not None and step > newest
             }
-            tier.reader.say_passed(newest, passed)
+            tier.reader.choice.say_passed(newest, passed)
             if goes_back:
-                tier.reader.pass_over_all(passed)
+                tier.reader.choice.pass_over_all(passed)
         return healthy
 
 

@@ -25,7 +25,7 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Staging
 from ckpt._steps.factory import make_engine
 from ckpt._steps.opened import open_step
-from ckpt._steps.restore_requests import context_of
+from ckpt._steps.restores.requests import context_of
 from ckpt.exports import Safetensors
 from ckpt.storage._resolve import open_step_dir
 

@@ -27,7 +27,7 @@ from ckpt._plan.adapt import Adapt
 from ckpt._plan.multihost.per_process import apart, combine, own_path, pick, renamed
 from ckpt._settings import Staging
 from ckpt._steps.factory import make_engine
-from ckpt._steps.restore_requests import wanted_items
+from ckpt._steps.restores.requests import wanted_items
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,

@@ -43,6 +43,7 @@ FAULTS: tuple[Fault, ...] = get_args(Fault)
 # What the store does not do, whoever asks how often.
 Refusal = Literal["403", "501"]
 _SLOW_S = 0.3
+_SPAN = re.compile("[0-9]+")
 _ETAG = re.compile(rb"etag:[^\r]*\r\n", re.IGNORECASE)
 
 
@@ -50,7 +51,8 @@ _ETAG = re.compile(rb"etag:[^\r]*\r\n", re.IGNORECASE)
 class Seen:
     """One request: what it was, and what became of it (status 0: no answer).
 
-    `copies`: it asks for a copy of another object.
+    `copies`: it asks for a copy of another object. `span`: first byte and last of what it asks for;
+    empty for all.
     """
 
     number: int
@@ -59,6 +61,7 @@ class Seen:
     query: dict[str, str]
     conditional: bool
     copies: bool = False
+    span: tuple[int, ...] = ()
     fault: str | None = None
     status: int = 0
     up: int = 0
@@ -155,7 +158,8 @@ class FaultProxy:
             "ifGenerationMatch" in head.query
         )
         copies = any(f"x-{name}-copy-source" in head.headers for name in ("amz", "goog"))
-        seen = Seen(len(self.log), head.first[0], head.path, head.query, conditional, copies)
+        span = tuple(map(int, _SPAN.findall(head.headers.get("range", ""))))
+        seen = Seen(len(self.log), head.first[0], head.path, head.query, conditional, copies, span)
         self.log.append(seen)
         seen.fault = fault = self.plan(seen)
         if self.latency:

@@ -52,7 +52,7 @@ class StoredArrays:
         from ckpt._plan.multihost.per_process import ProcessPart
         from ckpt._settings import Staging
         from ckpt._steps.factory import make_engine
-        from ckpt._steps.restore_requests import context_of
+        from ckpt._steps.restores.requests import context_of
         from ckpt.errors import UnsupportedFormatError, located
 
         self._checkpoint = checkpoint

@@ -52,7 +52,8 @@ class Keeper:
     # SIGTERM, to itself               the same
     # the trainer dies                 writes the last snapshot, waits for a trainer that is
     #                                  started again, gives the memory back, and ends
-    # `Close`                          writes the last snapshot, and ends
+    # `Close`                          writes the last snapshot if that is asked for, or if a
+    #                                  signal came, and ends
 
     def __init__(self, setup: Setup, trainer: socket.socket) -> None:
         """Watch the trainer of `setup`, which is told things over a socket."""
@@ -65,20 +66,22 @@ class Keeper:
         self._flushing = anyio.Lock()
         # Set when the trainer has died, and when it has closed the keeper.
         self._is_over = anyio.Event()
-        self._is_closed = False
+        self._close: Close | None = None
 
     async def run(self, alarm: socket.socket, rest: bytes) -> None:
         """Watch until the trainer has ended, and do what is left then."""
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._watch_trainer)
-            tasks.start_soon(self._hear, rest)
-            tasks.start_soon(self._watch_alarm, alarm, tasks)
-            tasks.start_soon(self._watch_signals, tasks)
+        # What is being written when the trainer ends is written to its end.
+        async with anyio.create_task_group() as writes, anyio.create_task_group() as watches:
+            watches.start_soon(self._watch_trainer)
+            watches.start_soon(self._hear, rest)
+            watches.start_soon(self._watch_alarm, alarm, writes)
+            watches.start_soon(self._watch_signals, writes)
             self._tell(Ready())
             await self._is_over.wait()
-            tasks.cancel_scope.cancel()
-        if self._is_closed:
-            self._tell(await self._flush(None) or Flushed(-1))
+            watches.cancel_scope.cancel()
+        if self._close is not None:
+            if self._close.flush or self._noticed_at is not None or self._has_noticed(alarm):
+                self._tell(await self._flush(None) or Flushed(-1))
             self._tell(Closed())
             return
         await self._end_alone()
@@ -152,24 +155,27 @@ class Keeper:
                 self._newest = max(self._newest, message.step)
                 self._rate = message.bytes_per_second or self._rate
             elif isinstance(message, Close):
-                self._is_closed = True
+                self._close = message
                 self._is_over.set()
 
-    async def _watch_alarm(self, alarm: socket.socket, tasks: TaskGroup) -> None:
+    async def _watch_alarm(self, alarm: socket.socket, writes: TaskGroup) -> None:
         """The kernel runs the trainer's handler at once, which writes here before Python does."""
         while True:
             await anyio.wait_readable(alarm)
-            numbers = alarm.recv(_PIECE)
-            if not numbers:
-                return
-            if set(numbers).intersection(self._setup.signals):
-                tasks.start_soon(self._notice)
+            if self._has_noticed(alarm):
+                writes.start_soon(self._notice)
 
-    async def _watch_signals(self, tasks: TaskGroup) -> None:
+    def _has_noticed(self, alarm: socket.socket) -> bool:
+        """Read the numbers of signals that have come; tell whether one announces the end."""
+        with contextlib.suppress(BlockingIOError):
+            return bool(set(alarm.recv(_PIECE)).intersection(self._setup.signals))
+        return False
+
+    async def _watch_signals(self, writes: TaskGroup) -> None:
         # Some schedulers tell every process of a job.
         with anyio.open_signal_receiver(signal.SIGTERM) as received:
             async for _ in received:
-                tasks.start_soon(self._notice)
+                writes.start_soon(self._notice)
 
     def _tell(self, message: FromKeeper) -> None:
         # A trainer that has died is not told anything.
@@ -232,6 +238,7 @@ if __name__ == "__main__":
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
     told, alarmed = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:3])
+    alarmed.setblocking(False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     anyio.run(_main, told, alarmed)

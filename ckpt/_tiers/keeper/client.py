@@ -119,17 +119,18 @@ class KeeperClient:
             self._tap.remove()
             self._tap = None
 
-    def close(self, *, timeout: float) -> bool:
-        """End the keeper; return whether it has written the last snapshot.
+    def close(self, *, flush: bool, timeout: float) -> bool:
+        """End the keeper; return whether it has done what was left.
 
         Args:
-            timeout: Seconds that it has for that; with 0 it is not asked to.
+            flush: Whether the last snapshot is to be written first. If a signal came, it is anyway.
+            timeout: Seconds that it has for that.
         """
         if self._process is None:
             return False
         done = False
-        if timeout and self._socket is not None:
-            self.tell(Close())
+        if self._socket is not None:
+            self.tell(Close(flush))
             done = self._closed.wait(timeout)
         with self._guard:
             if not done:

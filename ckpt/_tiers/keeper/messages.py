@@ -57,7 +57,13 @@ class Saved(Struct, frozen=True, tag="saved"):
 
 
 class Close(Struct, frozen=True, tag="close"):
-    """The trainer ends: the keeper writes the last snapshot, and ends, too."""
+    """The trainer ends, and the keeper does, too.
+
+    Attributes:
+        flush: Whether the last snapshot is written first; also without, if a signal has come.
+    """
+
+    flush: bool
 
 
 class Ready(Struct, frozen=True, tag="ready"):

@@ -220,6 +220,40 @@ def test_a_whole_root_is_resumed_without_reading_every_step(
     assert {path.split("/")[0] for path in seen if path.endswith("ckpt.json")} == {"20"}
 
 
+@pytest.mark.parametrize("healthy", [False, True])
+def test_a_step_that_goes_while_the_target_is_made_is_not_resumed(
+    tmp_path: Path, healthy: bool
+) -> None:
+    """It is looked for before the function is called, and restored afterwards."""
+    with ckpt.sync.CheckpointManager(tmp_path / "run", vital_signs=True) as mgr:
+        for step in (1, 2, 3):
+            mgr.save(step, state(step))
+
+    def fresh() -> dict[str, Any]:
+        with ckpt.sync.CheckpointManager(tmp_path / "run") as other:
+            other.delete(3)
+        return state(0)
+
+    with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
+        begin, found = mgr.resume(fresh, healthy=healthy)
+    assert begin == 3
+    assert found["w"][0] == 2
+
+
+def test_a_step_that_is_replaced_while_the_target_is_made_is_the_new_one(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "run")
+
+    def fresh() -> dict[str, Any]:
+        with ckpt.sync.CheckpointManager(root) as other:
+            other.save(3, {"w": jnp.full(4096, 7.0), "step": jnp.int32(7)}, overwrite=True)
+        return state(0)
+
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        begin, found = mgr.resume(fresh)
+    assert begin == 4
+    assert found["w"][0] == 7
+
+
 def test_a_step_that_was_replaced_since_is_not_moved_aside(tmp_path: Path) -> None:
     root = make_root(tmp_path / "run")
     flip_array(root / "3")

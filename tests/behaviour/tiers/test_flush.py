@@ -84,6 +84,17 @@ def test_a_loop_still_hears_of_signals(tmp_path: Path, memory: Path) -> None:
     assert "heard by the loop" in out
 
 
+def test_a_run_that_ends_well_after_a_signal(tmp_path: Path, memory: Path) -> None:
+    """It was told to end, and may not have saved."""
+    with trainer(tmp_path / "run", memory, "wait", 3, 2, "preempt") as run:
+        run.lines(until="ack 4")
+        run.process.send_signal(TERM)
+        assert "wrote the snapshot of step 4" in run.end()[1]
+        assert run.process.returncode == 0
+    assert steps_of(tmp_path / "run") == [4]
+    assert list(memory.iterdir()) == []
+
+
 def test_a_newer_step_of_the_root_is_enough(tmp_path: Path, memory: Path) -> None:
     root = tmp_path / "run"
     tier = SharedMemory(directory=str(memory))

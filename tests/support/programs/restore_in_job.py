@@ -28,7 +28,7 @@ from ckpt._engine.restore.pipeline import restore_items
 from ckpt._format.manifest import decode, encode
 from ckpt._settings import Staging
 from ckpt._steps.factory import make_engine
-from ckpt._steps.restore_requests import wanted_items
+from ckpt._steps.restores.requests import wanted_items
 from ckpt.storage._manifests import read_manifest
 from ckpt.storage._resolve import open_step_dir
 from tests.support.real_jobs import at, tell

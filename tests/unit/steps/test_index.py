@@ -97,6 +97,33 @@ def test_what_others_do_to_a_root_is_seen_at_once(tmp_path: Path) -> None:
         assert mgr.all_steps() == [0, 1, 2]
 
 
+def test_the_latest_step_is_opened_by_one_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by an index that has not seen it before: no second one tells that it is committed."""
+    asked: list[str] = []
+
+    async def main() -> None:
+        storage = open_root("memory://latest/once")
+
+        def counted(name: str, ask: Any) -> Any:
+            async def asks(*args: Any) -> Any:
+                asked.append(name)
+                return await ask(*args)
+
+            return asks
+
+        for name in ("step_dirs", "stamps", "read", "read_each"):
+            monkeypatch.setattr(storage, name, counted(name, getattr(storage, name)))
+        opened = await StepIndex(storage).open_latest()
+        assert opened is not None
+        assert opened.manifest.step == 4
+
+    with ckpt.sync.CheckpointManager("memory://latest/once") as mgr:
+        for step in (3, 4):
+            mgr.save(step, {"n": step})
+    asyncio.run(main())
+    assert asked == ["step_dirs", "read"]
+
+
 def test_the_index_remembers_no_more_than_there_is(tmp_path: Path) -> None:
     async def main() -> None:
         index = StepIndex(open_root(tmp_path))

@@ -1,0 +1,1 @@
+"""Restores of steps: which one, and what of it."""
