@@ -18,7 +18,7 @@ START, END = "<!-- starts:start -->", "<!-- starts:end -->"
 COUNTS = (1, 2, 4)
 TEXT = (
     "Requests of jobs of 1, 2 and 4 processes, all of them together; and how much data they read. "
-    "The state has 0.7 MB: half of it on all devices, the other half cut over them.\n\n"
+    "The state has 0.7 MB: 0.3 MB are cut over the devices, and all processes need the rest.\n\n"
 )
 
 
