@@ -18,7 +18,7 @@ from msgspec import Struct
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.item_files import read_item_file
 from ckpt._engine.restore.item_reader import EngineItemReader
-from ckpt._engine.verify.damage import role_of
+from ckpt._engine.verify.file_roles import role_of
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.leaf_table import UNCHECKED, LeafEntry
 from ckpt._format.manifest import ItemEntry

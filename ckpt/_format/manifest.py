@@ -25,7 +25,9 @@ from ckpt._format.digests import digest
 from ckpt._format.history import DroppedItem, Parent, check_dropped
 from ckpt._format.leaf_table import LeafColumns, LeafTable
 from ckpt._format.manifest_head import (
+    COMPRESSION,
     FILE_NAME,
+    FOLDER,
     FORMAT_VERSION,
     HEAD_KEY,
     HEX_DIGITS,
@@ -366,6 +368,17 @@ def decode_item(data: bytes) -> ItemEntry:
 def sizes(manifest: Manifest, encoded: bytes) -> dict[str, int]:
     """Return the size in bytes of every file of a step by path, its manifest among them."""
     return {FILE_NAME: len(encoded)} | {path: each.size for path, each in manifest.files.items()}
+
+
+def features(
+    items: Mapping[str, ItemEntry], folder: str, *, own_disks: bool = False, virtual: bool = False
+) -> list[str]:
+    """Return the features that a reader has to know."""
+    compressed = any(
+        form.codec is not None for item in items.values() for form in item.leaves.forms
+    )
+    needed = {COMPRESSION: compressed, FOLDER: folder, OWN_DISKS: own_disks, VIRTUAL: virtual}
+    return [name for name, is_needed in needed.items() if is_needed]
 
 
 def decode(data: bytes, *, where: str) -> Manifest:

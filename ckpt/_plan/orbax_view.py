@@ -20,8 +20,6 @@ from ckpt._format.manifest import ItemEntry, Node, ShardingEntry
 from ckpt._format.metrics import json_metrics
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, decode_scalar
 from ckpt._tree.leaf_names import sibling_names
-from ckpt._tree.leaf_specs import scalar_array
-from ckpt._tree.static_values import decode_key
 
 # Orbax stores private Python paths as handler names; both of its APIs resolve these.
 _HANDLERS = "orbax.checkpoint._src.handlers"
@@ -200,12 +198,17 @@ def _paths(
 
 
 def _child_names(node: Node) -> Sequence[str]:
+    # Here and below, since copies of steps need no jax.
+    from ckpt._tree.static_values import decode_key
+
     if node.kind in ("list", "tuple"):
         return [str(number) for number in range(len(node.children))]
     return sibling_names([decode_key(key) for key in node.keys])
 
 
 def _value_type(leaf: LeafEntry) -> str:
+    from ckpt._tree.leaf_specs import scalar_array
+
     if leaf.kind in ARRAY_KINDS:
         return "jax.Array" if leaf.kind in _ON_DEVICES else "np.ndarray"
     if leaf.kind == CALLABLE:

@@ -11,8 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from msgspec import Struct
 
-from ckpt._engine.verify.damage import role_of
-from ckpt._engine.verify.pipeline import verify_step_dir
+from ckpt._engine.verify.file_roles import role_of
 from ckpt._format.leaf_table import DIGEST_BYTES, LeafTable
 from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._runtime.threads import run_in_thread
@@ -22,8 +21,8 @@ from ckpt.errors import (
     StepExistsError,
     UnsupportedFormatError,
 )
-from ckpt.storage._base import Storage
-from ckpt.storage._manifests import read_manifest
+from ckpt.storage._base import UNKNOWN_SIZE, Storage
+from ckpt.storage._manifests import lies_in, read_manifest
 
 # What is where a copy goes: nothing; the same step; the same one, damaged or without its arrays;
 # another one; or something damaged of which it is not known whether it was the same.
@@ -70,8 +69,21 @@ async def presence_of(
         return "other"
     if whole and found.sources:
         return "damaged"
+    if not deep and not found.sources:
+        return "same" if await _has_files(found, target) else "damaged"
+    # Here, since names and sizes are compared without jax.
+    from ckpt._engine.verify.pipeline import verify_step_dir
+
     report = await verify_step_dir(target.storage, target.name, None, deep, (), may_write=False)
     return "same" if report.ok else "damaged"
+
+
+async def _has_files(manifest: Manifest, target: CopyPlace) -> bool:
+    """Tell whether a step directory has the files of its manifest, as far as a list of it shows."""
+    found = await target.storage.files(lies_in(target.name, manifest))
+    return all(
+        found.get(path) in (file.size, UNKNOWN_SIZE) for path, file in manifest.files.items()
+    )
 
 
 async def copied_meanwhile(

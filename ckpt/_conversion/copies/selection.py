@@ -17,7 +17,6 @@ from ckpt._format.manifest import ItemEntry, Manifest, Node
 from ckpt._tree.boxes import is_box, unboxed_names
 from ckpt._tree.leaf_names import sibling_names
 from ckpt._tree.patterns import Pattern, compile_pattern
-from ckpt._tree.static_values import decode_key
 from ckpt._tree.suggestions import suggestion
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError
 
@@ -275,6 +274,9 @@ class _Pruning:
 
 
 def _child_names(node: Node) -> Sequence[str]:
+    # Here, since copies of whole steps need no jax.
+    from ckpt._tree.static_values import decode_key
+
     if node.kind in _SEQUENCES:
         return [str(number) for number in range(len(node.children))]
     return sibling_names([decode_key(key) for key in node.keys])

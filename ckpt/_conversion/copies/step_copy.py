@@ -24,10 +24,9 @@ from ckpt._conversion.copies.place import CopyPlace
 from ckpt._conversion.copies.selection import Selection
 from ckpt._engine.save.republication import republish
 from ckpt._engine.save.request import SaveRequest
-from ckpt._engine.save.step_manifest import features
 from ckpt._events import Event
 from ckpt._format.digests import digest, new_digest
-from ckpt._format.manifest import Manifest, encode, sizes
+from ckpt._format.manifest import Manifest, encode, features, sizes
 from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, OWN_DISKS, VIRTUAL, FileEntry, peek
 from ckpt._plan.orbax_view import item_marks, step_view
 from ckpt._runtime.threads import run_in_thread

@@ -13,7 +13,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._conversion.copies.place import CopyPlace, copied_meanwhile, presence_of
-from ckpt._conversion.copies.rewritten_copy import write_anew
 from ckpt._conversion.copies.selection import Selection, nothing_selected, selected, unmatched
 from ckpt._conversion.copies.step_copy import CopyProgress, StepCopier, others_in
 from ckpt._format.manifest import Manifest
@@ -292,6 +291,9 @@ async def _copy_one(
             replaces = rules.overwrite or found == "damaged"
             try:
                 if anew:
+                    # Here, since copies file by file need no jax.
+                    from ckpt._conversion.copies.rewritten_copy import write_anew
+
                     nbytes = await write_anew(
                         source, wanted, target, overwrite=replaces, observers=(progress,)
                     )

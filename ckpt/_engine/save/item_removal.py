@@ -8,10 +8,9 @@ import anyio
 from msgspec.structs import replace
 
 from ckpt._engine.save.republication import republish
-from ckpt._engine.save.step_manifest import features
 from ckpt._format.digests import digest
 from ckpt._format.history import DroppedItem
-from ckpt._format.manifest import Manifest, encode, sizes
+from ckpt._format.manifest import Manifest, encode, features, sizes
 from ckpt._format.manifest_head import FILE_NAME, OWN_DISKS, VIRTUAL, FileEntry
 from ckpt._plan.orbax_view import step_view
 from ckpt._runtime.threads import run_in_thread

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from ckpt._engine.last_save import LastSave
 from ckpt._engine.plan_cache import PlanCache
 from ckpt._engine.save.deadline import given_up_after
 from ckpt._engine.save.item_writer import EngineItemWriter
+from ckpt._engine.save.kept_lease import keep_lease
 from ckpt._engine.save.merged_items import ItemParts
 from ckpt._engine.save.multihost import JointSave
 from ckpt._engine.save.publication import publish
@@ -28,18 +28,14 @@ from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._plan.unchanged.frozen_leaves import FrozenLeaves
 from ckpt._runtime.interpreter import quick_switches
 from ckpt._runtime.threads import run_in_thread
-from ckpt.errors import StorageError, located
+from ckpt.errors import located
 from ckpt.handlers._base import Handler, errors_of, is_per_process
 from ckpt.handlers._registry import Handlers
 from ckpt.storage._base import Attempt, Storage, can_share
 from ckpt.storage._manifests import lies_in
 
-logger = logging.getLogger("ckpt")
-
 # A placeholder, so that the items keep the order in which they were given.
 _NO_ENTRY = ItemEntry(handler="")
-# Times that a lease is renewed before it would run out: some may fail or come late.
-_RENEWALS = 6
 
 
 async def save_step(
@@ -160,18 +156,6 @@ async def _begin(
     session.begun.set()
     await may_write()
     session.attempt_ready.set()
-
-
-async def keep_lease(storage: Storage, attempt: Attempt, keeper: anyio.CancelScope) -> None:
-    """Renew the lease of an attempt until `keeper` is cancelled."""
-    with keeper:
-        while True:
-            await anyio.sleep(storage.lease_seconds / _RENEWALS)
-            # Whether the attempt is still ours is decided when it is published.
-            try:
-                await storage.renew(attempt)
-            except StorageError as error:
-                logger.warning("the lease of an attempt was not renewed: %s", error)
 
 
 async def _run(

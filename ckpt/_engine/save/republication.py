@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import anyio
 
-from ckpt._engine.save.pipeline import keep_lease
+from ckpt._engine.save.kept_lease import keep_lease
 from ckpt.storage._base import Attempt, Storage
 
 

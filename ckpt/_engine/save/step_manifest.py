@@ -13,17 +13,8 @@ from ckpt._engine.save.multihost import WriteReport, same_items
 from ckpt._engine.save.request import SaveRequest
 from ckpt._engine.save.session import SaveSession
 from ckpt._format.digests import digest
-from ckpt._format.manifest import ItemEntry, Manifest, encode, sizes
-from ckpt._format.manifest_head import (
-    COMPRESSION,
-    FILE_NAME,
-    FOLDER,
-    FORMAT_VERSION,
-    MAX_BYTES,
-    OWN_DISKS,
-    VIRTUAL,
-    FileEntry,
-)
+from ckpt._format.manifest import ItemEntry, Manifest, encode, features, sizes
+from ckpt._format.manifest_head import FILE_NAME, FORMAT_VERSION, MAX_BYTES, FileEntry
 from ckpt._plan.multihost.per_process import apart, combine
 from ckpt._plan.orbax_view import step_view, text_view
 from ckpt._runtime.threads import run_in_thread
@@ -169,14 +160,3 @@ async def write_manifest(
     await session.storage.write(attempt, FILE_NAME, encoded)
     session.sizes = sizes(manifest, encoded)
     return manifest
-
-
-def features(
-    items: Mapping[str, ItemEntry], folder: str, *, own_disks: bool = False, virtual: bool = False
-) -> list[str]:
-    """Return the features that a reader has to know."""
-    compressed = any(
-        form.codec is not None for item in items.values() for form in item.leaves.forms
-    )
-    needed = {COMPRESSION: compressed, FOLDER: folder, OWN_DISKS: own_disks, VIRTUAL: virtual}
-    return [name for name, is_needed in needed.items() if is_needed]

@@ -12,6 +12,7 @@ from functools import partial
 
 from msgspec import Struct
 
+from ckpt._engine.verify.file_roles import role_of
 from ckpt._engine.verify.report import Problem
 from ckpt._engine.verify.scanner import Scanner
 from ckpt._format.chunk_locations import ChunkLocation, places_in
@@ -21,10 +22,6 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.boxes import unboxed_names
 from ckpt.errors import CheckpointError, CorruptCheckpointError
 
-# The files of an item that only Orbax reads; see docs/reference/format.md.
-_VIEW = frozenset({"_METADATA", "_sharding", "_strings.json", "array_metadatas/process_0"})
-_MARK = "commit_success.txt"
-_DATABASE = "manifest.ocdbt"
 _ALL_RIGHT = "every array still reads right"
 
 
@@ -48,24 +45,6 @@ class _LeafDamage(Struct):
     count: int
     first: int
     reason: str
-
-
-def role_of(item: ItemEntry, path: str) -> str:
-    """Return what a file of an item is: `data`, `database`, `view` or `handler`.
-
-    Args:
-        item: The item.
-        path: The file, relative to the item.
-    """
-    if path in item.data_files:
-        return "data"
-    if path == _DATABASE or (item.leaves and path.startswith("d/")):
-        return "database"
-    is_tree = bool(item.nodes or item.leaves)
-    # In an item that is not a tree it is for Orbax, unless the handler reads it. The mark is in
-    # items of steps in stores.
-    described = path == _MARK or (path == "metadata" and item.handler != "json")
-    return "view" if (is_tree and path in _VIEW) or described else "handler"
 
 
 async def problems_of_item(

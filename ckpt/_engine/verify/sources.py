@@ -12,13 +12,12 @@ from msgspec.structs import replace
 
 from ckpt._engine.restore.virtual_files import MISSING, VirtualFiles, unverified_arrays
 from ckpt._engine.save.republication import republish
-from ckpt._engine.save.step_manifest import features
 from ckpt._engine.verify.damage import DamagedFile
 from ckpt._engine.verify.file_selection import FileSelection
 from ckpt._engine.verify.scanner import FirstDigest, Scanner
 from ckpt._format.chunk_locations import ChunkLocation, places_in
 from ckpt._format.leaf_table import DIGEST_BYTES, UNCHECKED, LeafTable
-from ckpt._format.manifest import ItemEntry, Manifest, encode, sizes
+from ckpt._format.manifest import ItemEntry, Manifest, encode, features, sizes
 from ckpt._format.manifest_head import FILE_NAME
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread

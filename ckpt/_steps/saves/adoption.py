@@ -13,8 +13,7 @@ from ckpt._commit import StepInfo, step_info
 from ckpt._engine.engine import Engine
 from ckpt._engine.save.republication import republish
 from ckpt._engine.save.request import SaveRequest
-from ckpt._engine.save.step_manifest import features
-from ckpt._format.manifest import Manifest, encode, sizes
+from ckpt._format.manifest import Manifest, encode, features, sizes
 from ckpt._format.manifest_head import FILE_NAME, FORMAT_VERSION, MAX_BYTES, OWN_FORMAT, peek
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread

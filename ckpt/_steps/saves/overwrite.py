@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING
 
 import anyio
 from msgspec.structs import replace
 
 from ckpt._arguments import check_step
-from ckpt._engine.save.multihost import JointSave, MultihostSave
 from ckpt._engine.save.request import SaveRequest
 from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, peek
 from ckpt._format.metrics import plain_metrics
@@ -18,9 +18,11 @@ from ckpt._steps.index import PassedOver
 from ckpt._steps.pins import pins
 from ckpt._steps.removal.retention import is_ours, spare_others
 from ckpt._steps.unreadable import look_closely
-from ckpt.coordination._collectives import gathered
 from ckpt.errors import InvalidArgumentError, StepExistsError, StorageError
 from ckpt.storage._base import Storage
+
+if TYPE_CHECKING:
+    from ckpt._engine.save.multihost import JointSave
 
 logger = logging.getLogger("ckpt")
 
@@ -148,6 +150,10 @@ async def replacing_part(
     Raises:
         InvalidArgumentError: The request is to overwrite, and every process has its own disk.
     """
+    # Here, since copies of steps need no jobs.
+    from ckpt._engine.save.multihost import MultihostSave
+    from ckpt.coordination._collectives import gathered
+
     if not (isinstance(processes, MultihostSave) and processes.own_disks):
         return request
     if request.overwrite:
