@@ -188,6 +188,32 @@ class SharesFiles(Protocol):
         """
 
 
+@runtime_checkable
+class LeavesFiles(Protocol):
+    """A storage in which a writer can go on with the files that a dead one has left."""
+
+    async def leave(self, attempt: Attempt) -> None:
+        """End an attempt that will not be published, and let its files lie until a sweep."""
+
+    async def left_at(self, step_dir: str) -> list[str]:
+        """Return the directories of the root in which dead attempts at a step directory lie."""
+
+    async def take_over(self, attempt: Attempt, left: str, paths: Sequence[str]) -> Sequence[str]:
+        """Move files of a dead attempt into this one, at the same paths, and make them durable.
+
+        A sweep may remove the dead attempt at the same time. A file that is gone, or cannot be
+        moved, is left out, and the caller writes it.
+
+        Args:
+            attempt: The attempt.
+            left: The directory of the dead one; see `left_at`.
+            paths: The files; the caller knows that they are complete.
+
+        Returns:
+            The paths of those that the attempt has now.
+        """
+
+
 def can_share(storage: Storage) -> bool:
     """Tell whether two step directories of a storage can have the same file."""
     return isinstance(storage, SharesFiles) and storage.shares_files

@@ -44,6 +44,7 @@ FLOORS = [
     {"_steps.service"},
     {"_steps.factory"},
     {"_conversion", "_inspection"},
+    {"_tiers.drains"},
     {"_tiers"},
     {"_api", "tiers"},
     {"sync", "types"},
@@ -191,6 +192,7 @@ def test_threads_are_asked_for_in_one_place() -> None:
         "ckpt.errors",
         "ckpt.policies",
         "ckpt.observers",
+        "ckpt._conversion.copies.steps",
         "ckpt._plan.chunk_reads",
         "ckpt._plan.leaf_entries",
         "ckpt._engine.memory.thresholds",
@@ -204,6 +206,7 @@ def test_threads_are_asked_for_in_one_place() -> None:
         "ckpt._inspection.times.followed_run",
         "ckpt._inspection.times.recorded_trace",
         "ckpt._inspection.machine.disk",
+        "ckpt._tiers.drains.drainer",
     ],
 )
 def test_tools_can_read_manifests_without_jax(module: str) -> None:

@@ -5,6 +5,7 @@ The question is answered from manifests and lists of files, without reading arra
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from ckpt.errors import (
     CorruptCheckpointError,
     NotACheckpointError,
     StepExistsError,
+    StorageError,
     UnsupportedFormatError,
 )
 from ckpt.storage._base import UNKNOWN_SIZE, Storage
@@ -80,10 +82,15 @@ async def presence_of(
 
 async def _has_files(manifest: Manifest, target: CopyPlace) -> bool:
     """Tell whether a step directory has the files of its manifest, as far as a list of it shows."""
-    found = await target.storage.files(lies_in(target.name, manifest))
-    return all(
-        found.get(path) in (file.size, UNKNOWN_SIZE) for path, file in manifest.files.items()
-    )
+    try:
+        found = await target.storage.files(lies_in(target.name, manifest))
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        # It was deleted just now.
+        return False
+    sizes = {path: file.size for path, file in manifest.files.items()}
+    return all(found.get(path) in (size, UNKNOWN_SIZE) for path, size in sizes.items())
 
 
 async def copied_meanwhile(

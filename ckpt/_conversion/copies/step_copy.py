@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -32,7 +32,7 @@ from ckpt._plan.orbax_view import item_marks, step_view
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.saves.overwrite import make_way
 from ckpt.errors import CorruptCheckpointError, StepDeletedError, StorageError, located
-from ckpt.storage._base import Attempt, Storage, WritesParts
+from ckpt.storage._base import Attempt, LeavesFiles, Storage, WritesParts
 from ckpt.storage._manifests import lies_in, while_read
 
 # Four of these are all the memory that a copy takes, whatever the size of the files: while one is
@@ -43,6 +43,7 @@ _LANES, _PIECE_BYTES = 4, 16 << 20
 _WHOLE_FILES_BYTES = 96 << 20
 # What a disk says of one file that cannot be read.
 _UNREADABLE = (errno.EIO, errno.EACCES, errno.EPERM)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class CopyProgress(Protocol):
@@ -56,6 +57,14 @@ class CopyProgress(Protocol):
 
     def __call__(self, event: Event) -> None:
         """Take an event of the save that writes a step anew."""
+
+
+Pace = Callable[[int], Awaitable[None]]
+"""Waits until so many bytes more may be moved."""
+
+
+async def at_once(_nbytes: int) -> None:
+    """A pace without a limit."""
 
 
 class _NewFiles(Struct, frozen=True):
@@ -81,9 +90,20 @@ class _NewFiles(Struct, frozen=True):
 class StepCopier:
     """Copies steps, one at a time; closing it frees its memory."""
 
-    def __init__(self, progress: CopyProgress) -> None:
-        """Tell `progress` of the bytes."""
+    def __init__(
+        self, progress: CopyProgress, *, pace: Pace = at_once, goes_on: bool = False
+    ) -> None:
+        """Copy at a pace.
+
+        Args:
+            progress: Told of the bytes.
+            pace: Asked before each piece is moved.
+            goes_on: Whether a copy that fails, or is cancelled, leaves its files to the next one of
+                that step, where the storage can do that. The caller sweeps it in the end.
+        """
         self._progress = progress
+        self._pace = pace
+        self._goes_on = goes_on
         self._regions = [mmap.mmap(-1, _PIECE_BYTES) for _ in range(_LANES)]
         self._whole_files = Allowance(_WHOLE_FILES_BYTES)
 
@@ -121,19 +141,38 @@ class StepCopier:
             StepExistsError: There is something where it goes.
             StorageError: A storage refused.
 
-        Cancellation: nothing is left behind, unless the step was just being published.
+        Cancellation: nothing is left behind but what the next copy takes over, unless the step was
+        just being published.
         """
-        write = partial(self._write, source, manifest, selection, target)
+        storage = target.storage
+        is_left = False
+
+        async def write(attempt: Attempt) -> Mapping[str, int]:
+            nonlocal is_left
+            try:
+                return await self._write(source, manifest, selection, target, attempt)
+            except BaseException as error:
+                is_left = self._goes_on and _is_only_cut(error)
+                raise
+
+        async def give_up(attempt: Attempt) -> None:
+            if is_left and isinstance(storage, LeavesFiles):
+                await storage.leave(attempt)
+            else:
+                await storage.discard(attempt)
+
         nbytes = sum(file.size for file in selection.manifest.files.values())
         with located(step=manifest.step):
             await make_way(
-                target.storage,
+                storage,
                 SaveRequest(target.name, manifest.step, {}, False, None, None, overwrite),
             )
             self._progress.expect(nbytes)
             async with while_read(source.storage, source.name, manifest):
                 with located(step=manifest.step):
-                    await republish(target.storage, target.name, write, overwrite=overwrite)
+                    await republish(
+                        storage, target.name, write, overwrite=overwrite, give_up=give_up
+                    )
         return nbytes
 
     async def _write(
@@ -156,8 +195,10 @@ class StepCopier:
             placed = _placed(placed, attempt, new)
             encoded = await run_in_thread(encode, placed)
         place = CopyPlace(source.storage, lies_in(source.name, manifest))
+        taken = await self._taken_over(new.copied, target, attempt) if self._goes_on else set()
+        left = [each for each in new.copied.items() if each[0] not in taken]
         # The largest first, so that no lane is busy with a large one when the others have ended.
-        files = iter(sorted(new.copied.items(), key=lambda each: -each[1].size))
+        files = iter(sorted(left, key=lambda each: -each[1].size))
 
         async def lane(region: mmap.mmap) -> None:
             for path, file in files:
@@ -170,6 +211,57 @@ class StepCopier:
                 lanes.start_soon(target.storage.write, attempt, path, data)
         await target.storage.write(attempt, FILE_NAME, encoded)
         return sizes(placed, encoded)
+
+    async def _taken_over(
+        self, files: Mapping[str, FileEntry], target: CopyPlace, attempt: Attempt
+    ) -> set[str]:
+        """Take over whole files of copies that were cut; return those that the attempt has now."""
+        storage = target.storage
+        taken: set[str] = set()
+        if not isinstance(storage, LeavesFiles):
+            return taken
+        for left in await storage.left_at(target.name):
+            try:
+                found = await storage.files(left)
+            except StorageError:
+                # A sweep was quicker.
+                continue
+            wanted = iter(
+                [
+                    (path, file)
+                    for path, file in files.items()
+                    if path not in taken and found.get(path) == file.size
+                ]
+            )
+            whole: list[str] = []
+            place = CopyPlace(storage, left)
+            async with anyio.create_task_group() as lanes:
+                for region in self._regions:
+                    lanes.start_soon(self._look_at_left, place, wanted, region, whole)
+            taken.update(await storage.take_over(attempt, left, whole))
+        return taken
+
+    async def _look_at_left(
+        self,
+        left: CopyPlace,
+        files: Iterator[tuple[str, FileEntry]],
+        region: mmap.mmap,
+        whole: list[str],
+    ) -> None:
+        """Add those files to `whole` whose bytes are as listed."""
+        for path, file in files:
+            digester = new_digest()
+            try:
+                for start in range(0, file.size, len(region)):
+                    piece = memoryview(region)[: min(len(region), file.size - start)]
+                    await self._pace(len(piece))
+                    then = partial(digester.update, piece)
+                    await left.storage.read_block(left.name, path, start, piece, then)
+            except (CorruptCheckpointError, StorageError):
+                # A sweep was quicker, or the disk gives it no more: it is copied.
+                continue
+            if digester.hexdigest() == file.digest:
+                whole.append(path)
 
     async def _copy_file(
         self,
@@ -204,6 +296,7 @@ class StepCopier:
         while True:
             piece = memory[: min(len(memory), file.size - start)]
             end = start + len(piece)
+            await self._pace(len(piece))
             # In the thread that has read them, while they are in its cache.
             await _read(source, path, start, piece, partial(digester.update, piece))
             if end == file.size and digester.hexdigest() != file.digest:
@@ -232,6 +325,16 @@ async def _read(
         if source.storage.keeps_others or error.errno not in _UNREADABLE:
             raise
         raise CorruptCheckpointError(f"{error.message}; the step was not copied") from error
+
+
+def _is_only_cut(error: BaseException) -> bool:
+    """Tell whether a copy has failed for no reason of its own, so that the next one can go on."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_only_cut(each) for each in error.exceptions)
+    if isinstance(error, StorageError):
+        # What lies on a full disk keeps it full.
+        return error.errno not in _FULL
+    return isinstance(error, anyio.get_cancelled_exc_class())
 
 
 def _new_files(selection: Selection, step_dir: str, *, in_store: bool) -> _NewFiles:

@@ -140,9 +140,9 @@ async def copy_steps(
     try:
         for step, name in work.steps.items():
             source, place = CopyPlace(work.storage, name), CopyPlace(target, name)
-            copied = await _copy_one(copier, source, step, place, rules, progress)
+            copied = await copy_step(copier, source, step, place, rules, progress)
             if copied.outcome in ("copied", "there"):
-                await _copy_pins(work.storage, step, place)
+                await copy_pins(work.storage, step, place)
             told(copied)
             done.append(copied)
     finally:
@@ -174,7 +174,7 @@ async def copy_checkpoint(
         await _refuse_pinned(work, rules)
     copier = StepCopier(progress)
     try:
-        copied = await _copy_one(copier, source, step, target, rules, progress)
+        copied = await copy_step(copier, source, step, target, rules, progress)
     finally:
         copier.close()
     error = {
@@ -257,7 +257,7 @@ async def _refuse_pinned(work: StepsToCopy, rules: CopyRules) -> None:
                 refuse_pinned(work.target, step, pinned)
 
 
-async def _copy_one(
+async def copy_step(
     copier: StepCopier,
     source: CopyPlace,
     step: int | None,
@@ -265,6 +265,22 @@ async def _copy_one(
     rules: CopyRules,
     progress: CopyProgress,
 ) -> CopiedStep:
+    """Copy one step, or tell why it was not copied, while a lease keeps it from being deleted.
+
+    Args:
+        copier: Copies it.
+        source: The step.
+        step: Its number; None for a checkpoint by itself.
+        target: Where it goes.
+        rules: What is copied of it.
+        progress: Told of the events of a copy that is written anew.
+
+    Raises:
+        InvalidArgumentError: It would be copied to itself.
+        StorageError: A storage refused.
+
+    Cancellation: nothing is left behind that others see.
+    """
     if source.location == target.location:
         refuse_same(source.storage, target.storage)
     where = target.location
@@ -384,7 +400,7 @@ async def _renewed(lease: PinLease, seconds: float) -> AsyncIterator[None]:
         raise failure
 
 
-async def _copy_pins(source: Storage, step: int, target: CopyPlace) -> None:
+async def copy_pins(source: Storage, step: int, target: CopyPlace) -> None:
     """Give a copied step the pins that stay; those of readers are leases, and not copied."""
     for each in (await pins(source)).get(step, ()):
         if each.seconds is None:

@@ -17,6 +17,7 @@ async def republish(
     *,
     overwrite: bool = True,
     replacing: str | None = None,
+    give_up: Callable[[Attempt], Awaitable[None]] | None = None,
 ) -> None:
     """Publish an attempt that takes little to write.
 
@@ -26,6 +27,7 @@ async def republish(
         write: Writes all files of the attempt, the manifest last; returns their sizes by path.
         overwrite: Whether an existing step directory is replaced.
         replacing: Exactly the step directory of that attempt is replaced; see `Storage.publish`.
+        give_up: Ends an attempt that is not published; None discards it.
 
     Raises:
         StepExistsError: The step directory exists and may not be replaced.
@@ -52,4 +54,4 @@ async def republish(
     finally:
         if attempt is not None:
             with anyio.CancelScope(shield=True):
-                await storage.discard(attempt)
+                await (give_up or storage.discard)(attempt)

@@ -15,7 +15,7 @@ import os
 import stat
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct, field
@@ -196,6 +196,40 @@ def share(attempt: LocalAttempt, step_dir: str, files: Mapping[str, int]) -> lis
             os.close(fd)
         shared.append(path)
     return shared
+
+
+def take_over(attempt: LocalAttempt, left: str, paths: Sequence[str]) -> list[str]:
+    """Move regular files of a dead attempt into this one; return the paths of those it has.
+
+    Args:
+        attempt: The attempt.
+        left: Name of the directory of the dead one.
+        paths: The files, by their paths there and here.
+
+    Raises:
+        OSError: The attempt was removed.
+    """
+    taken: list[str] = []
+    for path in paths:
+        target = attempt.path / path
+        make_directories(attempt, target.parent)
+        try:
+            fd, _ = posix.open_regular(attempt.root, f"{left}/{path}")
+        except (OSError, ValueError):
+            # A sweep was quicker.
+            continue
+        try:
+            # Its writer may have died between the last byte and this.
+            os.fsync(fd)
+            os.rename(attempt.root / left / path, target)
+        except OSError:
+            if not posix.is_there(attempt.path):
+                raise
+            continue
+        finally:
+            os.close(fd)
+        taken.append(path)
+    return taken
 
 
 def publish(

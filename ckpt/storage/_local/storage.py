@@ -36,7 +36,7 @@ from ckpt.storage._local import trash as trash_folder
 from ckpt.storage._local.attempts import LocalAttempt
 from ckpt.storage._local.config import FileIo
 from ckpt.storage._local.errors import of_each, translated
-from ckpt.storage._local.sweep import attempts_in, is_unfinished, sweep_root
+from ckpt.storage._local.sweep import attempts_in, is_unfinished, left_at, sweep_root
 
 logger = logging.getLogger("ckpt")
 
@@ -324,6 +324,21 @@ class LocalStorage:
                     error,
                 )
         return []
+
+    async def leave(self, attempt: Attempt) -> None:
+        await self._in_thread(attempts.end, _local(attempt))
+
+    async def left_at(self, step_dir: str) -> list[str]:
+        with translated("list the directory", self._root):
+            return await self._in_thread(left_at, self._root, step_dir)
+
+    async def take_over(self, attempt: Attempt, left: str, paths: Sequence[str]) -> Sequence[str]:
+        own = _local(attempt)
+        with (
+            translated("take over files of", self._root / left),
+            attempts.noticing_removal(own),
+        ):
+            return await self._in_thread(attempts.take_over, own, left, paths)
 
     async def read_block(
         self,

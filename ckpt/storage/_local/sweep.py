@@ -109,6 +109,15 @@ def attempts_in(root: Path) -> list[AttemptEntry]:
     )
 
 
+def left_at(root: Path, step_dir: str) -> list[str]:
+    """Return the names of the directories of dead attempts at a step directory."""
+    return [
+        attempt_name(step_dir, each.id)
+        for each in attempts_in(root)
+        if each.step_dir == step_dir and each.is_live is False and not each.is_removal
+    ]
+
+
 def _looked_at(
     root: Path, token: str, name: str | None, now: Callable[[], float]
 ) -> AttemptEntry | None:

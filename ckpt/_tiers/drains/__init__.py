@@ -1,0 +1,1 @@
+"""Drains: committed steps of one root, copied to the next one in the background."""

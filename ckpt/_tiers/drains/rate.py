@@ -1,0 +1,53 @@
+"""A limit of bytes a second for a copier."""
+
+from __future__ import annotations
+
+import math
+
+import anyio
+
+from ckpt._arguments import shown
+from ckpt._conversion.copies.step_copy import Pace, at_once
+from ckpt.errors import InvalidArgumentError
+
+
+class ByteRate:
+    """So many bytes a second. Pure: it is told the time.
+
+    A piece may begin once all that were promised before it are paid for, so in any time no more
+    than the rate allows is begun, and one piece.
+    """
+
+    def __init__(self, bytes_per_second: float) -> None:
+        """Allow that many."""
+        self._rate = bytes_per_second
+        # When all that was promised is paid for.
+        self._free = -math.inf
+
+    def wait_for(self, nbytes: int, now: float) -> float:
+        """Promise a piece; return in how many seconds it may begin."""
+        begins = max(self._free, now)
+        self._free = begins + nbytes / self._rate
+        return begins - now
+
+
+def paced(bytes_per_second: float | None) -> Pace:
+    """Return a pace that allows that many bytes a second; None sets no limit.
+
+    Raises:
+        InvalidArgumentError: It is not a number above 0.
+    """
+    if bytes_per_second is None:
+        return at_once
+    given: object = bytes_per_second
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not is_number or not 0 < bytes_per_second < math.inf:
+        raise InvalidArgumentError(
+            f"bytes per second {shown(given)}: expected a number above 0, or None for no limit"
+        )
+    rate = ByteRate(bytes_per_second)
+
+    async def pace(nbytes: int) -> None:
+        await anyio.sleep(rate.wait_for(nbytes, anyio.current_time()))
+
+    return pace
