@@ -1,0 +1,20 @@
+"""Kills of a program that saves on one disk and drains to another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.reliability.drains import at_random
+
+
+@pytest.mark.timeout(300)
+def test_a_kill_at_a_random_moment_of_a_drain_loses_nothing(tmp_path: Path) -> None:
+    at_random(tmp_path, 20, seed=1).check(faults=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_many_kills_at_random_moments_of_drains_lose_nothing(tmp_path: Path) -> None:
+    at_random(tmp_path, 200).check(faults=20)
