@@ -45,6 +45,7 @@ class Campaign:
 CAMPAIGNS = (
     Campaign("kill -9 at every system call of a save", "kills.at_calls", 200),
     Campaign("kill -9 at a random moment", "kills.at_random", 500),
+    Campaign("kill -9 while steps are drained to another disk", "drains.at_random", 200),
     Campaign("power cut (ext4)", "power.cuts", 60),
     Campaign(
         "states a power cut may leave, by the record of one save", "crash_states.power_cuts", 3000

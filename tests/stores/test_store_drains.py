@@ -29,7 +29,7 @@ KINDS = ["gcs", "moto"] if ALL else ["gcs"]
 SECONDS = 1.0
 PATIENCE_S = 120
 # Of a copy into a bucket, about so many requests apart.
-STRIDE = 12 if ALL else 40
+STRIDE = 20 if ALL else 40
 
 
 @pytest.fixture(params=KINDS)

@@ -104,7 +104,7 @@ class Drainer:
         return True
 
     async def finish(self, seconds: float | None = None) -> list[int]:
-        """Wait until all steps are drained or given up.
+        """Wait until all steps are drained or given up, and what dead drains left is swept.
 
         Args:
             seconds: How long to wait at most; None waits for as long as it takes.
@@ -117,6 +117,7 @@ class Drainer:
         with anyio.move_on_after(seconds):
             while self._backlog.left:
                 await self._ended.wait()
+            await self._tidy()
         return self._backlog.left
 
     async def work(self) -> None:
@@ -125,7 +126,9 @@ class Drainer:
             step = self._backlog.begin()
             if step is None:
                 asked = self._asked
-                await self._tidy()
+                if self._is_prepared:
+                    # Not before the first drain, which may go on with what is there.
+                    await self._tidy()
                 await asked.wait()
                 continue
             try:
@@ -190,7 +193,7 @@ class Drainer:
 
     async def _tidy(self) -> None:
         """Remove what drains that were cut have left, once all that could go on has done so."""
-        if not (self._may_have_left and self._is_prepared):
+        if not self._may_have_left:
             return
         try:
             await self._route.target.sweep()

@@ -35,7 +35,6 @@ def told(drained: Drained) -> None:
 async def main() -> None:
     route = DrainRoute(open_root(near), open_root(far))
     keep = ckpt.policies.LatestN(2)
-    # Cleaners of the manager would remove what a drain can go on with, and the drainer must.
     async with draining(route, told, most_waiting=1000) as drainer:
         for step in await missing(route.source, route.target):
             await drainer.request(step)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 import ckpt
@@ -22,7 +23,7 @@ from ckpt._tiers.drains.drain import Drained
 from ckpt._tiers.drains.drainer import Drainer, DrainRoute, draining
 from ckpt.storage._resolve import open_root
 from ckpt.testing.faults import Fail, FaultyFiles, FileOperation
-from tests.support.drained_roots import assert_whole, attempts, made, sizes_below
+from tests.support.drained_roots import assert_whole, attempts, cut, made, sizes_below
 
 PATIENCE_S = 60
 
@@ -275,6 +276,19 @@ def test_leaving_stops_a_drain_and_the_next_one_goes_on(drains: Drains) -> None:
     assert drains.outcomes == [(4, "copied")]
     assert drains.told[0].nbytes < 4_000_000
     assert_whole(drains.far, 4)
+
+
+def test_what_a_dead_drain_left_is_swept_though_nothing_is_to_be_drained(drains: Drains) -> None:
+    cut(drains.near, drains.far, 1, 3_000_000)
+    assert len(attempts(drains.far)) == 1
+
+    async def body(drainer: Drainer) -> None:
+        await anyio.lowlevel.checkpoint()
+        assert len(attempts(drains.far)) == 1
+        assert await drainer.finish() == []
+
+    drains.run(body)
+    assert attempts(drains.far) == []
 
 
 def test_an_error_of_who_is_told_is_raised_as_it_is(drains: Drains) -> None:
