@@ -20,7 +20,7 @@ from ckpt._format.metrics import flat_metrics
 from ckpt._runtime.futures import settled, settled_here
 from ckpt._runtime.tracebacks import outcome
 from ckpt._tree.table import size_text
-from ckpt.errors import CommitTimeoutError, InvalidArgumentError, SaveSkippedError
+from ckpt.errors import CommitTimeoutError, InvalidArgumentError, NotInRootError, SaveSkippedError
 
 logger = logging.getLogger("ckpt")
 
@@ -200,6 +200,66 @@ class Progress:
         return self.written / self.total if self.total else 0.0
 
 
+class Arrival:
+    """When a step is in the root, the last and safest place of a run with tiers.
+
+    Await it, from any task, or wait for it in a thread with `result()`. Without tiers of storage
+    that is when the commit itself is done.
+
+    Example:
+        ```python
+        commit = await mgr.save(step, state)
+        await commit.in_root
+        ```
+    """
+
+    def __init__(self, step: int | None, check_caller: Callable[[], None]) -> None:
+        """Made by a `Commit`."""
+        self._step = step
+        self._check_caller = check_caller
+        self._future: Future[None] = Future()
+
+    def done(self) -> bool:
+        """Tell whether that is decided: the step is in the root, or will not be copied there.
+
+        Example:
+            ```python
+            print(commit.in_root.done())
+            ```
+        """
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait in this thread until the step is in the root.
+
+        Args:
+            timeout: Seconds to wait at most; None waits for as long as it takes.
+
+        Raises:
+            CommitTimeoutError: It was not there in time; it goes on.
+            CheckpointError: The save failed.
+            NotInRootError: It stays where it is; says why.
+
+        Example:
+            ```python
+            commit.in_root.result(timeout=600)
+            ```
+        """
+        if not self.done():
+            self._check_caller()
+        if not settled_here(self._future, timeout):
+            raise CommitTimeoutError(
+                f"the step was not in the root after {timeout} s; it goes on", step=self._step
+            )
+        outcome(self._future)
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        if not self.done():
+            self._check_caller()
+        yield from settled(self._future).__await__()
+        outcome(self._future)
+
+
 class Commit:
     """A save under way, or ended.
 
@@ -234,6 +294,7 @@ class Commit:
         self._cancel = cancel
         self._check_caller = check_caller
         self._future: Future[StepInfo] = Future()
+        self._arrival = Arrival(step, check_caller)
         self._guard = threading.Lock()
         self._stage: Stage = "waiting"
         self._progress = Progress()
@@ -262,6 +323,11 @@ class Commit:
     def skipped(self) -> str | None:
         """Why a policy turned the save down, or None."""
         return self._skipped
+
+    @property
+    def in_root(self) -> Arrival:
+        """When the step is in the root, too, for a manager with tiers; await it."""
+        return self._arrival
 
     def done(self) -> bool:
         """Tell whether the save has ended: durable, failed, cancelled or skipped.
@@ -410,10 +476,17 @@ class CommitHooks:
             now.staged + staged, now.written + written, now.total + total
         )
 
-    def finish(self, info: StepInfo) -> None:
-        """End the save as durable."""
+    @property
+    def commit(self) -> Commit:
+        """What the user has."""
+        return self._commit
+
+    def finish(self, info: StepInfo, *, in_root: bool = True) -> None:
+        """End the save as durable; `in_root` if that is where it is."""
         self._commit._stage = "done"
         self._commit._future.set_result(info)
+        if in_root:
+            arrived(self._commit)
 
     def skip(self, reason: str) -> None:
         """End the save as turned down by a policy."""
@@ -422,19 +495,20 @@ class CommitHooks:
         commit._stage = "skipped"
         # Not an error of the save, so the manager's exit does not raise it.
         commit._seen = True
-        commit._future.set_exception(
-            SaveSkippedError(
-                f"nothing was saved: {reason}. Ask 'if commit:' before you await it, or pass "
-                "force=True",
-                step=commit.step,
-            )
+        error = SaveSkippedError(
+            f"nothing was saved: {reason}. Ask 'if commit:' before you await it, or pass "
+            "force=True",
+            step=commit.step,
         )
+        commit._future.set_exception(error)
+        commit._arrival._future.set_exception(error)
 
     def fail(self, error: BaseException, *, seen: bool) -> None:
         """End the save with `error`; `seen` if its owner gets it some other way."""
         self._commit._stage = "failed"
         self._commit._seen = seen
         self._commit._future.set_exception(error)
+        self._commit._arrival._future.set_exception(error)
 
     @property
     def is_seen(self) -> bool:
@@ -453,6 +527,17 @@ class CommitHooks:
             return None
         commit._seen = True
         return commit._future.exception()
+
+
+def arrived(commit: Commit) -> None:
+    """Say that a step is in the root."""
+    commit._arrival._future.set_result(None)
+
+
+def stays(commit: Commit, reason: str) -> None:
+    """Say that a step will not be copied to the root, and why."""
+    error = NotInRootError(f"the step is not in the root: {reason}", step=commit.step)
+    commit._arrival._future.set_exception(error)
 
 
 def step_info(manifest: Manifest, path: str, statistics: SaveStatistics | None = None) -> StepInfo:

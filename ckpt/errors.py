@@ -21,6 +21,7 @@
     ├── CoordinationError                       the processes of a job disagree, or cannot talk
     │   └── CoordinationTimeoutError (TimeoutError)  a process gave no sign of life in time
     ├── NotAwaitedError (AttributeError)        `await` was forgotten
+    ├── NotInRootError                          a step of a tier is not copied to the root
     ├── SaveSkippedError                        a policy skipped the save whose step is awaited
     ├── CommitCancelledError                    the commit was cancelled before it was published
     └── CommitTimeoutError (TimeoutError)       `result(timeout)` timed out; the commit goes on
@@ -51,6 +52,7 @@ __all__ = [
     "ItemDroppedError",
     "NotACheckpointError",
     "NotAwaitedError",
+    "NotInRootError",
     "ReadOnlyError",
     "SaveSkippedError",
     "StepDeletedError",
@@ -253,6 +255,10 @@ class CoordinationTimeoutError(CoordinationError, TimeoutError):
 
 class NotAwaitedError(CheckpointError, AttributeError):
     """The result of a call was used before the call was awaited."""
+
+
+class NotInRootError(CheckpointError):
+    """A step of a tier is not copied to the root. It stays where it is, and is read from there."""
 
 
 class SaveSkippedError(CheckpointError):

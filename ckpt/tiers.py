@@ -5,9 +5,9 @@ This module needs neither jax nor tensorstore.
 
 from __future__ import annotations
 
-from ckpt._tiers.settings import SharedMemory
+from ckpt._tiers.settings import SharedMemory, Tier
 
-__all__ = ["SharedMemory"]
+__all__ = ["SharedMemory", "Tier"]
 
 
 def __dir__() -> list[str]:

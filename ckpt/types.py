@@ -7,7 +7,7 @@ from ckpt._api.partial import PartialSave, SyncPartialSave
 from ckpt._api.stored_array import StoredArray, SyncStoredArray
 from ckpt._api.trash import SyncTrash, Trash
 from ckpt._api.watch import SyncWatch, Watch
-from ckpt._commit import SaveStatistics
+from ckpt._commit import Arrival, SaveStatistics
 from ckpt._engine.verify.report import Problem, VerifyReport
 from ckpt._format.history import DroppedItem
 from ckpt._steps.pins import Pin
@@ -16,6 +16,7 @@ from ckpt._steps.step_metadata import ItemInfo, LeafInfo
 from ckpt._vitals.signs import VitalSigns
 
 __all__ = [
+    "Arrival",
     "Conversion",
     "DroppedItem",
     "ItemInfo",

@@ -21,8 +21,8 @@ from ckpt._steps.saves.backlog import BacklogPolicy
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.service import RootService
 from ckpt._steps.watcher import Watcher, WatchOptions
-from ckpt._tiers.factory import Service, check_tiers, with_memory
-from ckpt._tiers.settings import SharedMemory
+from ckpt._tiers.factory import RunParts, Service, check_tiers, with_tiers
+from ckpt._tiers.settings import SharedMemory, Tier
 from ckpt.coordination._base import Coordinator
 from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike
@@ -30,6 +30,7 @@ from ckpt.policies._deletion import Deletion
 from ckpt.policies._preservation import PreservationPolicyLike, check_preservation
 from ckpt.policies._save_policies import SavePolicyLike, check_save_policy
 from ckpt.step_names import Standard, StepNames, checked
+from ckpt.storage._base import Storage
 from ckpt.storage._resolve import PathLike, check_trash, open_root
 
 logger = logging.getLogger("ckpt")
@@ -61,7 +62,7 @@ class ManagerBase:
         coordinator: Coordinator | None = None,
         observers: Iterable[Observer] = (),
         clock: Callable[[], float] | None = None,
-        tiers: Sequence[SharedMemory] = (),
+        tiers: Sequence[SharedMemory | Tier] = (),
     ) -> None:
         """Manage the steps below `root`. Does no input or output yet.
 
@@ -112,8 +113,10 @@ class ManagerBase:
                 `jax.distributed`.
             observers: Called with an `Event` for every timed phase, on the library's thread.
             clock: Returns the time in Unix seconds; for tests of policies.
-            tiers: Places nearer than the root: `[ckpt.tiers.SharedMemory()]` is the memory of this
-                host, for `snapshot`. What is read comes from the nearest place that has it.
+            tiers: Places nearer than the root, the nearest first (`ckpt.tiers`): `SharedMemory()`
+                is the memory of this host, for `snapshot`; at a `Tier("/nvme/run")` saves are
+                committed, and copied on to the root behind the training. What is read comes from
+                the nearest place that has it.
 
         Raises:
             InvalidArgumentError: An argument is invalid.
@@ -145,34 +148,48 @@ class ManagerBase:
         given: object = metadata
         if metadata is not None and not isinstance(given, Mapping):
             raise invalid("metadata", metadata, "a mapping of names to JSON values")
-        memory = check_tiers(
+        given_tiers = check_tiers(
             tiers, read_only=read_only, processes=1 if peers is None else peers.count
         )
         # It may be gone through only once.
         signals = Preemption(preemption_signals).signals
         self._given, self._timeouts = root, timeouts
         self._loop = EngineLoop()
-        service = RootService(
-            self._loop,
-            storage,
-            engine,
-            save_policy=save_policy,
-            preservation=preservation,
-            deletion=deletion,
-            names=names,
-            metadata=None if metadata is None else plain_json("metadata", dict(metadata)),
-            backlog=backlog,
-            read_only=read_only,
-            missing="empty" if read_only and create else "error",
-            timeouts=timeouts,
-            preemption=Preemption(signals),
-            peers=peers,
-        )
+        given_metadata = None if metadata is None else plain_json("metadata", dict(metadata))
+        preemption = Preemption(signals)
+
+        def serve(
+            place: Storage,
+            kept: PreservationPolicyLike | Mapping[str, PreservationPolicyLike] | None,
+            deleted: Deletion | None,
+        ) -> RootService:
+            return RootService(
+                self._loop,
+                place,
+                engine,
+                save_policy=save_policy,
+                preservation=kept,
+                deletion=deleted,
+                names=names,
+                metadata=given_metadata,
+                backlog=backlog,
+                read_only=read_only,
+                missing="empty" if read_only and create else "error",
+                timeouts=timeouts,
+                preemption=preemption,
+                peers=peers,
+            )
+
+        service = serve(storage, preservation, deletion)
         self._service: Service = service
-        if memory is not None:
-            given_root = self._loop, engine, root, names, signals, timeouts
-            self._service = with_memory(memory, service, *given_root)
-        run_at_exit(service.saves.finish_at_exit)
+        if given_tiers is not None:
+            run = RunParts(self._loop, engine, root, names, timeouts, signals)
+            near = [
+                serve(open_root(tier.path, timeouts), tier.preservation, None)
+                for tier in given_tiers.near
+            ]
+            self._service = with_tiers(given_tiers, service, near, run)
+        run_at_exit(self._service.saves.finish_at_exit)
         weakref.finalize(self, self._loop.stop).atexit = False
 
     def __reduce__(self) -> NoReturn:

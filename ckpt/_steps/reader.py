@@ -79,11 +79,11 @@ class StepReader:
         self._storage = storage
         self._index = index
         self._engine = engine
-        self.ranking = ranking
+        self.ranking: BestN | None = ranking
         self._processes = processes
-        self.begins_from = begins_from
+        self.begins_from: Callable[[Parent], None] = begins_from
         self._may_write = may_write
-        self.choice = StepChoice(storage, index, processes)
+        self.choice: StepChoice = StepChoice(storage, index, processes)
         # The attempts of steps of which it was said which items they lack.
         self._said_missing: set[str] = set()
 

@@ -232,11 +232,7 @@ class RootService:
         metadata: Any,
     ) -> tuple[Commit, Job[None], Future[None]]:
         """Refuse: without a tier in memory there is no place for snapshots."""
-        raise InvalidArgumentError(
-            "snapshot(): this manager has no tier in memory. Make it with "
-            "tiers=[ckpt.tiers.SharedMemory()], or use save()",
-            step=check_step(step),
-        )
+        raise no_memory(step)
 
     async def idle(self) -> None:
         """Wait until every save that was started has ended, and the deletions after it."""
@@ -262,3 +258,12 @@ class RootService:
     def close(self, timeout: float | None = None, *, failed: bool = False) -> bool:
         """Wait for the saves, and end the loop; see `SaveQueue.close`."""
         return self.saves.close(timeout)
+
+
+def no_memory(step: SupportsIndex) -> InvalidArgumentError:
+    """Return the error of a snapshot for which the manager has no place."""
+    return InvalidArgumentError(
+        "snapshot(): this manager has no tier in memory. Make it with "
+        "tiers=[ckpt.tiers.SharedMemory()], or use save()",
+        step=check_step(step),
+    )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import os
+import signal
+from collections.abc import Sequence
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._arguments import invalid
@@ -13,10 +16,12 @@ from ckpt._runtime.loop import EngineLoop
 from ckpt._settings import Timeouts
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.service import RootService
-from ckpt._tiers.keeper.messages import place_to_json
+from ckpt._tiers.tier_drains import TierDrains
+from ckpt._tiers.keeper.client import KeeperClient
+from ckpt._tiers.keeper.messages import FromKeeper, Link, Setup, Snapshots, ToKeeper, place_to_json
 from ckpt._tiers.memory import MemoryTier
 from ckpt._tiers.service import TieredService
-from ckpt._tiers.settings import SharedMemory
+from ckpt._tiers.settings import SharedMemory, Tier
 from ckpt._tiers.shared_folder import SharedFolder, folder_of
 from ckpt.errors import InvalidArgumentError
 from ckpt.policies._preservation import LatestN
@@ -26,28 +31,56 @@ from ckpt.storage._resolve import PathLike
 
 # Of the folder and of all that is in it: memory is read by its owner alone.
 _PRIVATE = 0o700
+_DEFAULT_GRACE_SECONDS = 25.0
 
 Service = RootService | TieredService
 
 
-def check_tiers(tiers: object, *, read_only: bool, processes: int) -> SharedMemory | None:
-    """Return the tier in memory that a manager is to have, or None.
+class Tiers(Struct, frozen=True):
+    """The tiers of a manager: the memory of its host, and places on a storage, nearest first."""
+
+    memory: SharedMemory | None
+    near: tuple[Tier, ...]
+
+
+class RunParts(Struct, frozen=True):
+    """What the services of all tiers of a run have in common."""
+
+    loop: EngineLoop
+    engine: Engine
+    root: PathLike
+    names: StepNames
+    timeouts: Timeouts
+    signals: tuple[int, ...]
+
+
+def check_tiers(tiers: object, *, read_only: bool, processes: int) -> Tiers | None:
+    """Return the tiers that a manager is to have, or None.
 
     Raises:
         InvalidArgumentError: These cannot be the tiers of such a manager.
     """
-    what = "a list of tiers, such as [ckpt.tiers.SharedMemory()]"
-    if isinstance(tiers, SharedMemory):
+    what = "a list of tiers, such as [ckpt.tiers.SharedMemory(), ckpt.tiers.Tier('/nvme/run')]"
+    if isinstance(tiers, SharedMemory | Tier):
         raise invalid("tiers", tiers, f"a list: tiers=[{tiers!r:.80}]")
     if not isinstance(tiers, Sequence) or isinstance(tiers, str | bytes):
         raise invalid("tiers", tiers, what)
+    memory: list[SharedMemory] = []
+    near: list[Tier] = []
     for each in tiers:
-        if not isinstance(each, SharedMemory):
+        if isinstance(each, SharedMemory):
+            if memory:
+                raise InvalidArgumentError("tiers=: one SharedMemory is enough for all snapshots")
+            if near:
+                raise InvalidArgumentError(
+                    "tiers=: the nearest place comes first: put SharedMemory before the others"
+                )
+            memory.append(each)
+        elif isinstance(each, Tier):
+            near.append(each)
+        else:
             raise invalid("tiers", each, what)
-    if len(tiers) > 1:
-        raise InvalidArgumentError("tiers=: one SharedMemory is enough for all snapshots")
-    memory: SharedMemory | None = next(iter(tiers), None)
-    if memory is None:
+    if not tiers:
         return None
     if read_only:
         raise InvalidArgumentError(
@@ -56,57 +89,95 @@ def check_tiers(tiers: object, *, read_only: bool, processes: int) -> SharedMemo
         )
     if processes > 1:
         raise InvalidArgumentError(
-            f"tiers=: SharedMemory holds the snapshots of one process, and this job has "
-            f"{processes}. Leave it out, and save() to the root"
+            f"tiers=: they hold the steps of one process, and this job has {processes}. Leave them "
+            "out, and save() to the root"
         )
-    return memory
+    return Tiers(memory[0] if memory else None, tuple(near))
 
 
-def with_memory(
-    settings: SharedMemory,
-    service: RootService,
-    loop: EngineLoop,
-    engine: Engine,
-    root: PathLike,
-    names: StepNames,
-    signals: Iterable[int],
-    timeouts: Timeouts,
+def with_tiers(
+    tiers: Tiers, service: RootService, near: Sequence[RootService], run: RunParts
 ) -> TieredService:
-    """Return a service that also keeps snapshots in memory.
+    """Return the service of a run with tiers.
 
     Args:
-        settings: The tier in memory.
+        tiers: The tiers.
         service: The service of the root.
-        loop: Its loop.
-        engine: Its engine.
-        root: The root, as the user has named it.
-        names: How its steps are called.
-        signals: The signals that announce the end, beside SIGTERM.
-        timeouts: Time limits.
+        near: The services of its tiers on a storage.
+        run: What all of them share.
 
     Raises:
-        InvalidArgumentError: No other process can write to the root.
+        InvalidArgumentError: No other process can write to one of the places, or two are the same.
     """
-    folder = SharedFolder(folder_of(settings.directory, service.storage.location, 0, 1))
-    snapshots = RootService(
-        loop,
-        LocalStorage(folder.steps, timeouts, mode=_PRIVATE),
+    places = [place_to_json(tier.path) for tier in tiers.near] + [place_to_json(run.root)]
+    locations = [each.storage.location for each in (*near, service)]
+    for number, location in enumerate(locations):
+        if os.path.realpath(location) in map(os.path.realpath, locations[:number]):
+            raise InvalidArgumentError(f"tiers=: {location} is there twice")
+    memory_settings = tiers.memory
+    folder: SharedFolder | None = None
+    snapshots = None
+    if memory_settings is not None:
+        at = folder_of(memory_settings.directory, service.storage.location, 0, 1)
+        folder = SharedFolder(at)
+        snapshots = Snapshots(
+            str(folder.path),
+            memory_settings.flush,
+            memory_settings.first,
+            memory_settings.kept_seconds,
+        )
+    setup = Setup(
+        os.getpid(),
+        places[-1],
+        tuple(sorted({int(signal.SIGTERM), *map(int, run.signals)})),
+        _DEFAULT_GRACE_SECONDS if memory_settings is None else memory_settings.grace_seconds,
+        run.timeouts.exit,
+        snapshots,
+        tuple(
+            Link(places[number], places[number + 1], tier.bytes_per_second, tier.most_waiting)
+            for number, tier in enumerate(tiers.near)
+        ),
+    )
+    parts: list[MemoryTier | TierDrains] = []
+
+    def told(message: FromKeeper) -> None:
+        for part in parts:
+            part.heard(message)
+
+    def greeting() -> list[ToKeeper]:
+        return [message for part in parts for message in part.greeting()]
+
+    keeper = KeeperClient(setup, told, greeting)
+    memory = None
+    if memory_settings is not None and folder is not None:
+        in_memory = _service_of_memory(folder, run)
+        memory = MemoryTier(memory_settings, in_memory, folder, service.storage, keeper)
+        parts.append(memory)
+    drains = None
+    if near:
+        pairs = list(zip(near, tiers.near, strict=True))
+        drains = TierDrains(pairs, service, keeper)
+        parts.append(drains)
+    return TieredService(service, near, memory, drains, keeper, run.timeouts.exit)
+
+
+def _service_of_memory(folder: SharedFolder, run: RunParts) -> RootService:
+    return RootService(
+        run.loop,
+        LocalStorage(folder.steps, run.timeouts, mode=_PRIVATE),
         # The same memory for staging; but what a step shares with the one before is told by root.
-        replace(engine, last_save=None),
+        replace(run.engine, last_save=None),
         save_policy=None,
         preservation=LatestN(1),
         deletion=None,
-        names=names,
+        names=run.names,
         metadata=None,
         backlog="wait",
         read_only=False,
         missing="empty",
-        timeouts=timeouts,
+        timeouts=run.timeouts,
         preemption=Preemption(),
         peers=None,
         # There may be one every few seconds.
         log_level=logging.DEBUG,
     )
-    place = place_to_json(root)
-    memory = MemoryTier(settings, snapshots, folder, place, service.storage, signals)
-    return TieredService(service, memory)

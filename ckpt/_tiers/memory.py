@@ -6,12 +6,13 @@ import logging
 import os
 import signal
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, SupportsIndex
 
 import anyio
 import jax
+from msgspec.structs import replace
 
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, StepInfo
@@ -21,7 +22,7 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import host_memory_bytes
 from ckpt._steps.service import RootService
 from ckpt._tiers.keeper.client import KeeperClient
-from ckpt._tiers.keeper.messages import Flushed, FromKeeper, Saved, Setup
+from ckpt._tiers.keeper.messages import Claimed, Flushed, FromKeeper, Saved, ToKeeper
 from ckpt._tiers.settings import SharedMemory
 from ckpt._tiers.shared_folder import SharedFolder
 from ckpt._tree.table import size_text
@@ -35,7 +36,6 @@ _RUN_NOTE = ".ckpt-run/id"
 _MOST_BYTES = 256
 # Of a file system that is nearly full, beside the snapshot.
 _SLACK_BYTES = 4 << 20
-_FLUSH_TIMEOUT = 600.0
 
 
 class MemoryTier:
@@ -46,9 +46,8 @@ class MemoryTier:
         settings: SharedMemory,
         service: RootService,
         folder: SharedFolder,
-        root: dict[str, Any],
         root_storage: Storage,
-        signals: Iterable[int],
+        keeper: KeeperClient,
     ) -> None:
         """Keep snapshots as the steps of `service`, in `folder`; do no input or output yet.
 
@@ -56,28 +55,19 @@ class MemoryTier:
             settings: What the user wants.
             service: The root in memory.
             folder: Where it is.
-            root: The root of the run, as another process opens it.
-            root_storage: The same.
-            signals: The signals that announce the end, beside SIGTERM.
+            root_storage: The root of the run.
+            keeper: The process that writes the last snapshot.
         """
         self.service = service
         self._settings = settings
         self._folder = folder
         self._root_storage = root_storage
-        setup = Setup(
-            os.getpid(),
-            root,
-            str(folder.path),
-            tuple(sorted({int(signal.SIGTERM), *map(int, signals)})),
-            settings.flush,
-            settings.grace_seconds,
-            settings.first,
-            settings.kept_seconds,
-        )
-        self.keeper = KeeperClient(setup, self._heard)
+        self._keeper = keeper
+        # The greatest step of the root, and how fast steps are saved.
+        self._saved = Saved(-1)
         # Made on the engine's loop.
         self._opening: anyio.Lock | None = None
-        self._is_open = False
+        self._is_open = self._is_claimed = False
         # Why there is no memory for snapshots; said once.
         self._problem: str | None = None
         # The last thing that was said of a snapshot that was not taken.
@@ -106,13 +96,16 @@ class MemoryTier:
         run = await _run_of(self._root_storage)
         where = self._root_storage.location
         found = await run_in_thread(self._folder.claim, run, where)
+        self._is_claimed = True
         if found == "another run":
             logger.warning(
                 "%s: a snapshot in memory is of an earlier run in this place, and was removed",
                 redact(where),
             )
         await self.service.open()
-        await run_in_thread(self.keeper.start)
+        await run_in_thread(self._keeper.start)
+        # One that runs already was greeted before.
+        self._keeper.tell(Claimed())
         if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             # The kernel ignores it, and then the whole container is killed.
             logger.warning(
@@ -131,7 +124,7 @@ class MemoryTier:
         """Start a snapshot, from any thread; see `SaveQueue.start`."""
         number = check_step(step)
         nbytes = _nbytes_of(state if items is None else dict(items))
-        self.keeper.tap_signals()
+        self._keeper.tap_signals()
         return self.service.saves.start(
             number,
             state,
@@ -152,7 +145,7 @@ class MemoryTier:
                 return self._say(step, error.message)
             if not await self.open():
                 return self._problem
-            await run_in_thread(self.keeper.start)
+            await run_in_thread(self._keeper.start)
             await self._drop_newer(step)
             why = await self._no_room(nbytes)
             return None if why is None else self._say(step, why)
@@ -200,34 +193,43 @@ class MemoryTier:
         """Tell the keeper of a step that is in the root."""
         if info.step is not None:
             seconds = info.statistics.written
-            rate = info.nbytes / seconds if seconds else None
-            self.keeper.tell(Saved(info.step, rate))
+            rate = info.nbytes / seconds if seconds else self._saved.bytes_per_second
+            self._saved = Saved(max(info.step, self._saved.step), rate)
+            self._keeper.tell(self._saved)
 
-    async def saved_already(self, step: int | None) -> None:
+    def saved_already(self, step: int | None) -> None:
         """Tell the keeper of the greatest step that the root has."""
         if step is not None:
-            self.keeper.tell(Saved(step))
+            self._saved = replace(self._saved, step=step)
+            self._keeper.tell(self._saved)
 
-    def close(self, *, failed: bool) -> None:
-        """End the keeper, and give the memory back, unless that is all there is of a snapshot.
+    def greeting(self) -> list[ToKeeper]:
+        """Return what a new keeper has to know."""
+        return [Claimed(), self._saved] if self._is_claimed else []
+
+    @property
+    def flushes(self) -> bool:
+        """Whether the last snapshot is written when the run fails."""
+        return self._is_open and self._settings.flush
+
+    def close(self, *, failed: bool, ended: bool) -> None:
+        """Give the memory back, unless that is all there is of the last snapshot.
 
         Args:
-            failed: Whether an exception ends the run: then the last snapshot is written first.
+            failed: Whether an exception ends the run.
+            ended: Whether the keeper has done what was left.
         """
         if not self._is_open:
             return
-        flush = failed and self._settings.flush
-        is_done = self.keeper.close(flush=flush, timeout=_FLUSH_TIMEOUT)
         has_failed = self._flushed is not None and bool(self._flushed.problem)
-        if has_failed or (flush and not is_done):
+        if has_failed or (failed and not (ended and self._settings.flush)):
             logger.warning("the last snapshot stays in memory: %s", self._folder.path)
-            self._folder.leave()
-        elif failed and not flush:
             self._folder.leave()
         else:
             self._folder.remove()
 
-    def _heard(self, message: FromKeeper) -> None:
+    def heard(self, message: FromKeeper) -> None:
+        """Take what the keeper says; called in a thread."""
         if not isinstance(message, Flushed):
             return
         self._flushed = message

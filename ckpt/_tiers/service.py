@@ -6,13 +6,16 @@ and what is read comes from the nearest place that has it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, SupportsIndex
 
-from ckpt._commit import Commit
+from ckpt._arguments import check_step
+from ckpt._commit import Commit, StepInfo
 from ckpt._engine.engine import Engine
 from ckpt._format.history import Parent
+from ckpt._redaction import redact
 from ckpt._runtime.loop import EngineLoop, Job
 from ckpt._steps.pins import Pin
 from ckpt._steps.removal.trash import StepTrash
@@ -20,84 +23,143 @@ from ckpt._steps.root import Root
 from ckpt._steps.saves.partial import OpenSave
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.saves.queue import SaveQueue
-from ckpt._steps.service import RootService
+from ckpt._steps.service import RootService, no_memory
+from ckpt._steps.unreadable import shortened
+from ckpt._tiers.tier_drains import TierDrains
+from ckpt._tiers.keeper.client import KeeperClient
 from ckpt._tiers.memory import MemoryTier
 from ckpt._tiers.reader import TieredReader, TierSteps
 from ckpt.storage._base import Storage
+
+logger = logging.getLogger("ckpt")
+
+# Beside the time that saves have at the end, for the keeper to say so.
+_LAST_WORDS_SECONDS = 15.0
 
 
 class TieredService:
     """The service of a run with tiers. Its coroutines run on the engine's loop.
 
     Attributes:
-        root: The last and safest place, which other programs see.
         reader: Reads the steps of all places.
     """
 
-    def __init__(self, service: RootService, memory: MemoryTier) -> None:
-        """Serve a root, and the places that are nearer."""
-        self._service = service
+    def __init__(
+        self,
+        root: RootService,
+        near: Sequence[RootService],
+        memory: MemoryTier | None,
+        drains: TierDrains | None,
+        keeper: KeeperClient,
+        exit_seconds: float,
+    ) -> None:
+        """Serve a root, and the places that are nearer.
+
+        Args:
+            root: The last and safest place, which other programs see.
+            near: Places on a storage, the nearest first.
+            memory: Snapshots in memory.
+            drains: Copies steps from place to place.
+            keeper: Does so.
+            exit_seconds: How long it may take in the end.
+        """
+        self._root = root
+        self._near = near
         self._memory = memory
+        self._drains = drains
+        self._keeper = keeper
+        self._exit_seconds = exit_seconds
+        self._saver = near[0] if near else root
+        self._services = [*near, root]
         self.reader: TieredReader = TieredReader(self._tiers)
         self._is_open = False
-        service.saves.on_committed = memory.saved
-        for each in (service, memory.service):
+        self._saver.saves.on_committed = self._committed
+        if drains is not None:
+            self._saver.saves.is_drained = True
+            self._saver.saves.may_tidy = self._may_tidy
+        for each in self._all:
             each.reader.begins_from = self._begin_from
+
+    @property
+    def _all(self) -> list[RootService]:
+        memory = [] if self._memory is None else [self._memory.service]
+        return [*memory, *self._services]
 
     @property
     def loop(self) -> EngineLoop:
         """The engine's loop."""
-        return self._service.loop
+        return self._root.loop
 
     @property
     def engine(self) -> Engine:
         """What all saves and restores share."""
-        return self._service.engine
+        return self._saver.engine
 
     @property
     def storage(self) -> Storage:
         """Where the root is."""
-        return self._service.storage
+        return self._root.storage
 
     @property
     def root(self) -> Root:
-        """What is in the root."""
-        return self._service.root
+        """The place that saves go to."""
+        return self._saver.root
 
     @property
     def saves(self) -> SaveQueue:
         """The saves."""
-        return self._service.saves
+        return self._saver.saves
 
     @property
     def trash(self) -> StepTrash:
         """The trash of the root."""
-        return self._service.trash
+        return self._root.trash
 
     @property
     def preemption(self) -> Preemption:
         """The notice that the run is to end."""
-        return self._service.preemption
+        return self._saver.preemption
 
     def _begin_from(self, parent: Parent) -> None:
-        for each in (self._service, self._memory.service):
+        for each in self._all:
             each.saves.history.begin_from(parent)
+
+    def _committed(self, info: StepInfo, commit: Commit) -> None:
+        if self._drains is not None:
+            self._drains.committed(info, commit)
+        elif self._memory is not None:
+            self._memory.saved(info)
+
+    async def _may_tidy(self, step: int) -> bool:
+        await self.open()
+        return self._drains is not None and await self._drains.may_tidy(0, step)
 
     async def _tiers(self) -> Sequence[TierSteps]:
         await self.open()
-        root = TierSteps(self.storage.location, self._service.reader, may_fail=False)
-        if not await self._memory.open():
-            return [root]
-        memory = self._memory.service
-        return [TierSteps(memory.storage.location, memory.reader, may_fail=True), root]
+        memory = self._memory
+        found = []
+        if memory is not None and await memory.open():
+            found.append(memory.service)
+        return [
+            TierSteps(each.storage.location, each.reader, may_fail=each is not self._root)
+            for each in [*found, *self._services]
+        ]
 
     async def open(self) -> None:
         """Open all places; only the first call does."""
-        if not self._is_open:
-            await self._service.open()
-            if await self._memory.open():
-                await self._memory.saved_already(await self._service.reader.latest_step())
-            self._is_open = True
+        if self._is_open:
+            return
+        for each in self._services:
+            await each.open()
+        if self._memory is not None and await self._memory.open():
+            self._memory.saved_already(await self._root.reader.latest_step())
+        if self._drains is not None:
+            await self._drains.open()
+            latest = await self._root.reader.latest_step()
+            if latest is not None:
+                # Steps that arrived when the run before had ended.
+                await self._root.root.preserve(latest)
+        self._is_open = True
 
     def start_snapshot(
         self,
@@ -108,31 +170,33 @@ class TieredService:
         metadata: Any,
     ) -> tuple[Commit, Job[None], Future[None]]:
         """Start a snapshot in memory, from any thread; see `SaveQueue.start`."""
+        if self._memory is None:
+            raise no_memory(step)
         return self._memory.start(step, state, items, metrics, metadata)
 
     async def idle(self) -> None:
         """Wait until every save and every snapshot that was started has ended."""
-        await self._service.idle()
-        await self._memory.service.idle()
+        for each in self._all:
+            await each.idle()
 
     @property
     def saving(self) -> list[int]:
         """The steps of saves and snapshots that are under way."""
-        return [*self._service.saving, *self._memory.service.saving]
+        return [step for each in self._all for step in each.saving]
 
     def take_errors(self) -> list[BaseException]:
         """Return the errors of saves and snapshots that have not been fetched."""
-        return [*self._service.take_errors(), *self._memory.service.take_errors()]
+        return [error for each in self._all for error in each.take_errors()]
 
     def listen(self) -> None:
         """Handle signals from now on, if this is the main thread."""
-        self._service.listen()
-        self._memory.keeper.tap_signals()
+        self._saver.listen()
+        self._keeper.tap_signals()
 
     def stop_listening(self) -> None:
         """Put back what handled signals before."""
-        self._service.stop_listening()
-        self._memory.keeper.untap_signals()
+        self._saver.stop_listening()
+        self._keeper.untap_signals()
 
     def start_partial(
         self,
@@ -143,62 +207,88 @@ class TieredService:
         overwrite: bool,
     ) -> OpenSave:
         """Return a save in parts; see `RootService.start_partial`."""
-        return self._service.start_partial(step, metrics, metadata, overwrite=overwrite)
+        return self._saver.start_partial(step, metrics, metadata, overwrite=overwrite)
 
     def reached_preemption(self, step: SupportsIndex) -> bool:
         """Tell whether the run is to end at `step`; called on the caller's thread."""
-        return self._service.reached_preemption(step)
+        return self._saver.reached_preemption(step)
 
     async def should_save(self, step: int) -> bool:
         """Return whether the save policy wants `step`, or the run ends there."""
-        return await self._service.should_save(step)
+        return await self._saver.should_save(step)
 
     async def reload(self) -> None:
         """Forget what was read."""
-        await self._service.reload()
-        await self._memory.service.reload()
+        for each in self._all:
+            await each.reload()
 
     async def root_metadata(self) -> dict[str, Any]:
         """Return the metadata of the root."""
-        return await self._service.root_metadata()
+        return await self._root.root_metadata()
 
     async def pin(self, step: int, name: str) -> None:
-        """Keep a step of the root from being deleted."""
-        await self._service.pin(step, name)
+        """Keep a step from being deleted, in every place on a storage that has it."""
+        holders = await self._holders(step)
+        for each in holders or [self._root]:
+            await each.pin(step, name)
 
     async def unpin(self, step: int, name: str) -> bool:
-        """Take a pin back; return whether there was one."""
-        return await self._service.unpin(step, name)
+        """Take a pin back wherever it is; return whether there was one."""
+        return any([await each.unpin(step, name) for each in self._services])
 
     async def pins(self) -> dict[int, tuple[Pin, ...]]:
-        """Return the pinned steps, and what pins them."""
-        return await self._service.pins()
+        """Return the pinned steps, and what pins them in the first place that has them."""
+        found: dict[int, tuple[Pin, ...]] = {}
+        for each in reversed(self._services):
+            found |= await each.pins()
+        return dict(sorted(found.items()))
 
     async def delete(self, step: int, item: str | None) -> None:
         """Delete a step, or one item of it, wherever it is."""
-        memory = self._memory.service
-        if await self._memory.open() and step in await memory.reader.all_steps():
-            await memory.delete(step, item)
-            if step not in await self._service.reader.all_steps():
-                return
-        await self._service.delete(step, item)
+        memory = self._memory
+        holders = await self._holders(step)
+        has_memory = memory is not None and await memory.open()
+        if memory is not None and has_memory and step in await memory.service.reader.all_steps():
+            holders.append(memory.service)
+        for each in holders or [self._root]:
+            await each.delete(step, item)
+
+    async def _holders(self, step: int) -> list[RootService]:
+        """Return the places on a storage that have a step."""
+        number = check_step(step)
+        return [each for each in self._services if number in await each.reader.all_steps()]
 
     async def undelete(self, step: int) -> None:
         """Take a step back from the trash."""
-        await self._service.undelete(step)
+        await self._root.undelete(step)
 
     async def empty_trash(self, older_than: float) -> list[int]:
         """Remove what was deleted at least that many seconds ago; return the steps."""
-        return await self._service.empty_trash(older_than)
+        return await self._root.empty_trash(older_than)
 
     def close(self, timeout: float | None = None, *, failed: bool = False) -> bool:
-        """Wait for saves and snapshots, end the loop, and give the memory back.
+        """Wait for saves and snapshots, copy on what waits for that, and give the memory back.
 
         Args:
             timeout: Seconds to wait at most for saves; None waits for as long as it takes.
             failed: Whether an exception ends the run: then the last snapshot is written to the
                 root first, unless a newer step is there.
         """
-        done = self._service.close(timeout)
-        self._memory.close(failed=failed)
+        done = self._saver.close(timeout)
+        flush = failed and self._memory is not None and self._memory.flushes
+        if self._keeper.is_started:
+            seconds = self._exit_seconds + _LAST_WORDS_SECONDS
+            ended = self._keeper.close(flush=flush, timeout=seconds)
+            if self._memory is not None:
+                self._memory.close(failed=failed, ended=ended)
+        if self._drains is not None:
+            left = self._drains.given_up()
+            if left:
+                logger.warning(
+                    "%s: steps %s were not copied there in time; they stay at %s, and the next "
+                    "run goes on with them",
+                    redact(self.storage.location),
+                    shortened(left),
+                    redact(self._saver.storage.location),
+                )
         return done

@@ -6,10 +6,18 @@ import os
 from dataclasses import dataclass
 
 from ckpt._arguments import invalid, number_of_seconds, true_or_false, whole_number
+from ckpt.policies._preservation import PreservationPolicyLike, check_preservation
+from ckpt.policies._save_policies import SavePolicyLike, check_save_policy
+from ckpt.storage._local.config import Local
+from ckpt.storage._object.config import GCS, S3
+
+# As `storage._resolve` has it, which needs TensorStore.
+PathLike = str | os.PathLike[str] | Local | S3 | GCS
 
 # A longer notice than any system gives.
 _LONGEST_GRACE_SECONDS = 86400.0
 _LONGEST_KEPT_SECONDS = 7 * 86400.0
+_FASTEST = 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +77,55 @@ class SharedMemory:
         directory: object = self.directory
         if not isinstance(directory, str) or not os.path.isabs(directory):
             raise invalid("directory", directory, "an absolute path, such as '/dev/shm'", of=of)
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A place for steps that is nearer than the root, such as a local disk.
+
+    Saves are committed at the nearest tier. From there the keeper copies them on, to the next tier
+    or to the root, while training continues: compared with their digests, and visible there only
+    when they are whole.
+
+    Attributes:
+        path: A directory, a URL, or a store of `ckpt.storage`, as the root of a manager.
+        preservation: Which steps stay here: a policy of `ckpt.policies`. Steps that still wait to
+            be copied on stay, too. None keeps all.
+        drain: Which steps are copied on: a save policy of `ckpt.policies`, such as
+            `FixedInterval(1000)`, or a function of step, previous steps and `SaveContext`. None
+            copies all. The newest step is copied in any case when the run ends, however it ends.
+        bytes_per_second: How fast steps are copied on at most; None does not limit that.
+        most_waiting: How many steps may wait for the next place, when that is slow or cannot be
+            reached. Of more, the oldest one is given up, with a warning.
+
+    Raises:
+        InvalidArgumentError: An argument is invalid.
+
+    Example:
+        ```python
+        disk = ckpt.tiers.Tier("/tmp/nvme/run", preservation=ckpt.policies.LatestN(2))
+        async with ckpt.CheckpointManager("runs/a", tiers=[disk]) as mgr:
+            commit = await mgr.save(step, state)
+            await commit  # on the disk
+            await commit.in_root  # in the root, too
+        ```
+    """
+
+    path: PathLike
+    preservation: PreservationPolicyLike | None = None
+    drain: SavePolicyLike | None = None
+    bytes_per_second: float | None = None
+    most_waiting: int = 16
+
+    def __post_init__(self) -> None:
+        if self.preservation is not None:
+            check_preservation(self.preservation)
+        if self.drain is not None:
+            check_save_policy(self.drain)
+        rate: object = self.bytes_per_second
+        if rate is not None and not (
+            isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate < _FASTEST
+        ):
+            raise invalid("bytes_per_second", rate, "a number above 0, or None", of="Tier")
+        most = whole_number("most_waiting", self.most_waiting, of="Tier", least=1)
+        object.__setattr__(self, "most_waiting", most)

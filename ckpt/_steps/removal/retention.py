@@ -17,7 +17,7 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt._steps.opened import OpenedStep, open_step
 from ckpt._steps.pins import deletion_of, pins, refuse_pinned
-from ckpt._steps.previous_steps import AilingLeaves
+from ckpt._steps.previous_steps import AilingLeaves, saved_step
 from ckpt._steps.removal.noted_policy import note_policy
 from ckpt._steps.removal.superfluous import Superfluous, keeps_all, superfluous_by
 from ckpt._steps.unreadable import shortened
@@ -150,6 +150,14 @@ class Retention:
     def keeps_all(self) -> bool:
         """Whether `preserve` deletes nothing."""
         return keeps_all(self._policy)
+
+    def would_delete(self, found: Mapping[int, IndexedStep]) -> frozenset[int]:
+        """Return the steps that the policy would not keep if these were the steps of the root."""
+        if self.keeps_all:
+            return frozenset()
+        steps = [saved_step(each) for each in found.values()]
+        now = self._now_ns() / 1e9
+        return frozenset(superfluous_by(self._policy, found, steps, now, ()).steps)
 
     async def preserve(self, going: Superfluous | None = None) -> None:
         """Delete what the policy does not keep: steps, and items of steps; several at a time.

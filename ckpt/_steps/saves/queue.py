@@ -110,7 +110,11 @@ class SaveQueue:
         # Made on the engine's loop.
         self._backlog: Backlog | None = None
         # Told of each step that was committed.
-        self.on_committed: Callable[[StepInfo], None] = _nothing
+        self.on_committed: Callable[[StepInfo, Commit], None] = _nothing
+        # Whether steps are copied on from here: a commit is then not in the root yet.
+        self.is_drained = False
+        # Asked before steps are deleted after a commit.
+        self.may_tidy: Callable[[int], Awaitable[bool]] = _always
         self.commits: OpenCommits = OpenCommits()
         # Gives up each partial save that is open, since it would wait for its next part forever.
         self._open: set[Callable[[str], None]] = set()
@@ -400,10 +404,10 @@ class SaveQueue:
             # Before the commit is done: a deletion that its caller starts then must know of it.
             self.root.retention.newest = manifest.step
             self.history.committed(manifest)
-            self.on_committed(info)
+            self.on_committed(info, hooks.commit)
             # Observers first: once the commit is done, the line is written and the bar is gone.
             recorder.end(began_ns, "ok", nbytes=info.nbytes)
-            hooks.finish(info)
+            hooks.finish(info, in_root=not self.is_drained)
             seconds = hooks.watch.elapsed
             kept = ""
             if kept_seconds is not None:
@@ -419,7 +423,7 @@ class SaveQueue:
                 hooks.watch.taken.blocked or 0.0,
                 kept,
             )
-            if cleans_up:
+            if cleans_up and await self.may_tidy(check_step(request.step)):
                 await self.root.preserve(check_step(request.step))
         finally:
             self.cleaning_up.remove(cleaned_up)
@@ -483,8 +487,12 @@ class SaveQueue:
             fail_exit()
 
 
-def _nothing(info: StepInfo) -> None:
+def _nothing(info: StepInfo, commit: Commit) -> None:
     pass
+
+
+async def _always(step: int) -> bool:
+    return True
 
 
 def end_badly(

@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import anyio
@@ -16,14 +15,20 @@ from anyio.abc import TaskGroup
 
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tiers.keeper.flush import Hurry, flush
+from ckpt._tiers.keeper.links import Links, linked
 from ckpt._tiers.keeper.messages import (
+    Claimed,
     Close,
     Closed,
     Flushed,
     FromKeeper,
+    Moved,
     Ready,
     Saved,
     Setup,
+    Snapshots,
+    Step,
+    ToKeeper,
     encoded,
     for_keeper,
     place_of_json,
@@ -47,6 +52,7 @@ class Keeper:
 
     # what comes                       what it does
     # -------------------------------  ----------------------------------------------------------
+    # `Step`                           copies it on, from its tier to the next place
     # `Saved`                          notes which snapshots need not be written any more
     # the number of a signal           writes the last snapshot, while the trainer may be stuck
     # SIGTERM, to itself               the same
@@ -55,11 +61,14 @@ class Keeper:
     # `Close`                          writes the last snapshot if that is asked for, or if a
     #                                  signal came, and ends
 
-    def __init__(self, setup: Setup, trainer: socket.socket) -> None:
+    def __init__(self, setup: Setup, trainer: socket.socket, links: Links) -> None:
         """Watch the trainer of `setup`, which is told things over a socket."""
         self._setup = setup
         self._trainer = trainer
+        self._links = links
         self._target: Storage = open_root(place_of_json(setup.root))
+        # The snapshots, once the trainer owns them.
+        self._snapshots: Snapshots | None = None
         self._newest = -1
         self._rate: float | None = None
         self._noticed_at: float | None = None
@@ -73,22 +82,23 @@ class Keeper:
         # What is being written when the trainer ends is written to its end.
         async with anyio.create_task_group() as writes, anyio.create_task_group() as watches:
             watches.start_soon(self._watch_trainer)
-            watches.start_soon(self._hear, rest)
+            writes.start_soon(self._hear, rest)
             watches.start_soon(self._watch_alarm, alarm, writes)
             watches.start_soon(self._watch_signals, writes)
-            self._tell(Ready())
+            self.tell(Ready())
             await self._is_over.wait()
             watches.cancel_scope.cancel()
         if self._close is not None:
             if self._close.flush or self._noticed_at is not None or self._has_noticed(alarm):
-                self._tell(await self._flush(None) or Flushed(-1))
-            self._tell(Closed())
+                self.tell(await self._flush(None) or Flushed(-1))
+            await self._links.finish(self._setup.exit_seconds)
+            self.tell(Closed())
             return
         await self._end_alone()
 
     async def _end_alone(self) -> None:
-        """The trainer has died: write its last snapshot, and give its memory back in the end."""
-        folder, done = Path(self._setup.folder), None
+        """The trainer has died: write what is left, and give its memory back in the end."""
+        done = None
         for turn in range(_TRIES):
             done = await self._flush(self._ends_at())
             if done is None or not done.problem:
@@ -99,9 +109,15 @@ class Keeper:
         if done is not None and not done.problem:
             without = f", without {', '.join(done.left_out)}" if done.left_out else ""
             _say(f"wrote step {done.step} to {self._target.location}{without}")
+        left = await self._links.finish(self._setup.exit_seconds)
+        if left:
+            _say(f"steps {left} were not copied on in time")
         # Whoever reads what the trainer printed waits until its last copy is closed.
         _close_output()
-        ends = time.monotonic() + self._setup.kept_seconds
+        snapshots = self._snapshots
+        if snapshots is None:
+            return
+        folder, ends = Path(snapshots.folder), time.monotonic() + snapshots.kept_seconds
         while time.monotonic() < ends:
             await anyio.sleep(_LOOK_SECONDS)
             if await run_in_thread(_is_owned_again, folder):
@@ -117,12 +133,13 @@ class Keeper:
         return self._noticed_at + self._setup.grace_seconds
 
     async def _flush(self, ends_at: float | None) -> Flushed | None:
-        if not self._setup.flush:
+        snapshots = self._snapshots
+        if snapshots is None or not snapshots.flush:
             return None
-        hurry = Hurry(ends_at, self._rate, self._setup.first)
+        hurry = Hurry(ends_at, self._rate, snapshots.first)
         async with self._flushing:
             try:
-                done = await flush(Path(self._setup.folder), self._target, self._newest, hurry)
+                done = await flush(Path(snapshots.folder), self._target, self._newest, hurry)
             except (CheckpointError, OSError) as error:
                 return Flushed(-1, problem=str(error))
             if done is not None and not done.problem:
@@ -135,7 +152,7 @@ class Keeper:
             self._noticed_at = time.monotonic()
             done = await self._flush(self._ends_at())
             if done is not None:
-                self._tell(done)
+                self.tell(done)
 
     async def _watch_trainer(self) -> None:
         with contextlib.suppress(OSError, AttributeError):
@@ -149,14 +166,47 @@ class Keeper:
         self._is_over.set()
 
     async def _hear(self, rest: bytes) -> None:
-        async for line in _lines(self._trainer, rest):
-            message = for_keeper(line)
-            if isinstance(message, Saved):
-                self._newest = max(self._newest, message.step)
-                self._rate = message.bytes_per_second or self._rate
-            elif isinstance(message, Close):
-                self._close = message
-                self._is_over.set()
+        """Take what the trainer says, also what it has said before it died."""
+        while True:
+            *lines, rest = rest.split(b"\n")
+            for line in lines:
+                await self._take(for_keeper(line))
+            try:
+                piece = self._trainer.recv(_PIECE, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                # Forked workers may keep the socket open.
+                if self._is_over.is_set():
+                    return
+                await self._readable_or_over()
+                continue
+            except OSError:
+                return
+            if not piece:
+                return
+            rest += piece
+
+    async def _readable_or_over(self) -> None:
+        async with anyio.create_task_group() as tasks:
+
+            async def wait() -> None:
+                await self._is_over.wait()
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(wait)
+            await anyio.wait_readable(self._trainer)
+            tasks.cancel_scope.cancel()
+
+    async def _take(self, message: ToKeeper) -> None:
+        if isinstance(message, Saved):
+            self._newest = max(self._newest, message.step)
+            self._rate = message.bytes_per_second or self._rate
+        elif isinstance(message, Claimed):
+            self._snapshots = self._setup.snapshots
+        elif isinstance(message, Step):
+            await self._links.add(message)
+        elif isinstance(message, Close):
+            self._close = message
+            self._is_over.set()
 
     async def _watch_alarm(self, alarm: socket.socket, writes: TaskGroup) -> None:
         """The kernel runs the trainer's handler at once, which writes here before Python does."""
@@ -177,8 +227,15 @@ class Keeper:
             async for _ in received:
                 writes.start_soon(self._notice)
 
-    def _tell(self, message: FromKeeper) -> None:
-        # A trainer that has died is not told anything.
+    def moved(self, message: Moved) -> None:
+        """Note a step that is in the root now."""
+        if message.link == len(self._setup.links) - 1 and not message.problem:
+            self._newest = max(self._newest, message.step)
+            if message.nbytes and message.seconds:
+                self._rate = message.nbytes / message.seconds
+
+    def tell(self, message: FromKeeper) -> None:
+        """Tell the trainer something; one that has died is not told anything."""
         with contextlib.suppress(OSError):
             self._trainer.sendall(encoded(message))
 
@@ -194,22 +251,17 @@ async def _main(trainer: socket.socket, alarm: socket.socket) -> None:
     first, _, rest = received.partition(b"\n")
     setup = for_keeper(first)
     assert isinstance(setup, Setup)
-    await Keeper(setup, trainer).run(alarm, rest)
+    keepers: list[Keeper] = []
 
+    def told(message: FromKeeper) -> None:
+        for keeper in keepers:
+            if isinstance(message, Moved):
+                keeper.moved(message)
+            keeper.tell(message)
 
-async def _lines(connection: socket.socket, rest: bytes) -> AsyncIterator[bytes]:
-    while True:
-        *lines, rest = rest.split(b"\n")
-        for line in lines:
-            yield line
-        await anyio.wait_readable(connection)
-        try:
-            piece = connection.recv(_PIECE)
-        except OSError:
-            return
-        if not piece:
-            return
-        rest += piece
+    async with linked(setup.links, told) as links:
+        keepers.append(Keeper(setup, trainer, links))
+        await keepers[0].run(alarm, rest)
 
 
 def _is_owned_again(folder: Path) -> bool:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import ckpt
@@ -34,10 +34,22 @@ _STARTS = 5
 class KeeperClient:
     """A keeper, as its trainer sees it. Its methods may be called from any thread."""
 
-    def __init__(self, setup: Setup, told: Callable[[FromKeeper], None]) -> None:
-        """Start nothing yet; `told` hears what the keeper says, in a thread."""
+    def __init__(
+        self,
+        setup: Setup,
+        told: Callable[[FromKeeper], None],
+        greeting: Callable[[], Sequence[ToKeeper]],
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            setup: What the keeper is to do.
+            told: Hears what it says, in a thread of its own.
+            greeting: Returns what each keeper is told first.
+        """
         self._setup = setup
         self._told = told
+        self._greeting = greeting
         self._guard = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -45,7 +57,6 @@ class KeeperClient:
         self._tap: SignalTap | None = None
         self._starts = 0
         self._closed = threading.Event()
-        self._last: ToKeeper | None = None
 
     def start(self) -> None:
         """Start the keeper, unless it runs; a failure is said once. Blocks for milliseconds."""
@@ -56,7 +67,7 @@ class KeeperClient:
                 self._drop()
                 if self._starts <= _STARTS:
                     logger.warning(
-                        "the process that keeps the last snapshot was killed; it is %s",
+                        "the process that copies steps behind this one was killed; it is %s",
                         "started again" if self._starts < _STARTS else "not started any more",
                     )
             if self._starts >= _STARTS:
@@ -67,8 +78,8 @@ class KeeperClient:
                 self._start()
             except OSError as error:
                 logger.warning(
-                    "the process that keeps the last snapshot could not be started, so that the "
-                    "snapshot is only there for a process that is started again on this host: %s",
+                    "the process that copies steps behind this one could not be started, so that "
+                    "snapshots and the steps of tiers stay on this host: %s",
                     error,
                 )
                 self._starts = _STARTS + 1
@@ -93,17 +104,21 @@ class KeeperClient:
             )
         self._socket = ours
         ours.sendall(encoded(self._setup))
-        if self._last is not None:
-            ours.sendall(encoded(self._last))
+        for message in self._greeting():
+            ours.sendall(encoded(message))
         listener = threading.Thread(
             target=self._listen, args=(ours,), name="ckpt-keeper", daemon=True
         )
         listener.start()
 
+    @property
+    def is_started(self) -> bool:
+        """Whether a keeper was started."""
+        return self._process is not None
+
     def tell(self, message: ToKeeper) -> None:
-        """Tell the keeper something, if it lives; a new keeper is told the last thing, too."""
+        """Tell the keeper something, if it lives."""
         with self._guard:
-            self._last = message
             if self._socket is not None:
                 with contextlib.suppress(OSError):
                     self._socket.sendall(encoded(message))

@@ -20,28 +20,62 @@ from ckpt.storage._resolve import PathLike, local_path
 _STORES = {"Local": Local, "S3": S3, "GCS": GCS}
 
 
+class Snapshots(Struct, frozen=True):
+    """What a keeper does with the snapshots in memory.
+
+    Attributes:
+        folder: The folder with them.
+        flush: Whether the last one is written to the root.
+        first: As of `SharedMemory`.
+        kept_seconds: As of `SharedMemory`.
+    """
+
+    folder: str
+    flush: bool
+    first: tuple[str, ...]
+    kept_seconds: float
+
+
+class Link(Struct, frozen=True):
+    """A tier, and the next place, to which its steps are copied.
+
+    Attributes:
+        source: The tier, as `place_to_json` gives it.
+        target: The next place, likewise.
+        bytes_per_second: As of `Tier`.
+        most_waiting: As of `Tier`.
+    """
+
+    source: dict[str, Any]
+    target: dict[str, Any]
+    bytes_per_second: float | None
+    most_waiting: int
+
+
 class Setup(Struct, frozen=True, tag="setup"):
     """The first message to a keeper.
 
     Attributes:
         trainer: The process that it outlives.
         root: The root, as `place_to_json` gives it.
-        folder: The folder with the snapshots.
         signals: Signals after which the trainer's host has `grace_seconds`.
-        flush: Whether the last snapshot is written to the root.
         grace_seconds: As of `SharedMemory`.
-        first: As of `SharedMemory`.
-        kept_seconds: As of `SharedMemory`.
+        exit_seconds: How long it goes on copying steps when the trainer has ended.
+        snapshots: The snapshots in memory, if there are any.
+        links: The tiers, the nearest first; the last one ends in the root.
     """
 
     trainer: int
     root: dict[str, Any]
-    folder: str
     signals: tuple[int, ...]
-    flush: bool
     grace_seconds: float
-    first: tuple[str, ...]
-    kept_seconds: float
+    exit_seconds: float
+    snapshots: Snapshots | None = None
+    links: tuple[Link, ...] = ()
+
+
+class Claimed(Struct, frozen=True, tag="claimed"):
+    """The folder with the snapshots belongs to the trainer: before, what is in it is of others."""
 
 
 class Saved(Struct, frozen=True, tag="saved"):
@@ -54,6 +88,22 @@ class Saved(Struct, frozen=True, tag="saved"):
 
     step: int
     bytes_per_second: float | None = None
+
+
+class Step(Struct, frozen=True, tag="step"):
+    """A step was committed at a tier.
+
+    Attributes:
+        link: Number of the tier.
+        step: The step.
+        step_dir: Its directory.
+        is_wanted: Whether it is to be copied on; otherwise only if it is the newest in the end.
+    """
+
+    link: int
+    step: int
+    step_dir: str
+    is_wanted: bool
 
 
 class Close(Struct, frozen=True, tag="close"):
@@ -88,16 +138,48 @@ class Flushed(Struct, frozen=True, tag="flushed"):
     problem: str = ""
 
 
+class Held(Struct, frozen=True, tag="held"):
+    """A step of a tier is kept from being deleted until it was copied on.
+
+    Attributes:
+        link: Number of the tier.
+        step: The step.
+    """
+
+    link: int
+    step: int
+
+
+class Moved(Struct, frozen=True, tag="moved"):
+    """What has become of a step that was to be copied on.
+
+    Attributes:
+        link: Number of the tier.
+        step: The step.
+        step_dir: Its directory.
+        nbytes: Bytes that were copied.
+        seconds: How long that took.
+        problem: Why it is not there; empty if it is.
+    """
+
+    link: int
+    step: int
+    step_dir: str
+    nbytes: int = 0
+    seconds: float = 0.0
+    problem: str = ""
+
+
 class Closed(Struct, frozen=True, tag="closed"):
-    """All is done, and the keeper ends."""
+    """All is done, or the time is over, and the keeper ends."""
 
 
-ToKeeper: TypeAlias = Setup | Saved | Close
-FromKeeper: TypeAlias = Ready | Flushed | Closed
+ToKeeper: TypeAlias = Setup | Claimed | Saved | Step | Close
+FromKeeper: TypeAlias = Ready | Flushed | Held | Moved | Closed
 
 _encode = msgspec.json.Encoder().encode
-_to_keeper = msgspec.json.Decoder(Setup | Saved | Close)
-_from_keeper = msgspec.json.Decoder(Ready | Flushed | Closed)
+_to_keeper = msgspec.json.Decoder(Setup | Claimed | Saved | Step | Close)
+_from_keeper = msgspec.json.Decoder(Ready | Flushed | Held | Moved | Closed)
 
 
 def encoded(message: ToKeeper | FromKeeper) -> bytes:

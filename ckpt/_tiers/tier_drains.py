@@ -1,0 +1,204 @@
+"""`TierDrains`: which steps of the tiers are copied on, and what has become of them.
+
+The trainer decides, since policies are functions of Python; its keeper copies, and tells. A step is
+held at its tier before the retention there runs: that waits until the keeper has said so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import anyio
+
+from ckpt._arguments import check_step
+from ckpt._commit import Commit, StepInfo, arrived, stays
+from ckpt._redaction import redact
+from ckpt._runtime.futures import settled
+from ckpt._runtime.threads import run_in_thread
+from ckpt._steps.service import RootService
+from ckpt._tiers.drains.drain import missing
+from ckpt._tiers.keeper.client import KeeperClient
+from ckpt._tiers.keeper.messages import FromKeeper, Held, Moved, Step, ToKeeper
+from ckpt._tiers.settings import Tier
+from ckpt.errors import CheckpointError
+from ckpt.policies._context import SavedStep
+from ckpt.policies._save_policies import refusal_of
+
+logger = logging.getLogger("ckpt")
+
+# A keeper that lives says within milliseconds that it holds a step.
+_HELD_SECONDS = 20.0
+
+
+class TierDrains:
+    """The copies of steps from tier to tier. Its coroutines run on the engine's loop."""
+
+    def __init__(
+        self, tiers: Sequence[tuple[RootService, Tier]], root: RootService, keeper: KeeperClient
+    ) -> None:
+        """Copy steps of `tiers`, the nearest first, on to the next, and in the end to `root`."""
+        self._services = [service for service, _ in tiers]
+        self._settings = [tier for _, tier in tiers]
+        self._targets = [*self._services[1:], root]
+        self._keeper = keeper
+        self._guard = threading.Lock()
+        # By tier, steps that the keeper has been told of, and has not copied yet.
+        self._told: list[dict[int, Step]] = [{} for _ in tiers]
+        # By tier and step: who waits until the keeper holds it.
+        self._held: dict[tuple[int, int], Future[None]] = {}
+        # By tier, steps that its retention must leave, and that the keeper does not hold yet.
+        self._unheld: list[set[int]] = [set() for _ in tiers]
+        # By step, the commits that wait for the root.
+        self._commits: dict[int, list[Commit]] = {}
+        # By tier, the steps that were copied on, or will be: what its policy is told.
+        self._previous: list[dict[int, SavedStep]] = [{} for _ in tiers]
+
+    async def open(self) -> None:
+        """Tell the keeper what earlier runs have left to be copied."""
+        await run_in_thread(self._keeper.start)
+        for link, (service, target) in enumerate(zip(self._services, self._targets, strict=True)):
+            self._previous[link] = await target.reader.saved_steps()
+            left = await missing(service.storage, target.storage, None, service.root.names)
+            here = await service.root.index.refresh()
+            new = {step: here[step] for step in sorted(left) if step in here}
+            there = await target.root.index.refresh()
+            # What the next place has deleted is not brought back.
+            gone = target.root.retention.would_delete(dict(sorted((there | new).items())))
+            saved = await service.reader.saved_steps()
+            found = [step for step in new if step not in gone and step in saved]
+            steps = [await self._step(link, saved[step]) for step in found]
+            # The newest first, but for what only counts in the end.
+            for step in reversed(steps):
+                self._keeper.tell(step)
+
+    async def _step(self, link: int, saved: SavedStep) -> Step:
+        """Return what the keeper is told of a step, which from then on is on its way."""
+        service, tier = self._services[link], self._settings[link]
+        wanted = True
+        if tier.drain is not None:
+            previous = [each for _, each in sorted(self._previous[link].items())]
+            context = service.saves.history.context(saved.step)
+            refusal = await run_in_thread(refusal_of, tier.drain, saved.step, previous, context)
+            wanted = refusal is None
+        if wanted:
+            self._previous[link][saved.step] = saved
+            with self._guard:
+                self._unheld[link].add(saved.step)
+        step = Step(link, saved.step, service.root.names.name(saved.step), wanted)
+        with self._guard:
+            self._told[link][saved.step] = step
+        return step
+
+    def committed(self, info: StepInfo, commit: Commit) -> None:
+        """Note who waits until a step is in the root.
+
+        Before the commit is done: if this process dies right then, the keeper knows of the step.
+        """
+        if info.step is not None:
+            with self._guard:
+                self._commits.setdefault(info.step, []).append(commit)
+                self._unheld[0].add(info.step)
+            step_dir = self._services[0].root.names.name(info.step)
+            self._keeper.tell(Step(0, info.step, step_dir, is_wanted=False))
+
+    async def may_tidy(self, link: int, number: int) -> bool:
+        """Have a step copied on; tell whether it is held, so that its tier may be tidied."""
+        service = self._services[link]
+        saved = (await service.reader.saved_steps()).get(number)
+        if saved is None:
+            # It was deleted meanwhile.
+            with self._guard:
+                self._unheld[link].discard(number)
+            return False
+        await run_in_thread(self._keeper.start)
+        held: Future[None] = Future()
+        step = await self._step(link, saved)
+        with self._guard:
+            self._held[link, number] = held
+        self._keeper.tell(step)
+        if step.is_wanted:
+            with anyio.move_on_after(_HELD_SECONDS):
+                await settled(held)
+        else:
+            self._say_refused(link, number)
+        with self._guard:
+            self._held.pop((link, number), None)
+            # Steps are committed one after the other, and held in any order.
+            return not self._unheld[link]
+
+    def _say_refused(self, link: int, number: int) -> None:
+        """End the wait for a step that stays where it is."""
+        with self._guard:
+            self._unheld[link].discard(number)
+            commits = self._commits.pop(number, [])
+        for commit in commits:
+            stays(commit, "the policy drain= of its tier does not want it there")
+
+    def greeting(self) -> list[ToKeeper]:
+        """Return what a new keeper has to know: the steps that are not copied yet."""
+        with self._guard:
+            return [step for told in self._told for _, step in sorted(told.items(), reverse=True)]
+
+    def heard(self, message: FromKeeper) -> None:
+        """Take what the keeper says; called in a thread."""
+        if isinstance(message, Held):
+            with self._guard:
+                self._unheld[message.link].discard(message.step)
+                held = self._held.pop((message.link, message.step), None)
+            if held is not None:
+                held.set_result(None)
+        elif isinstance(message, Moved):
+            self._moved(message)
+
+    def _moved(self, message: Moved) -> None:
+        link, target = message.link, self._targets[message.link]
+        is_last = link == len(self._targets) - 1
+        with self._guard:
+            self._told[link].pop(message.step, None)
+            self._unheld[link].discard(message.step)
+            held = self._held.pop((link, message.step), None)
+            if not is_last and not message.problem:
+                self._unheld[link + 1].add(message.step)
+            ends = is_last or bool(message.problem)
+            commits = self._commits.pop(message.step, []) if ends else []
+        if held is not None:
+            held.set_result(None)
+        for commit in commits:
+            if message.problem:
+                stays(commit, message.problem)
+            else:
+                arrived(commit)
+        if message.problem:
+            return
+        logger.info(
+            "copied step %d to %s: %.1f MB in %.2f s",
+            message.step,
+            redact(target.storage.location),
+            message.nbytes / 1e6,
+            message.seconds,
+        )
+        # The manager may be closing.
+        with contextlib.suppress(CheckpointError):
+            target.loop.submit(partial(self._arrived, link, message.step))
+
+    async def _arrived(self, link: int, number: int) -> None:
+        """A step is at the next place: it may go on from there, and that place may be tidied."""
+        target = self._targets[link]
+        if link + 1 < len(self._services) and not await self.may_tidy(link + 1, number):
+            return
+        await target.root.preserve(check_step(number))
+
+    def given_up(self) -> list[int]:
+        """Return the steps that were not copied on, and tell those that wait for them."""
+        with self._guard:
+            left = sorted({s for told in self._told for s, step in told.items() if step.is_wanted})
+            commits = [each for waiting in self._commits.values() for each in waiting]
+            self._commits.clear()
+        for commit in commits:
+            stays(commit, "the run has ended before it was copied; the next one goes on with it")
+        return left
