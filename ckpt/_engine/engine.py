@@ -54,6 +54,8 @@ class Engine(Struct):
         kernels: What takes vital signs on devices.
         last_save: The last step that was saved, or before that the last that was restored: the next
             one can share its files.
+        writes_later: Whether nothing is written while a caller waits: writes to memory would take
+            the cores from the copies that it waits for.
         odd_leaves: The leaves with values that are not finite that the last save has found.
     """
 
@@ -70,3 +72,4 @@ class Engine(Struct):
     kernels: Kernels = field(default_factory=Kernels)
     last_save: LastSave | None = None
     odd_leaves: frozenset[str] = frozenset()
+    writes_later: bool = False

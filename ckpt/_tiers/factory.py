@@ -166,7 +166,7 @@ def _service_of_memory(folder: SharedFolder, run: RunParts) -> RootService:
         run.loop,
         LocalStorage(folder.steps, run.timeouts, mode=_PRIVATE),
         # The same memory for staging; but what a step shares with the one before is told by root.
-        replace(run.engine, last_save=None),
+        replace(run.engine, last_save=None, writes_later=True),
         save_policy=None,
         preservation=LatestN(1),
         deletion=None,

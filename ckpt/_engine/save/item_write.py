@@ -242,6 +242,8 @@ class ItemWrite:
             if batch.encoded:
                 memory = await self._encode(number, batch, block.memory)
             path = f"{self._item}/{self._files[number]}"
+            if session.writes_later:
+                await _first_of(self._call.returned, self._call.pressed)
             async with session.lanes.taken() as lane, anyio.create_task_group() as tasks:
                 written = anyio.Event()
                 tasks.start_soon(self._take_digests, number, path, memory, lane, written, contents)

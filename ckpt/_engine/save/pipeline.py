@@ -101,6 +101,7 @@ async def save_step(
                     parts={} if calls.in_parts else None,
                     shares=shares,
                     last=_last_save(engine, storage) if shares else None,
+                    writes_later=engine.writes_later,
                 )
                 keeper = anyio.CancelScope()
                 tasks.start_soon(_begin, session, request, may_write, keeper)

@@ -77,6 +77,7 @@ class SaveSession(Struct):
         begun: Set when the attempt is there, which may be before it may be written to.
         shares: Whether the step may have files in common with those before and after it.
         last: The step before, in the same root, if this process has saved or restored it.
+        writes_later: As of `Engine`.
         sharing: Files of that step that are being put into this one; set when that is over.
         saved: By item what this process has written, for the save after this one.
         files: Size and digest of every file of the step that this process has written.
@@ -110,6 +111,7 @@ class SaveSession(Struct):
     begun: anyio.Event = field(default_factory=anyio.Event)
     shares: bool = False
     last: LastSave | None = None
+    writes_later: bool = False
     sharing: dict[str, anyio.Event] = field(default_factory=dict)
     saved: dict[str, SavedItem] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
