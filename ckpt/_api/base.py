@@ -16,7 +16,7 @@ from ckpt._runtime.exit import run_at_exit
 from ckpt._runtime.loop import EngineLoop
 from ckpt._runtime.tracebacks import shortened
 from ckpt._settings import Staging, StagingMode, Timeouts, VitalSignsMode, as_staging
-from ckpt._steps.factory import make_engine, make_peers
+from ckpt._steps.factory import job_of, make_engine, make_peers
 from ckpt._steps.saves.backlog import BacklogPolicy
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.service import RootService
@@ -183,7 +183,9 @@ class ManagerBase:
         service = serve(storage, preservation, deletion)
         self._service: Service = service
         if given_tiers is not None:
-            run = RunParts(self._loop, engine, root, names, timeouts, signals)
+            job = job_of(coordinator)
+            where = storage.location
+            run = RunParts(self._loop, engine, root, where, names, timeouts, signals, job)
             near = [
                 serve(open_root(tier.path, timeouts), tier.preservation, None)
                 for tier in given_tiers.near

@@ -17,7 +17,7 @@ from ckpt._engine.verify.pipeline import verify_step_dir
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._events import EventRecorder
 from ckpt._format.history import Parent, is_rest_of
-from ckpt._format.manifest import Manifest
+from ckpt._format.manifest import JsonValue, Manifest
 from ckpt._plan.adapt import Adapt
 from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
@@ -98,6 +98,15 @@ class StepReader:
             return (await self.choice.healthy_step(wanted))[0]
         latest = await self._processes.steps.latest()
         return None if latest is None else latest.step
+
+    async def agreed(self, look: Callable[[], Awaitable[Iterable[int]]]) -> list[int]:
+        """Return the steps that `look` finds, the same in all processes of a job."""
+
+        async def act() -> list[JsonValue]:
+            return list(await look())
+
+        found: Any = await self._processes.decided("tiers", "which steps there are", act)
+        return [check_step(step) for step in found]
 
     async def best_step(self, metric: Metric | None, mode: Mode | None) -> int | None:
         """Return the step with the best metric, or None; see the managers."""

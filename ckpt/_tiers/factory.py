@@ -14,23 +14,23 @@ from ckpt._arguments import invalid
 from ckpt._engine.engine import Engine
 from ckpt._runtime.loop import EngineLoop
 from ckpt._settings import Timeouts
+from ckpt._steps.factory import make_peers
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.service import RootService
-from ckpt._tiers.tier_drains import TierDrains
 from ckpt._tiers.keeper.client import KeeperClient
 from ckpt._tiers.keeper.messages import FromKeeper, Link, Setup, Snapshots, ToKeeper, place_to_json
-from ckpt._tiers.memory import MemoryTier
+from ckpt._tiers.memory import MemoryRoot, MemoryTier
 from ckpt._tiers.service import TieredService
 from ckpt._tiers.settings import SharedMemory, Tier
 from ckpt._tiers.shared_folder import SharedFolder, folder_of
+from ckpt._tiers.tier_drains import TierDrains
+from ckpt.coordination._base import Coordinator
+from ckpt.coordination._jobs import OwnDisks
 from ckpt.errors import InvalidArgumentError
 from ckpt.policies._preservation import LatestN
 from ckpt.step_names import StepNames
-from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._resolve import PathLike
 
-# Of the folder and of all that is in it: memory is read by its owner alone.
-_PRIVATE = 0o700
 _DEFAULT_GRACE_SECONDS = 25.0
 
 Service = RootService | TieredService
@@ -49,9 +49,11 @@ class RunParts(Struct, frozen=True):
     loop: EngineLoop
     engine: Engine
     root: PathLike
+    location: str
     names: StepNames
     timeouts: Timeouts
     signals: tuple[int, ...]
+    job: Coordinator
 
 
 def check_tiers(tiers: object, *, read_only: bool, processes: int) -> Tiers | None:
@@ -87,10 +89,10 @@ def check_tiers(tiers: object, *, read_only: bool, processes: int) -> Tiers | No
             "tiers=: with read_only=True nothing is saved, and steps are read from the root. Leave "
             "one of the two out"
         )
-    if processes > 1:
+    if processes > 1 and near:
         raise InvalidArgumentError(
-            f"tiers=: they hold the steps of one process, and this job has {processes}. Leave them "
-            "out, and save() to the root"
+            f"tiers=: a Tier takes the saves of one process, and this job has {processes}. Leave "
+            "it out, and save() to the root"
         )
     return Tiers(memory[0] if memory else None, tuple(near))
 
@@ -118,11 +120,18 @@ def with_tiers(
     folder: SharedFolder | None = None
     snapshots = None
     if memory_settings is not None:
-        at = folder_of(memory_settings.directory, service.storage.location, 0, 1)
+        job = run.job
+        at = folder_of(
+            memory_settings.directory,
+            service.storage.location,
+            job.process_index,
+            job.process_count,
+        )
         folder = SharedFolder(at)
         snapshots = Snapshots(
             str(folder.path),
-            memory_settings.flush,
+            # What one process of several has is not a step.
+            memory_settings.flush and job.process_count == 1,
             memory_settings.first,
             memory_settings.kept_seconds,
         )
@@ -150,8 +159,9 @@ def with_tiers(
     keeper = KeeperClient(setup, told, greeting)
     memory = None
     if memory_settings is not None and folder is not None:
-        in_memory = _service_of_memory(folder, run)
-        memory = MemoryTier(memory_settings, in_memory, folder, service.storage, keeper)
+        at_root = MemoryRoot(folder, service.storage, run.timeouts)
+        in_memory = _service_of_memory(at_root, run)
+        memory = MemoryTier(memory_settings, in_memory, folder, at_root, service.storage, keeper)
         parts.append(memory)
     drains = None
     if near:
@@ -161,12 +171,16 @@ def with_tiers(
     return TieredService(service, near, memory, drains, keeper, run.timeouts.exit)
 
 
-def _service_of_memory(folder: SharedFolder, run: RunParts) -> RootService:
+def _service_of_memory(storage: MemoryRoot, run: RunParts) -> RootService:
+    # The same memory for staging; but what a step shares with the one before is told by root.
+    engine = replace(run.engine, last_save=None, writes_later=True)
+    job = (
+        OwnDisks(run.job, f"snapshots of {run.location}") if run.job.process_count > 1 else run.job
+    )
     return RootService(
         run.loop,
-        LocalStorage(folder.steps, run.timeouts, mode=_PRIVATE),
-        # The same memory for staging; but what a step shares with the one before is told by root.
-        replace(run.engine, last_save=None, writes_later=True),
+        storage,
+        engine,
         save_policy=None,
         preservation=LatestN(1),
         deletion=None,
@@ -177,7 +191,7 @@ def _service_of_memory(folder: SharedFolder, run: RunParts) -> RootService:
         missing="empty",
         timeouts=run.timeouts,
         preemption=Preemption(),
-        peers=None,
+        peers=make_peers(job, run.timeouts, storage.location, engine),
         # There may be one every few seconds.
         log_level=logging.DEBUG,
     )

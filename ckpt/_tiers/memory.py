@@ -19,23 +19,45 @@ from ckpt._commit import Commit, StepInfo
 from ckpt._redaction import redact
 from ckpt._runtime.loop import Job
 from ckpt._runtime.threads import run_in_thread
-from ckpt._settings import host_memory_bytes
+from ckpt._settings import Timeouts, host_memory_bytes
 from ckpt._steps.service import RootService
 from ckpt._tiers.keeper.client import KeeperClient
 from ckpt._tiers.keeper.messages import Claimed, Flushed, FromKeeper, Saved, ToKeeper
 from ckpt._tiers.settings import SharedMemory
-from ckpt._tiers.shared_folder import SharedFolder
+from ckpt._tiers.shared_folder import Found, SharedFolder
 from ckpt._tree.table import size_text
-from ckpt.errors import StorageError
+from ckpt.errors import CheckpointError, StorageError
 from ckpt.storage._base import Storage
+from ckpt.storage._local.storage import LocalStorage
 
 logger = logging.getLogger("ckpt")
 
 # Says which run a root is; one that is removed and made anew is another run.
 _RUN_NOTE = ".ckpt-run/id"
 _MOST_BYTES = 256
+# Of the folder and of all that is in it: memory is read by its owner alone.
+_PRIVATE = 0o700
 # Of a file system that is nearly full, beside the snapshot.
 _SLACK_BYTES = 4 << 20
+
+
+class MemoryRoot(LocalStorage):
+    """The root in shared memory: its folder is claimed before anything is done there."""
+
+    def __init__(self, folder: SharedFolder, root: Storage, timeouts: Timeouts) -> None:
+        """Use the folder for the snapshots of the run in `root`."""
+        super().__init__(folder.steps, timeouts, mode=_PRIVATE)
+        self._folder = folder
+        self._run_root = root
+        # What was found; None while the folder is not ours.
+        self.found: Found | None = None
+
+    async def prepare(self) -> None:
+        """Claim the folder, and make the root."""
+        if self.found is None:
+            run = await _run_of(self._run_root)
+            self.found = await run_in_thread(self._folder.claim, run, self._run_root.location)
+        await super().prepare()
 
 
 class MemoryTier:
@@ -46,6 +68,7 @@ class MemoryTier:
         settings: SharedMemory,
         service: RootService,
         folder: SharedFolder,
+        storage: MemoryRoot,
         root_storage: Storage,
         keeper: KeeperClient,
     ) -> None:
@@ -55,19 +78,21 @@ class MemoryTier:
             settings: What the user wants.
             service: The root in memory.
             folder: Where it is.
+            storage: The same, as a storage.
             root_storage: The root of the run.
             keeper: The process that writes the last snapshot.
         """
         self.service = service
         self._settings = settings
         self._folder = folder
+        self._storage = storage
         self._root_storage = root_storage
         self._keeper = keeper
         # The greatest step of the root, and how fast steps are saved.
         self._saved = Saved(-1)
         # Made on the engine's loop.
         self._opening: anyio.Lock | None = None
-        self._is_open = self._is_claimed = False
+        self._is_open = False
         # Why there is no memory for snapshots; said once.
         self._problem: str | None = None
         # The last thing that was said of a snapshot that was not taken.
@@ -85,7 +110,8 @@ class MemoryTier:
                 try:
                     await self._open()
                     self._is_open = True
-                except StorageError as error:
+                except CheckpointError as error:
+                    # Of any process of the job.
                     self._problem = error.message
                     logger.warning(
                         "%s. Training goes on without snapshots in memory", error.message
@@ -93,16 +119,14 @@ class MemoryTier:
         return self._is_open
 
     async def _open(self) -> None:
-        run = await _run_of(self._root_storage)
-        where = self._root_storage.location
-        found = await run_in_thread(self._folder.claim, run, where)
-        self._is_claimed = True
-        if found == "another run":
+        await self.service.open()
+        # In a job, all have memory or none.
+        await self.service.root.processes.everywhere("memory", 0, "opening memory", _nothing)
+        if self._storage.found == "another run":
             logger.warning(
                 "%s: a snapshot in memory is of an earlier run in this place, and was removed",
-                redact(where),
+                redact(self._root_storage.location),
             )
-        await self.service.open()
         await run_in_thread(self._keeper.start)
         # One that runs already was greeted before.
         self._keeper.tell(Claimed())
@@ -133,7 +157,8 @@ class MemoryTier:
             metadata,
             None,
             force=False,
-            overwrite=True,
+            # Not all processes of a job can replace their parts at once.
+            overwrite=self.service.root.processes.count == 1,
             refuse=self._refusing(number, nbytes),
         )
 
@@ -146,17 +171,21 @@ class MemoryTier:
             if not await self.open():
                 return self._problem
             await run_in_thread(self._keeper.start)
-            await self._drop_newer(step)
             why = await self._no_room(nbytes)
             return None if why is None else self._say(step, why)
 
         return refuse
 
-    async def _drop_newer(self, step: int) -> None:
-        """Remove snapshots of greater steps: the run has gone back, and would find those first."""
-        for other in await self.service.reader.all_steps():
-            if other > step:
-                await self.service.root.retention.delete(other)
+    async def make_way(self, step: int) -> None:
+        """Remove snapshots of greater steps: the run has gone back, and would find those first.
+
+        In a job also one of this step, of which other processes may have lost their part.
+        """
+        root, is_alone = self.service.root, self.service.root.processes.count == 1
+        if await self.open():
+            for other in await root.index.refresh():
+                if other > step or (other == step and not is_alone):
+                    await root.retention.delete(other)
 
     async def _no_room(self, nbytes: int) -> str | None:
         """Return why there is no room for a snapshot, or None."""
@@ -205,7 +234,7 @@ class MemoryTier:
 
     def greeting(self) -> list[ToKeeper]:
         """Return what a new keeper has to know."""
-        return [Claimed(), self._saved] if self._is_claimed else []
+        return [Claimed(), self._saved] if self._storage.found is not None else []
 
     @property
     def flushes(self) -> bool:
@@ -248,6 +277,10 @@ class MemoryTier:
                 size_text(message.nbytes),
                 message.seconds,
             )
+
+
+async def _nothing() -> None:
+    pass
 
 
 async def _run_of(storage: Storage) -> str:

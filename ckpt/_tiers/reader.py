@@ -78,7 +78,8 @@ class TieredReader:
         places: list[_Place] = []
         for number, tier in enumerate(tiers):
             try:
-                places += [_Place(step, number) for step in await look(tier.reader)]
+                steps = await tier.reader.agreed(partial(look, tier.reader))
+                places += [_Place(step, number) for step in steps]
             except StorageError as error:
                 if not tier.may_fail:
                     raise

@@ -25,10 +25,10 @@ from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.saves.queue import SaveQueue
 from ckpt._steps.service import RootService, no_memory
 from ckpt._steps.unreadable import shortened
-from ckpt._tiers.tier_drains import TierDrains
 from ckpt._tiers.keeper.client import KeeperClient
 from ckpt._tiers.memory import MemoryTier
 from ckpt._tiers.reader import TieredReader, TierSteps
+from ckpt._tiers.tier_drains import TierDrains
 from ckpt.storage._base import Storage
 
 logger = logging.getLogger("ckpt")
@@ -77,6 +77,8 @@ class TieredService:
         if drains is not None:
             self._saver.saves.is_drained = True
             self._saver.saves.may_tidy = self._may_tidy
+        if memory is not None:
+            memory.service.saves.prepare = self._make_way
         for each in self._all:
             each.reader.begins_from = self._begin_from
 
@@ -129,6 +131,12 @@ class TieredService:
             self._drains.committed(info, commit)
         elif self._memory is not None:
             self._memory.saved(info)
+
+    async def _make_way(self, step: int) -> None:
+        # In a job, all processes open the memory together.
+        await self.open()
+        if self._memory is not None:
+            await self._memory.make_way(step)
 
     async def _may_tidy(self, step: int) -> bool:
         await self.open()

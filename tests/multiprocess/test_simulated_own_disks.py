@@ -48,6 +48,16 @@ async def no_luck(*_: Any, **__: Any) -> None:
     raise StorageError("no luck")
 
 
+def test_a_policy_decides_for_all(tmp_path: Path) -> None:
+    """They look at their disks together: the primary says yes or no before."""
+    mgrs = managers(tmp_path, own_disks=True, seconds=10.0, save_policy=policies.FixedInterval(2))
+    assert steps(saved(mgrs, 2, STATE)) == [2, 2]
+    skipped = saved(mgrs, 3, STATE)
+    assert kinds(skipped) == ["SaveSkippedError"] * 2
+    assert steps(saved(mgrs, 4, STATE)) == [4, 4]
+    closed(mgrs)
+
+
 def test_roots_with_names_are_opened_in_any_order(tmp_path: Path) -> None:
     jobs = coordinators(2)
     values = jobs[0].key_values()

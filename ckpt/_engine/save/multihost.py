@@ -32,6 +32,7 @@ from ckpt._plan.multihost.write_reports import ProcessReport, pack, unpack
 from ckpt._plan.ownership import ProcessGroup
 from ckpt._runtime.threads import run_in_thread
 from ckpt._vitals.signs import UNKNOWN
+from ckpt.coordination._collectives import gathered
 from ckpt.coordination._heartbeat import beating
 from ckpt.coordination._operation import Operation
 from ckpt.coordination._peers import Peers
@@ -204,9 +205,9 @@ class MultihostSave:
             CheckpointError: What a process has failed with.
         """
         whole = await self._come()
-        self._may_refuse = may_refuse and not self.leads
+        self._may_refuse = may_refuse
         try:
-            async with self._watched(may_refuse=self._may_refuse):
+            async with self._watched(may_refuse=may_refuse and not self.leads):
                 yield
         except BaseException as error:
             agreed = await self.settle(error)
@@ -278,15 +279,25 @@ class MultihostSave:
 
     async def refusal(self, ask: Ask) -> str | None:
         """Return why there is to be no save, or None: the primary asks, and tells the others."""
-        if self.leads:
+        if self.own_disks and self._may_refuse:
+            # They look at their disks together before the attempt is announced.
+            answer: str | None = None
+            if self.leads:
+                async with self.busy():
+                    answer = await ask()
+            refusal: Any = (await gathered(self.operation, answer, "decided"))[0]
+        elif self.leads:
             async with self.busy():
                 refusal = await ask()
+        if self.leads:
             if refusal is not None:
                 await self._announce({"refusal": refusal})
                 # From here on failures of other processes change nothing.
                 await self.operation.decide()
-            return refusal
-        return (await self._announcement()).get("refusal") if self._may_refuse else None
+            return str(refusal) if refusal is not None else None
+        if not self._may_refuse or (self.own_disks and refusal is None):
+            return None
+        return (await self._announcement()).get("refusal")
 
     async def begin(self, begin: Begin, join: Join, created_ns: int) -> StartedSave:
         """Begin an attempt, or join the one that the primary has begun.

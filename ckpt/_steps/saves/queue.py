@@ -113,6 +113,8 @@ class SaveQueue:
         self.on_committed: Callable[[StepInfo, Commit], None] = _nothing
         # Whether steps are copied on from here: a commit is then not in the root yet.
         self.is_drained = False
+        # Done at the beginning of each save, in all processes of a job.
+        self.prepare: Callable[[int], Awaitable[None]] = _ready
         # Asked before steps are deleted after a commit.
         self.may_tidy: Callable[[int], Awaitable[bool]] = _always
         self.commits: OpenCommits = OpenCommits()
@@ -238,6 +240,7 @@ class SaveQueue:
         try:
             # Cancelled where a newer save supersedes this one.
             with scope:
+                await self.prepare(step)
                 async with processes.taking_part(may_refuse=may_refuse):
                     with given_up_after(request.deadline, hooks):
                         slot, refusal = await self._decide(
@@ -488,6 +491,10 @@ class SaveQueue:
 
 
 def _nothing(info: StepInfo, commit: Commit) -> None:
+    pass
+
+
+async def _ready(step: int) -> None:
     pass
 
 
