@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import threading
@@ -26,8 +27,10 @@ class SignalTap:
         self._alarm = alarm
         # What the interpreter writes to: the alarm itself, or a thread that hands numbers on.
         self._own = -1
-        self._previous = -1
+        # What we stand before, and a duplicate of it.
+        self._previous = self._duplicate = -1
         self._relay: tuple[socket.socket, socket.socket] | None = None
+        self._is_known = False
 
     def install(self) -> None:
         """Take the place of what hears of signals now; what did goes on hearing of them."""
@@ -35,18 +38,23 @@ class SignalTap:
             return
         # It may be refused: in another interpreter than the main one there are no signals.
         with contextlib.suppress(ValueError, OSError):
-            wanted = self._own if self._own != -1 else self._alarm.fileno()
+            alarm = self._alarm.fileno()
+            wanted = self._own if self._own != -1 else alarm
             current = _set(wanted)
-            if current not in (wanted, -1):
-                self._stand_before(current)
-            elif current == -1 and self._relay is not None:
-                # The loop that we stood before has left.
+            if current == wanted:
+                return
+            if current in (-1, alarm):
+                # What we stood before has left, and may have put back what it had found.
                 self._end_relay()
-                self._own = self._alarm.fileno()
+                self._own = alarm
             else:
-                self._own = wanted
+                self._stand_before(current)
             if self._own != wanted:
                 _set(self._own)
+            if not self._is_known:
+                # This also keeps the sockets from being closed while the interpreter writes there.
+                os.register_at_fork(after_in_child=self._leave_to_parent)
+                self._is_known = True
 
     def _stand_before(self, current: int) -> None:
         self._end_relay()
@@ -54,7 +62,8 @@ class SignalTap:
         duplicate = os.dup(current)
         heard, told = socket.socketpair()
         told.setblocking(False)
-        self._relay, self._own, self._previous = (heard, told), told.fileno(), current
+        self._relay, self._own = (heard, told), told.fileno()
+        self._previous, self._duplicate = current, duplicate
         relay = threading.Thread(
             target=_hand_on, args=(heard, self._alarm, duplicate), name="ckpt-signals", daemon=True
         )
@@ -71,17 +80,39 @@ class SignalTap:
         if is_tapped:
             with contextlib.suppress(ValueError, OSError):
                 current = _set(-1)
-                _set(self._previous if current == self._own else current)
+                _set(self._behind() if current == self._own else current)
         self._end_relay()
-        self._own = self._previous = -1
+        self._own = -1
         self._alarm.close()
         self.heard.close()
+
+    def _behind(self) -> int:
+        """Return what is to hear of signals after us, or -1."""
+        if self._relay is None:
+            return -1
+        with contextlib.suppress(OSError):
+            if os.path.sameopenfile(self._previous, self._duplicate):
+                return self._previous
+        # It has closed its own, such as the tap of a manager that was opened before and has ended
+        # before; the loop behind that one still hears by the duplicate.
+        poll = select.poll()
+        poll.register(self._duplicate, 0)
+        return -1 if poll.poll(0) else os.dup(self._duplicate)
+
+    def _leave_to_parent(self) -> None:
+        # The signals of a child are its own.
+        if self._own != -1:
+            with contextlib.suppress(ValueError, OSError):
+                current = _set(-1)
+                if current != self._own:
+                    _set(current)
 
     def _end_relay(self) -> None:
         if self._relay is not None:
             # The thread hears the end, and closes its own.
             self._relay[1].close()
             self._relay = None
+            self._previous = self._duplicate = -1
 
 
 def _set(fd: int) -> int:
