@@ -14,11 +14,13 @@ made anew is another run.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import shutil
 import stat
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +32,11 @@ from ckpt.errors import StorageError
 STEPS, FLUSHING = "steps", "flushing-"
 _OWNER = "owner"
 _PRIVATE = 0o700
-_MOST_BYTES = 4096
+# Of the note of the owner; even where each character takes six bytes, the name fits.
+_MOST_BYTES, _MOST_SHOWN = 4096, 500
+# What another process may be doing at the same moment: it has the lock, or removes the folder.
+_PASSING = (errno.EWOULDBLOCK, errno.ENOENT)
+_PATIENCE_SECONDS, _PAUSE_SECONDS = 1.0, 0.02
 
 # What was in the folder: nothing, snapshots of this run, or of another one, which are removed.
 Found = Literal["nothing", "same run", "another run"]
@@ -49,6 +55,8 @@ class SharedFolder:
         """Own nothing yet."""
         self.path = path
         self._fd: int | None = None
+        # The process that its note names, of a folder that was abandoned.
+        self.pid: object = None
 
     @property
     def steps(self) -> Path:
@@ -61,53 +69,74 @@ class SharedFolder:
         Raises:
             StorageError: Another process owns it, or there is no folder of ours; says why.
         """
+        ends = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                return self._claim(run, location)
+            except OSError as error:
+                # A keeper looks for a moment whether the folder is owned, or gives its memory back.
+                is_final = isinstance(error, StorageError) or error.errno not in _PASSING
+                if is_final or time.monotonic() > ends:
+                    raise self._explained(error) from error
+            time.sleep(_PAUSE_SECONDS)
+
+    def _claim(self, run: str, location: str) -> Found:
+        for folder in (self.path.parent, self.path):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(_PRIVATE)
+            _check_ours(folder)
+        fd = os.open(
+            self.path / _OWNER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
         try:
-            for folder in (self.path.parent, self.path):
-                with contextlib.suppress(FileExistsError):
-                    folder.mkdir(_PRIVATE)
-                _check_ours(folder)
-            fd = os.open(
-                self.path / _OWNER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-            )
-        except OSError as error:
-            raise _unusable(self.path, error.strerror or str(error)) from error
-        try:
-            return self._lock(fd, run, location)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _check_there(self.path, fd)
+            return self._begin(fd, run, location)
         except BaseException:
             os.close(fd)
             raise
 
-    def _lock(self, fd: int, run: str, location: str) -> Found:
-        before = os.pread(fd, _MOST_BYTES, 0)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = _read(before).get("pid", "another")
-            raise _unusable(self.path, f"process {owner} takes snapshots of this run") from error
-        if not os.path.samestat(os.fstat(fd), os.stat(self.path / _OWNER)):
-            raise _unusable(self.path, "it was removed just now")
+    def _begin(self, fd: int, run: str, location: str) -> Found:
+        """Own the folder by a descriptor that has the lock."""
         for each in self.path.glob(f"{FLUSHING}*"):
             # A keeper that still writes has its files open, or tries an older snapshot.
             if not is_alive(each.name.removeprefix(FLUSHING)):
                 shutil.rmtree(each, ignore_errors=True)
         has_steps = self.steps.is_dir() and any(self.steps.iterdir())
-        is_same = _read(before).get("run") == run
+        is_same = _read(fd).get("run") == run
         if not is_same:
             shutil.rmtree(self.steps, ignore_errors=True)
-        note = json.dumps({"run": run, "root": location, "pid": os.getpid()}).encode()
+        # Of a place with a long name, what people need to know it.
+        note = json.dumps({"run": run, "pid": os.getpid(), "root": location[-_MOST_SHOWN:]})
         os.ftruncate(fd, 0)
-        os.pwrite(fd, note[:_MOST_BYTES], 0)
+        os.pwrite(fd, note.encode(), 0)
         self._fd = fd
         os.register_at_fork(after_in_child=_forgetting(weakref.ref(self)))
         if not has_steps:
             return "nothing"
         return "same run" if is_same else "another run"
 
+    def _explained(self, error: OSError) -> StorageError:
+        if isinstance(error, StorageError):
+            return error
+        why = error.strerror or str(error)
+        if isinstance(error, BlockingIOError):
+            owner: object = "another"
+            with contextlib.suppress(OSError), open(self.path / _OWNER, "rb") as file:
+                owner = _read(file.fileno()).get("pid", owner)
+            why = f"process {owner} takes snapshots of this run"
+        return _unusable(self.path, why)
+
     def remove(self) -> None:
         """Give the memory back, and the folder."""
         if self._fd is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
+            # What says who owns it goes last: the next owner must not lose what it begins with.
+            for each in self.path.iterdir():
+                if each.name != _OWNER:
+                    shutil.rmtree(each, ignore_errors=True)
             with contextlib.suppress(OSError):
+                (self.path / _OWNER).unlink()
+                self.path.rmdir()
                 self.path.parent.rmdir()
             self.leave()
 
@@ -127,10 +156,11 @@ def take_abandoned(path: Path) -> SharedFolder | None:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _check_there(path, fd)
     except OSError:
         os.close(fd)
         return None
-    folder._fd = fd
+    folder._fd, folder.pid = fd, _read(fd).get("pid")
     return folder
 
 
@@ -165,9 +195,16 @@ def _check_ours(folder: Path) -> None:
         raise _unusable(folder, f"others may enter it ({stat.filemode(status.st_mode)})")
 
 
-def _read(note: bytes) -> dict[str, object]:
+def _check_there(path: Path, fd: int) -> None:
+    """Raise if the file that was locked is not there any more: another one owns the folder."""
+    if not os.path.samestat(os.fstat(fd), os.stat(path / _OWNER)):
+        raise FileNotFoundError(errno.ENOENT, "it was removed just now")
+
+
+def _read(fd: int) -> dict[str, object]:
+    """Return what the note of an owner says."""
     with contextlib.suppress(ValueError):
-        found = json.loads(note)
+        found = json.loads(os.pread(fd, _MOST_BYTES, 0))
         if isinstance(found, dict):
             return found
     return {}

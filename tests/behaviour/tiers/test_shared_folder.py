@@ -1,0 +1,91 @@
+"""Who owns the memory of a run while processes come and go."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt._tiers.shared_folder import SharedFolder, take_abandoned
+from tests.support.snapshots import shared_memory
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    with shared_memory() as folder:
+        yield folder
+
+
+def test_a_look_of_the_keeper_does_not_refuse_a_new_trainer(memory: Path) -> None:
+    """It has the lock for a moment, several times a second."""
+    folder = SharedFolder(memory / "ours" / "key")
+    folder.claim("run", "root")
+    folder.leave()
+    looking = take_abandoned(folder.path)
+    assert looking is not None
+    timer = threading.Timer(0.1, looking.leave)
+    timer.start()
+    try:
+        assert SharedFolder(folder.path).claim("run", "root") == "nothing"
+    finally:
+        timer.join()
+
+
+def test_what_a_new_owner_has_begun_is_not_removed(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may come in while the memory of the one before is given back."""
+    path = memory / "ours" / "key"
+    old = SharedFolder(path)
+    old.claim("run", "root")
+    old.steps.mkdir()
+    (old.steps / "1").mkdir()
+    unlink, claimed = Path.unlink, []
+
+    def then_claimed(self: Path, *args: Any) -> None:
+        unlink(self, *args)
+        new = SharedFolder(path)
+        new.claim("run", "root")
+        (new.steps / "2").mkdir(parents=True)
+        claimed.append(new)
+
+    monkeypatch.setattr(Path, "unlink", then_claimed)
+    old.remove()
+    assert len(claimed) == 1
+    assert [each.name for each in (path / "steps").iterdir()] == ["2"]
+
+
+def test_a_lock_on_a_file_that_is_gone_owns_nothing(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening it and locking it another process may give the folder back."""
+    path = memory / "ours" / "key"
+    first = SharedFolder(path)
+    first.claim("run", "root")
+    flock, new = fcntl.flock, SharedFolder(path)
+
+    def first_others(fd: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        first.remove()
+        new.claim("run", "root")
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", first_others)
+    assert take_abandoned(path) is None
+    assert (path / "owner").exists()
+
+
+def test_a_root_with_a_long_name_is_known_again(memory: Path) -> None:
+    """Not cut in the middle of the note, where every restart would find another run."""
+    where = "s3://bucket/" + "ü" * 3000
+    for found in ("nothing", "same run"):
+        folder = SharedFolder(memory / "ours" / "key")
+        assert folder.claim("run", where) == found
+        json.loads((folder.path / "owner").read_bytes())
+        (folder.steps / "1").mkdir(parents=True, exist_ok=True)
+        folder.leave()
