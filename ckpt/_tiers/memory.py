@@ -246,12 +246,14 @@ class MemoryTier:
 
         Args:
             failed: Whether an exception ends the run.
-            ended: Whether the keeper has done what was left.
+            ended: Whether all is written that was to be.
         """
-        if not self._is_open:
+        if not self._is_open or self.service.loop.is_forked:
+            # The keeper and the memory of a fork are those of its parent.
             return
+        self._is_open = False
         has_failed = self._flushed is not None and bool(self._flushed.problem)
-        if has_failed or (failed and not (ended and self._settings.flush)):
+        if has_failed or not ended or (failed and not self._settings.flush):
             logger.warning("the last snapshot stays in memory: %s", self._folder.path)
             self._folder.leave()
         else:
@@ -268,15 +270,15 @@ class MemoryTier:
                 "the last snapshot could not be written to %s: %s", where, message.problem
             )
         elif message.step >= 0:
-            without = f", without {', '.join(message.left_out)}" if message.left_out else ""
             logger.info(
-                "wrote the snapshot of step %d to %s%s: %s in %.2f s",
+                "wrote the snapshot of step %d to %s: %s in %.2f s",
                 message.step,
                 where,
-                without,
                 size_text(message.nbytes),
                 message.seconds,
             )
+            if message.passed_over:
+                logger.warning("a newer snapshot is damaged: %s", message.passed_over)
 
 
 async def _nothing() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import anyio
 from anyio.abc import TaskGroup
 
+from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tiers.keeper.flush import Hurry, flush
 from ckpt._tiers.keeper.links import Links, linked
@@ -20,6 +21,7 @@ from ckpt._tiers.keeper.messages import (
     Claimed,
     Close,
     Closed,
+    Closing,
     Flushed,
     FromKeeper,
     Moved,
@@ -45,6 +47,8 @@ _LOOK_SECONDS = 0.5
 _NICENESS = 5
 # A store that fails is tried again; after a death nothing else saves the snapshot.
 _TRIES, _PAUSE_SECONDS = 6, 5.0
+# So often while the snapshot waits for another trainer.
+_LATER_SECONDS = 60.0
 
 
 class Keeper:
@@ -61,10 +65,13 @@ class Keeper:
     # `Close`                          writes the last snapshot if that is asked for, or if a
     #                                  signal came, and ends
 
-    def __init__(self, setup: Setup, trainer: socket.socket, links: Links) -> None:
-        """Watch the trainer of `setup`, which is told things over a socket."""
+    def __init__(
+        self, setup: Setup, trainer: socket.socket, alarm: socket.socket, links: Links
+    ) -> None:
+        """Watch the trainer of `setup`, which is told things over a socket; `alarm` has signals."""
         self._setup = setup
         self._trainer = trainer
+        self._alarm = alarm
         self._links = links
         self._target: Storage = open_root(place_of_json(setup.root))
         # The snapshots, once the trainer owns them.
@@ -77,19 +84,19 @@ class Keeper:
         self._is_over = anyio.Event()
         self._close: Close | None = None
 
-    async def run(self, alarm: socket.socket, rest: bytes) -> None:
+    async def run(self, rest: bytes) -> None:
         """Watch until the trainer has ended, and do what is left then."""
         # What is being written when the trainer ends is written to its end.
         async with anyio.create_task_group() as writes, anyio.create_task_group() as watches:
             watches.start_soon(self._watch_trainer)
             writes.start_soon(self._hear, rest)
-            watches.start_soon(self._watch_alarm, alarm, writes)
+            watches.start_soon(self._watch_alarm, writes)
             watches.start_soon(self._watch_signals, writes)
             self.tell(Ready())
             await self._is_over.wait()
             watches.cancel_scope.cancel()
         if self._close is not None:
-            if self._close.flush or self._noticed_at is not None or self._has_noticed(alarm):
+            if self._writes_at_close:
                 self.tell(await self._flush(None) or Flushed(-1))
             await self._links.finish(self._setup.exit_seconds)
             self.tell(Closed())
@@ -107,8 +114,9 @@ class Keeper:
             if turn < _TRIES - 1:
                 await anyio.sleep(_PAUSE_SECONDS)
         if done is not None and not done.problem:
-            without = f", without {', '.join(done.left_out)}" if done.left_out else ""
-            _say(f"wrote step {done.step} to {self._target.location}{without}")
+            _say(f"wrote step {done.step} to {redact(self._target.location)}")
+            if done.passed_over:
+                _say(f"a newer snapshot is damaged: {done.passed_over}")
         left = await self._links.finish(self._setup.exit_seconds)
         if left:
             _say(f"steps {left} were not copied on in time")
@@ -118,14 +126,26 @@ class Keeper:
         if snapshots is None:
             return
         folder, ends = Path(snapshots.folder), time.monotonic() + snapshots.kept_seconds
+        is_left = done is not None and bool(done.problem)
+        next_try = time.monotonic() + _LATER_SECONDS
         while time.monotonic() < ends:
             await anyio.sleep(_LOOK_SECONDS)
             if await run_in_thread(_is_owned_again, folder):
                 return
-        if done is None or not done.problem:
+            if is_left and time.monotonic() >= next_try:
+                # Of a store that was away for longer.
+                done = await self._flush(None)
+                is_left = done is not None and bool(done.problem)
+                next_try = time.monotonic() + _LATER_SECONDS
+        if not is_left:
             found = await run_in_thread(take_abandoned, folder)
-            if found is not None:
+            if found is not None and found.pid in (None, self._setup.trainer):
                 await run_in_thread(found.remove)
+
+    @property
+    def _writes_at_close(self) -> bool:
+        wanted = self._close is not None and self._close.flush
+        return wanted or self._noticed_at is not None
 
     def _ends_at(self) -> float | None:
         if self._noticed_at is None:
@@ -206,19 +226,23 @@ class Keeper:
             await self._links.add(message)
         elif isinstance(message, Close):
             self._close = message
+            # What came just before must be known.
+            if self._has_noticed() and self._noticed_at is None:
+                self._noticed_at = time.monotonic()
+            self.tell(Closing(self._writes_at_close or bool(self._setup.links)))
             self._is_over.set()
 
-    async def _watch_alarm(self, alarm: socket.socket, writes: TaskGroup) -> None:
+    async def _watch_alarm(self, writes: TaskGroup) -> None:
         """The kernel runs the trainer's handler at once, which writes here before Python does."""
         while True:
-            await anyio.wait_readable(alarm)
-            if self._has_noticed(alarm):
+            await anyio.wait_readable(self._alarm)
+            if self._has_noticed():
                 writes.start_soon(self._notice)
 
-    def _has_noticed(self, alarm: socket.socket) -> bool:
+    def _has_noticed(self) -> bool:
         """Read the numbers of signals that have come; tell whether one announces the end."""
         with contextlib.suppress(BlockingIOError):
-            return bool(set(alarm.recv(_PIECE)).intersection(self._setup.signals))
+            return bool(set(self._alarm.recv(_PIECE)).intersection(self._setup.signals))
         return False
 
     async def _watch_signals(self, writes: TaskGroup) -> None:
@@ -260,8 +284,8 @@ async def _main(trainer: socket.socket, alarm: socket.socket) -> None:
             keeper.tell(message)
 
     async with linked(setup.links, told) as links:
-        keepers.append(Keeper(setup, trainer, links))
-        await keepers[0].run(alarm, rest)
+        keepers.append(Keeper(setup, trainer, alarm, links))
+        await keepers[0].run(rest)
 
 
 def _is_owned_again(folder: Path) -> bool:

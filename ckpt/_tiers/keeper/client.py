@@ -16,6 +16,7 @@ import ckpt
 from ckpt._tiers.keeper.messages import (
     Close,
     Closed,
+    Closing,
     FromKeeper,
     Setup,
     ToKeeper,
@@ -27,8 +28,22 @@ from ckpt._tiers.signal_tap import SignalTap
 logger = logging.getLogger("ckpt")
 
 _PIECE = 1 << 16
+# For the first answer of one that is to end, on a machine that has much else to do.
+_ANSWER_SECONDS = 30.0
 # A keeper that was killed is started again this often; then there is something wrong.
 _STARTS = 5
+
+
+class _Ending:
+    """How one keeper ends, as its listener hears it."""
+
+    def __init__(self) -> None:
+        # Set at the answer to `Close`, and when all is done; both where the keeper is gone.
+        self.has_begun = threading.Event()
+        self.is_over = threading.Event()
+        # Whether it has said that it writes a snapshot first, and that all is done.
+        self.writes = False
+        self.is_done = False
 
 
 class KeeperClient:
@@ -56,7 +71,7 @@ class KeeperClient:
         # With the first keeper.
         self._tap: SignalTap | None = None
         self._starts = 0
-        self._closed = threading.Event()
+        self._ending = _Ending()
 
     def start(self) -> None:
         """Start the keeper, unless it runs; a failure is said once. Blocks for milliseconds."""
@@ -106,8 +121,9 @@ class KeeperClient:
         ours.sendall(encoded(self._setup))
         for message in self._greeting():
             ours.sendall(encoded(message))
+        ending = self._ending = _Ending()
         listener = threading.Thread(
-            target=self._listen, args=(ours,), name="ckpt-keeper", daemon=True
+            target=self._listen, args=(ours, ending), name="ckpt-keeper", daemon=True
         )
         listener.start()
 
@@ -117,11 +133,24 @@ class KeeperClient:
         return self._process is not None
 
     def tell(self, message: ToKeeper) -> None:
-        """Tell the keeper something, if it lives."""
+        """Tell the keeper something, if it lives.
+
+        Does not wait: a keeper that has not listened for hundreds of messages is ended, so that the
+        next step starts another.
+        """
         with self._guard:
-            if self._socket is not None:
-                with contextlib.suppress(OSError):
-                    self._socket.sendall(encoded(message))
+            if self._socket is None or self._process is None:
+                return
+            line = encoded(message)
+            try:
+                sent = self._socket.send(line, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                # It is gone.
+                return
+            if sent < len(line):
+                self._process.kill()
 
     def tap_signals(self) -> None:
         """Let the keeper hear of signals at once; does so in the main thread only."""
@@ -135,24 +164,29 @@ class KeeperClient:
             self._tap = None
 
     def close(self, *, flush: bool, timeout: float) -> bool:
-        """End the keeper; return whether it has done what was left.
+        """End the keeper; return whether all is written that was to be.
 
         Args:
             flush: Whether the last snapshot is to be written first. If a signal came, it is anyway.
             timeout: Seconds that it has for that.
         """
+        if flush:
+            # It may have been killed since the last snapshot.
+            self.start()
         if self._process is None:
-            return False
-        done = False
+            return not flush
+        ending = self._ending
         if self._socket is not None:
             self.tell(Close(flush))
-            done = self._closed.wait(timeout)
+            # One that is stopped never answers; one that does may have much to write.
+            if ending.has_begun.wait(_ANSWER_SECONDS):
+                ending.is_over.wait(timeout)
         with self._guard:
-            if not done:
+            if not ending.is_done:
                 self._process.kill()
             self._process.wait()
             self._drop()
-        return done
+        return ending.is_done or not (flush or ending.writes)
 
     def _drop(self) -> None:
         if self._socket is not None:
@@ -161,15 +195,20 @@ class KeeperClient:
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket = None
 
-    def _listen(self, connection: socket.socket) -> None:
+    def _listen(self, connection: socket.socket, ending: _Ending) -> None:
         rest = b""
         with connection, contextlib.suppress(OSError):
             while piece := connection.recv(_PIECE):
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in lines:
                     message = from_keeper(line)
-                    if isinstance(message, Closed):
-                        self._closed.set()
+                    if isinstance(message, Closing):
+                        ending.writes = message.writes
+                        ending.has_begun.set()
+                    elif isinstance(message, Closed):
+                        ending.is_done = True
+                        ending.is_over.set()
                     self._told(message)
-        # Nobody waits for one that is gone.
-        self._closed.set()
+        # One that is gone says nothing more.
+        ending.has_begun.set()
+        ending.is_over.set()

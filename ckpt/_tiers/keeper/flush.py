@@ -22,7 +22,12 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Timeouts
 from ckpt._tiers.keeper.messages import Flushed
 from ckpt._tiers.shared_folder import FLUSHING, STEPS
-from ckpt.errors import CheckpointError, NotACheckpointError
+from ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    NotACheckpointError,
+    UnsupportedFormatError,
+)
 from ckpt.storage._base import Storage
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._manifests import read_manifest
@@ -91,10 +96,15 @@ async def flush(folder: Path, target: Storage, after: int, hurry: Hurry) -> Flus
                 continue
             source = CopyPlace(LocalStorage(own, Timeouts()), step_dir)
             done = await _write(source, CopyPlace(target, step_dir), hurry)
-            return replace(done, step=step, seconds=time.monotonic() - began)
-        except CheckpointError as error:
+            passed_over = "" if problem is None else problem.problem
+            seconds = time.monotonic() - began
+            return replace(done, step=step, seconds=seconds, passed_over=passed_over)
+        except (CorruptCheckpointError, NotACheckpointError, UnsupportedFormatError) as error:
             # An older one may be whole; what is wrong with the newest is told.
             problem = problem or Flushed(step, problem=str(error))
+        except CheckpointError as error:
+            # It is whole, and written once the root can be reached.
+            return Flushed(step, problem=str(error))
         finally:
             await run_in_thread(shutil.rmtree, own, True)
 
@@ -114,23 +124,36 @@ def _link(source: Path, target: Path) -> bool:
 async def _write(source: CopyPlace, target: CopyPlace, hurry: Hurry) -> Flushed:
     manifest = await read_manifest(source.storage, source.name)
     await target.storage.prepare()
-    with contextlib.suppress(NotACheckpointError):
-        if is_copy(manifest, await read_manifest(target.storage, target.name)):
-            return Flushed(0)
+    found: Manifest | None = None
+    # What is damaged there is moved aside by the copy.
+    with contextlib.suppress(NotACheckpointError, CorruptCheckpointError):
+        found = await read_manifest(target.storage, target.name)
+    if found is not None and is_copy(manifest, found):
+        return Flushed(0)
+    has_part = found is not None and _is_part(manifest, found)
     whole = selected(manifest, ())
     assert whole is not None
     copier = StepCopier(_Uncounted())
     try:
-        part = _in_time(manifest, hurry)
-        if part is None:
-            nbytes = await copier.copy(source, manifest, whole, target, overwrite=False)
-            return Flushed(0, nbytes=nbytes)
-        nbytes = await copier.copy(source, manifest, part, target, overwrite=False)
+        part = None if has_part else _in_time(manifest, hurry)
+        nbytes = 0
+        if part is not None:
+            nbytes = await copier.copy(source, manifest, part, target, overwrite=False)
         # The rest, too, if the host lives longer than it has said.
-        nbytes += await copier.copy(source, manifest, whole, target, overwrite=True)
+        is_replaced = has_part or part is not None
+        nbytes += await copier.copy(source, manifest, whole, target, overwrite=is_replaced)
         return Flushed(0, nbytes=nbytes)
     finally:
         copier.close()
+
+
+def _is_part(manifest: Manifest, found: Manifest) -> bool:
+    """Tell whether a step is a part of another one, which was written in a hurry."""
+    was_flushed = any(each.policy == _POLICY for each in found.dropped)
+    if not was_flushed or not found.items.keys() < manifest.items.keys():
+        return False
+    part = selected(manifest, tuple(found.items))
+    return part is not None and is_copy(part.manifest, found)
 
 
 def _in_time(manifest: Manifest, hurry: Hurry) -> Selection | None:

@@ -127,15 +127,25 @@ class Flushed(Struct, frozen=True, tag="flushed"):
         step: Its step.
         seconds: How long that took.
         nbytes: Bytes that were written.
-        left_out: Items for which there was no time.
         problem: Why it is not there; empty if it is.
+        passed_over: What is wrong with a newer one; empty if nothing is.
     """
 
     step: int
     seconds: float = 0.0
     nbytes: int = 0
-    left_out: tuple[str, ...] = ()
     problem: str = ""
+    passed_over: str = ""
+
+
+class Closing(Struct, frozen=True, tag="closing"):
+    """The answer to `Close`, at once.
+
+    Attributes:
+        writes: Whether a snapshot is written before the keeper ends.
+    """
+
+    writes: bool
 
 
 class Held(Struct, frozen=True, tag="held"):
@@ -175,11 +185,11 @@ class Closed(Struct, frozen=True, tag="closed"):
 
 
 ToKeeper: TypeAlias = Setup | Claimed | Saved | Step | Close
-FromKeeper: TypeAlias = Ready | Flushed | Held | Moved | Closed
+FromKeeper: TypeAlias = Ready | Flushed | Held | Moved | Closing | Closed
 
 _encode = msgspec.json.Encoder().encode
 _to_keeper = msgspec.json.Decoder(Setup | Claimed | Saved | Step | Close)
-_from_keeper = msgspec.json.Decoder(Ready | Flushed | Held | Moved | Closed)
+_from_keeper = msgspec.json.Decoder(Ready | Flushed | Held | Moved | Closing | Closed)
 
 
 def encoded(message: ToKeeper | FromKeeper) -> bytes:
