@@ -124,6 +124,10 @@ class StepReader:
         path = f"{self._storage.location}/{opened.step_dir}"
         return await run_in_thread(describe_step, opened.manifest, path)
 
+    async def manifest(self, step: int) -> Manifest:
+        """Return the manifest of `step`."""
+        return (await self._processes.steps.found(step)).manifest
+
     async def start_of_run(self, healthy: bool | Healthy) -> RunStart:
         """Return where the run begins or goes on; see `StepChoice`."""
         return await self.choice.start_of_run(check_healthy(healthy))

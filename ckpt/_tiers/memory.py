@@ -98,6 +98,7 @@ class MemoryTier:
         # The last thing that was said of a snapshot that was not taken.
         self._said = ""
         self._flushed: Flushed | None = None
+        # The greatest step of the root.
 
     async def open(self) -> bool:
         """Find what an earlier process has left, and start the keeper; tell whether it is usable.
@@ -227,10 +228,9 @@ class MemoryTier:
             self._keeper.tell(self._saved)
 
     def saved_already(self, step: int | None) -> None:
-        """Tell the keeper of the greatest step that the root has."""
-        if step is not None:
-            self._saved = replace(self._saved, step=step)
-            self._keeper.tell(self._saved)
+        """Tell the keeper of the greatest step that the root has, also if it was greater before."""
+        self._saved = replace(self._saved, step=-1 if step is None else step)
+        self._keeper.tell(self._saved)
 
     def greeting(self) -> list[ToKeeper]:
         """Return what a new keeper has to know."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,16 +12,20 @@ from typing import Any, get_args
 from msgspec import Struct
 
 from ckpt._arguments import check_step, one_of, true_or_false
+from ckpt._conversion.copies.place import holds_the_same
 from ckpt._engine.verify.report import VerifyReport
+from ckpt._format.manifest import Manifest
 from ckpt._plan.adapt import Adapt
 from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import ArrayMemory, VerifyMode, checks_devices
+from ckpt._steps.index import PassedOver
 from ckpt._steps.reader import StepReader, check_one_step, rank
 from ckpt._steps.restores.step_choice import RunStart
 from ckpt._steps.step_metadata import StepMetadata
 from ckpt.errors import (
+    CheckpointError,
     CorruptCheckpointError,
     ItemDroppedError,
     StepDeletedError,
@@ -109,12 +114,11 @@ class TieredReader:
 
     async def metadata(self, step: int | None) -> StepMetadata:
         """Return the metadata of a step, with the tiers that have it."""
-        tiers, places = await self._places_of(step)
-        places = [place for place in places if place.step == places[0].step]
-        found: StepMetadata = await self._first_of(
-            tiers, places, lambda reader, number: reader.metadata(number)
+        tiers, places, found = await self._looked_at(
+            step, lambda reader, number: reader.metadata(number)
         )
         where = tuple(tiers[place.number].location for place in places)
+        assert isinstance(found, StepMetadata)
         return replace(found, info=replace(found.info, tiers=where))
 
     async def verify(
@@ -130,14 +134,25 @@ class TieredReader:
         Returns:
             The report of the first tier where something is wrong, or else of the last one.
         """
-        tiers, places = await self._places_of(step)
-        report: VerifyReport | None = None
-        for place in [each for each in places if each.step == places[0].step]:
-            reader = tiers[place.number].reader
-            report = await reader.verify(place.step, deep, sample, seed, deadline)
+        limits = deep, sample, seed, deadline
+        tiers, places = await self._listed(_looking_for(step))
+        if not places:
+            # One whose manifest is damaged is not listed, and the root reports that.
+            return await tiers[-1].reader.verify(step, *limits)
+
+        async def look(reader: StepReader, number: int) -> VerifyReport:
+            report = await reader.verify(number, *limits)
             if not report.ok:
-                break
-        assert report is not None
+                raise _Damaged(report)
+            return report
+
+        try:
+            tiers, places, report = await self._looked_at(step, look)
+            for place in places[1:]:
+                report = await look(tiers[place.number].reader, place.step)
+        except _Damaged as found:
+            report = found.report
+        assert isinstance(report, VerifyReport)
         return report
 
     async def start_of_run(self, healthy: bool | Healthy) -> RunStart:
@@ -214,21 +229,34 @@ class TieredReader:
         return (await self._first_of(tiers, places, load))[1]
 
     async def _places_of(self, step: int | None) -> tuple[Sequence[TierSteps], list[_Place]]:
-        """Return the tiers, and where a step is, or all of the newest ones.
+        """Return the tiers, and where a step, or the newest one, is: what was saved last first.
 
         Raises:
             StepNotFoundError: There is no such step.
         """
-        if step is None:
-            tiers, places = await self._listed(StepReader.all_steps)
-        else:
-            wanted = check_step(step)
-            tiers, places = await self._listed(partial(_one, step=wanted))
+        tiers, places = await self._listed(_looking_for(step))
         if not places:
             # Says which steps the root has.
             await tiers[-1].reader.metadata(step)
             raise StepNotFoundError("it was written just now; look again", step=step)
-        return tiers, places
+        top = [place for place in places if place.step == places[0].step]
+        return tiers, await _latest_first(tiers, top)
+
+    async def _looked_at(
+        self, step: int | None, look: Callable[[StepReader, int], Awaitable[Any]]
+    ) -> tuple[Sequence[TierSteps], list[_Place], Any]:
+        """Return what `look` finds at the first place of a step, with all places of it.
+
+        The newest step of all may be replaced by a newer one meanwhile: then that is looked at.
+        """
+        for turn in range(_MOST_GONE):
+            tiers, places = await self._places_of(step)
+            try:
+                return tiers, places, await self._first_of(tiers, places, look)
+            except StepNotFoundError:
+                if step is not None or turn == _MOST_GONE - 1:
+                    raise
+        raise AssertionError
 
     async def _first_of(
         self, tiers: Sequence[TierSteps], places: Sequence[_Place], load: Callable[..., Any]
@@ -270,7 +298,8 @@ class TieredReader:
                     await tiers[-1].reader.metadata(None)
                     raise StepNotFoundError("a step was written just now; look again")
                 raise first
-            place = left[0]
+            top_left = [place for place in left if place.step == left[0].step]
+            place = (await _latest_first(tiers, top_left))[0]
             reader = tiers[place.number].reader
             try:
                 return await load(reader, place.step)
@@ -310,6 +339,7 @@ class TieredReader:
             number = max(place.number for place in places)
             await tiers[number].reader.choice.step_for_all(wanted, (), goes_back=goes_back)
         newest = healthy[0].step if healthy else -1
+        everywhere: dict[int, PassedOver] = {}
         for number, tier in enumerate(tiers):
             passed = {
                 step: why
@@ -317,9 +347,45 @@ class TieredReader:
                 if why is not None and step > newest
             }
             tier.reader.choice.say_passed(newest, passed)
-            if goes_back:
-                tier.reader.choice.pass_over_all(passed)
+            everywhere |= passed
+        if goes_back:
+            # A keeper may be writing one of memory to the root just now.
+            for tier in tiers:
+                tier.reader.choice.pass_over_all(everywhere)
         return healthy
+
+
+class _Damaged(Exception):
+    """Ends the look at further places of a step."""
+
+    def __init__(self, report: VerifyReport) -> None:
+        self.report = report
+
+
+async def _latest_first(tiers: Sequence[TierSteps], places: list[_Place]) -> list[_Place]:
+    """Return the places of a step: first those of what was saved last, the nearest first.
+
+    A step may have been saved anew in one of them, with other contents.
+    """
+    if len(places) < 2:
+        return places
+    found: dict[_Place, Manifest] = {}
+    for place in places:
+        # What is wrong with it is said when it is read.
+        with contextlib.suppress(CheckpointError):
+            found[place] = await tiers[place.number].reader.manifest(place.step)
+    if not found:
+        return places
+    last = max(found.values(), key=lambda manifest: manifest.created_ns)
+    is_last = {
+        place: await run_in_thread(holds_the_same, last, manifest)
+        for place, manifest in found.items()
+    }
+    return sorted(places, key=lambda place: not is_last.get(place, False))
+
+
+def _looking_for(step: int | None) -> Callable[[StepReader], Awaitable[Iterable[int]]]:
+    return StepReader.all_steps if step is None else partial(_one, step=check_step(step))
 
 
 async def _latest(reader: StepReader, *, healthy: bool | Healthy) -> list[int]:

@@ -260,6 +260,9 @@ class TieredService:
             holders.append(memory.service)
         for each in holders or [self._root]:
             await each.delete(step, item)
+        if memory is not None and has_memory:
+            # If that was the newest one, snapshots of smaller steps are to be written again.
+            memory.saved_already(await self._root.reader.latest_step())
 
     async def _holders(self, step: int) -> list[RootService]:
         """Return the places on a storage that have a step."""

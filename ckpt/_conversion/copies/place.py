@@ -117,9 +117,13 @@ def is_copy(wanted: Manifest, found: Manifest) -> bool:
     A copy has the times of the save, to the nanosecond, and the digests of all chunks that are cut
     as they were. Where the files are, and how they are divided, does not matter.
     """
+    return _identity(wanted) == _identity(found) and holds_the_same(wanted, found)
+
+
+def holds_the_same(wanted: Manifest, found: Manifest) -> bool:
+    """Tell whether two manifests are of the same items and contents, whenever they were saved."""
     return (
-        _identity(wanted) == _identity(found)
-        and wanted.items.keys() == found.items.keys()
+        wanted.items.keys() == found.items.keys()
         and all(_is_same(item, found.items[name]) for name, item in wanted.items.items())
         and _handler_files(wanted) == _handler_files(found)
     )

@@ -218,7 +218,7 @@ class Keeper:
 
     async def _take(self, message: ToKeeper) -> None:
         if isinstance(message, Saved):
-            self._newest = max(self._newest, message.step)
+            self._newest = message.step
             self._rate = message.bytes_per_second or self._rate
         elif isinstance(message, Claimed):
             self._snapshots = self._setup.snapshots
