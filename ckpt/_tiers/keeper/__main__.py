@@ -200,8 +200,10 @@ class Keeper:
                 await self._readable_or_over()
                 continue
             except OSError:
-                return
+                piece = b""
             if not piece:
+                # It has died, or has become another program (`os.execv`).
+                self._is_over.set()
                 return
             rest += piece
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from ckpt._tiers.keeper.messages import Saved
 from ckpt.errors import StorageError
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.tiers import SharedMemory
+from tests.support.command import environment
 from tests.support.numbered_states import state_of
 from tests.support.snapshots import PATIENCE_S, shared_memory, steps_of
 
@@ -201,3 +204,26 @@ def test_a_fork_that_leaves_the_block_ends_nothing(tmp_path: Path, memory: Path)
         mgr.snapshot(2, state_of(2)).result()
         mgr.wait_until_finished()
         assert mgr.all_steps() == [2]
+
+
+def test_a_trainer_that_becomes_another_program(tmp_path: Path, memory: Path) -> None:
+    """Its number is the same, and its keeper is not."""
+    script = f"""
+import os, signal, sys
+import ckpt.sync
+from ckpt.tiers import SharedMemory
+signal.alarm({PATIENCE_S})
+tier = SharedMemory(directory={str(memory)!r}, flush=False)
+mgr = ckpt.sync.CheckpointManager({str(tmp_path / "run")!r}, tiers=[tier])
+with mgr:
+    if len(sys.argv) == 1:
+        mgr.snapshot(7, {{"number": 7}}).result()
+        keeper = mgr._service._memory.keeper._process.pid
+        os.execv(sys.executable, [sys.executable, __file__, str(keeper)])
+    assert mgr.restore() == {{"number": 7}}
+    os.waitpid(int(sys.argv[1]), 0)
+"""
+    program = tmp_path / "program.py"
+    program.write_text(script)
+    subprocess.run([sys.executable, program], env=environment({}), check=True)
+    assert list(memory.iterdir()) == []
