@@ -248,8 +248,7 @@ class MemoryTier:
             failed: Whether an exception ends the run.
             ended: Whether all is written that was to be.
         """
-        if not self._is_open or self.service.loop.is_forked:
-            # The keeper and the memory of a fork are those of its parent.
+        if not self._is_open:
             return
         self._is_open = False
         has_failed = self._flushed is not None and bool(self._flushed.problem)

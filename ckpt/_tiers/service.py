@@ -286,6 +286,9 @@ class TieredService:
                 root first, unless a newer step is there.
         """
         done = self._saver.close(timeout)
+        if self.loop.is_forked:
+            # The keeper and the memory of a fork are those of its parent.
+            return done
         flush = failed and self._memory is not None and self._memory.flushes
         if self._keeper.is_started:
             seconds = self._exit_seconds + _LAST_WORDS_SECONDS

@@ -16,6 +16,7 @@ from ckpt.coordination import OwnDisks
 from ckpt.errors import (
     CommitCancelledError,
     CoordinationTimeoutError,
+    SaveSkippedError,
     StepExistsError,
     StepNotFoundError,
     StorageError,
@@ -53,7 +54,7 @@ def test_a_policy_decides_for_all(tmp_path: Path) -> None:
     mgrs = managers(tmp_path, own_disks=True, seconds=10.0, save_policy=policies.FixedInterval(2))
     assert steps(saved(mgrs, 2, STATE)) == [2, 2]
     skipped = saved(mgrs, 3, STATE)
-    assert kinds(skipped) == ["SaveSkippedError"] * 2
+    assert kinds(skipped) == [SaveSkippedError] * 2
     assert steps(saved(mgrs, 4, STATE)) == [4, 4]
     closed(mgrs)
 

@@ -39,7 +39,7 @@ def manager(root: Path, memory: Path, **options: Any) -> ckpt.sync.CheckpointMan
 
 
 def keeper_of(mgr: ckpt.sync.CheckpointManager) -> client.KeeperClient:
-    found: client.KeeperClient = mgr._service._memory.keeper  # type: ignore[union-attr]
+    found: client.KeeperClient = mgr._service._keeper  # type: ignore[union-attr]
     return found
 
 
@@ -218,7 +218,7 @@ mgr = ckpt.sync.CheckpointManager({str(tmp_path / "run")!r}, tiers=[tier])
 with mgr:
     if len(sys.argv) == 1:
         mgr.snapshot(7, {{"number": 7}}).result()
-        keeper = mgr._service._memory.keeper._process.pid
+        keeper = mgr._service._keeper._process.pid
         os.execv(sys.executable, [sys.executable, __file__, str(keeper)])
     assert mgr.restore() == {{"number": 7}}
     os.waitpid(int(sys.argv[1]), 0)
