@@ -30,6 +30,7 @@ from ckpt.errors import (
 )
 from ckpt.storage._base import Storage
 from ckpt.storage._local.storage import LocalStorage
+from ckpt.storage._local.sweep import is_unfinished
 from ckpt.storage._manifests import read_manifest
 
 # Names what took items away in a manifest.
@@ -55,7 +56,7 @@ def snapshots_in(steps: Path) -> list[tuple[int, str]]:
     found = []
     with contextlib.suppress(FileNotFoundError):
         for each in os.scandir(steps):
-            if each.name.startswith("."):
+            if is_unfinished(each.name):
                 continue
             with contextlib.suppress(OSError), open(Path(each.path, FILE_NAME), "rb") as file:
                 head = peek(file.read(HEAD_BYTES))
