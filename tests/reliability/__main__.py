@@ -46,6 +46,11 @@ CAMPAIGNS = (
     Campaign("kill -9 at every system call of a save", "kills.at_calls", 200),
     Campaign("kill -9 at a random moment", "kills.at_random", 500),
     Campaign("kill -9 while steps are drained to another disk", "drains.at_random", 200),
+    Campaign("kill -9 of a trainer that takes snapshots in memory", "snapshots.at_random", 200),
+    Campaign("kill -9 at every system call of snapshots and flushes", "snapshots.at_calls", 200),
+    Campaign("SIGTERM in a compile, after a snapshot in memory", "snapshots.in_compiles", 100),
+    Campaign("kill -9 of a trainer and its keeper together", "snapshots.with_keepers", 200),
+    Campaign("a trainer starts beside a keeper that writes", "snapshots.beside_keepers", 100),
     Campaign("power cut (ext4)", "power.cuts", 60),
     Campaign(
         "states a power cut may leave, by the record of one save", "crash_states.power_cuts", 3000

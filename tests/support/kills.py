@@ -1,8 +1,9 @@
 """Run a program so that it dies, stops or meets an error at one chosen system call.
 
 The calls that change files below one directory are shown to this process before the kernel carries
-them out, all threads in one order; for each it lets the call be, sends the program a signal, or has
-it fail. So the program can be killed between any two changes of the disk, exactly, again and again:
+them out, all threads in one order; for each it lets the call be, sends a signal to the process that
+makes it, or has it fail. So the program can be killed between any two changes of the disk, exactly,
+again and again:
 
 ```python
 clean = run_watched(command, below=root)
@@ -38,7 +39,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 __all__ = ["KINDS", "Call", "Decide", "Watched", "at_call", "can_watch", "run_watched", "watching"]
 
@@ -102,11 +103,13 @@ class Call:
         kind: One of `KINDS`.
         name: Its name.
         paths: The absolute paths that it concerns: one, or source and target of a rename.
+        process: Who makes it: the program, or a process that it has started.
     """
 
     kind: str
     name: str
     paths: tuple[str, ...]
+    process: int
 
 
 Decide = Callable[[Call], int | None]
@@ -207,8 +210,11 @@ def watching(
     below: Path,
     kinds: Iterable[str] = KINDS,
     environment: Mapping[str, str] | None = None,
+    errors: IO[str] | None = None,
 ) -> Iterator[tuple[subprocess.Popen[str], Watched]]:
     """Run a program beside the body, with pipes to its input and output; see `run_watched`.
+
+    Its errors go to the file `errors`, or else where ours go.
 
     What still runs at the end of the body is killed.
     """
@@ -222,6 +228,7 @@ def watching(
             [*launcher, *command],
             stdin=pipe,
             stdout=pipe,
+            stderr=errors,
             text=True,
             pass_fds=[theirs.fileno()],
             env=environment,
@@ -292,7 +299,8 @@ def _guard(
             continue
         request, thread, _, number, _, _, *arguments = _REQUEST.unpack(buffer)
         name = names[number]
-        call = Call(_KIND_OF[name], name, _paths_of(thread, name, arguments))
+        paths = _paths_of(thread, name, arguments)
+        call = Call(_KIND_OF[name], name, paths, _process_of(thread) or child.pid)
         answer = None
         if any(path == top or path.startswith(top + os.sep) for path in call.paths):
             watched.calls.append(call)
@@ -305,7 +313,7 @@ def _guard(
             watched.met.append(call)
         failing = answer is not None and not isinstance(answer, signal.Signals)
         if isinstance(answer, signal.Signals):
-            _send(answer, child.pid, thread)
+            _send(answer, call.process, thread)
             if answer == signal.SIGKILL:
                 # Not let go: the call is never carried out.
                 continue
@@ -319,6 +327,14 @@ def _send(what: signal.Signals, process: int, thread: int) -> None:
     """Send a signal to the thread that waits, so that it cannot run on before it takes it."""
     system: Any = ctypes.CDLL(None)
     system.syscall(_MACHINES[platform.machine()][1]["tgkill"], process, thread, int(what))
+
+
+def _process_of(thread: int) -> int | None:
+    """Return the process of a waiting thread; None if it is gone."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{thread}/status").read_text()
+        return int(status.partition("\nTgid:")[2].split()[0])
+    return None
 
 
 def _paths_of(thread: int, name: str, arguments: Sequence[int]) -> tuple[str, ...]:

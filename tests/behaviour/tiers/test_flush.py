@@ -25,7 +25,14 @@ from ckpt.errors import CheckpointError, StorageError
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.tiers import SharedMemory
 from tests.support.numbered_states import state_of
-from tests.support.snapshots import PATIENCE_S, Trainer, shared_memory, steps_of, trainer, wait_for
+from tests.support.snapshots import (
+    PATIENCE_S,
+    children_of,
+    shared_memory,
+    steps_of,
+    trainer,
+    wait_for,
+)
 
 TERM = signal.SIGTERM
 
@@ -111,26 +118,18 @@ def test_a_newer_step_of_the_root_is_enough(tmp_path: Path, memory: Path) -> Non
     assert list(memory.iterdir()) == []
 
 
-def keeper_of(run: Trainer) -> int:
-    """Return the process of the keeper of a trainer."""
-    task = Path(f"/proc/{run.process.pid}/task")
-    children = [pid for each in task.iterdir() for pid in (each / "children").read_text().split()]
-    [keeper] = children
-    return int(keeper)
-
-
 def test_a_keeper_that_was_killed_is_started_again(tmp_path: Path, memory: Path) -> None:
     root = tmp_path / "run"
     with trainer(root, memory, "go on") as run:
         run.lines(until="ack 3")
-        os.kill(keeper_of(run), signal.SIGKILL)
+        [keeper] = children_of(run.process.pid)
+        os.kill(keeper, signal.SIGKILL)
         number = 4
         with contextlib.suppress(StopIteration):
             while number < 200:
                 run.lines(until=f"ack {number}")
                 number += 1
-                children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children")
-                if children.read_text().split():
+                if children_of(run.process.pid):
                     raise StopIteration
         run.kill()
         out, err = run.end()

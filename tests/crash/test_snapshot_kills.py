@@ -1,0 +1,71 @@
+"""Kills of programs that take snapshots in memory, and of the keepers that write the last one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.reliability.snapshots import (
+    EVERY,
+    at_calls,
+    at_random,
+    beside_keepers,
+    in_compiles,
+    with_keepers,
+)
+from tests.support.kills import can_watch
+
+needs_watching = pytest.mark.skipif(not can_watch(), reason="system calls cannot be watched here")
+
+
+def test_a_kill_at_a_random_moment_loses_no_snapshot(tmp_path: Path) -> None:
+    at_random(tmp_path, 10, seed=1).check(faults=1)
+
+
+@needs_watching
+def test_a_kill_at_a_system_call_loses_no_snapshot(tmp_path: Path) -> None:
+    at_calls(tmp_path, 8).check(faults=7)
+
+
+def test_a_signal_in_a_compile_loses_no_snapshot(tmp_path: Path) -> None:
+    in_compiles(tmp_path, 6).check(faults=6)
+
+
+def test_a_kill_of_a_trainer_and_its_keeper_loses_no_snapshot(tmp_path: Path) -> None:
+    with_keepers(tmp_path, 10, seed=1).check(faults=2)
+
+
+def test_a_restart_beside_a_keeper_that_writes_loses_no_snapshot(tmp_path: Path) -> None:
+    beside_keepers(tmp_path, 6, seed=1).check(faults=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_many_kills_at_random_moments_lose_no_snapshot(tmp_path: Path) -> None:
+    at_random(tmp_path, 100).check(faults=10)
+
+
+@pytest.mark.slow
+@needs_watching
+@pytest.mark.timeout(1800)
+def test_a_kill_at_any_system_call_loses_no_snapshot(tmp_path: Path) -> None:
+    at_calls(tmp_path, EVERY).check(faults=EVERY)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_many_signals_in_compiles_lose_no_snapshot(tmp_path: Path) -> None:
+    in_compiles(tmp_path, 100).check(faults=100)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_many_kills_of_trainers_and_keepers_lose_no_snapshot(tmp_path: Path) -> None:
+    with_keepers(tmp_path, 100).check(faults=20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_many_restarts_beside_keepers_that_write_lose_no_snapshot(tmp_path: Path) -> None:
+    beside_keepers(tmp_path, 100).check(faults=20)
