@@ -103,7 +103,7 @@ class Tier:
 
     Example:
         ```python
-        disk = ckpt.tiers.Tier("/tmp/nvme/run", preservation=ckpt.policies.LatestN(2))
+        disk = ckpt.tiers.Tier("nvme/run", preservation=ckpt.policies.LatestN(2))
         async with ckpt.CheckpointManager("runs/a", tiers=[disk]) as mgr:
             commit = await mgr.save(step, state)
             await commit  # on the disk
