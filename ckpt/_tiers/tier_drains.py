@@ -91,7 +91,11 @@ class TierDrains:
                 self._unheld[link].add(saved.step)
         step = Step(link, saved.step, service.root.names.name(saved.step), wanted)
         with self._guard:
-            self._told[link][saved.step] = step
+            told = self._told[link]
+            told[saved.step] = step
+            # Of those that stay, only the newest matters in the end.
+            for other in [n for n, each in told.items() if not each.is_wanted and n < saved.step]:
+                del told[other]
         return step
 
     def committed(self, info: StepInfo, commit: Commit) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.reliability.snapshots import (
-    EVERY,
     at_calls,
     at_random,
     beside_keepers,
@@ -40,32 +39,23 @@ def test_a_restart_beside_a_keeper_that_writes_loses_no_snapshot(tmp_path: Path)
     beside_keepers(tmp_path, 6, seed=1).check(faults=2)
 
 
+# More of each: `nox -s reliability`, which takes hours.
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(900)
 def test_many_kills_at_random_moments_lose_no_snapshot(tmp_path: Path) -> None:
-    at_random(tmp_path, 100).check(faults=10)
+    at_random(tmp_path, 20).check(faults=2)
 
 
 @pytest.mark.slow
 @needs_watching
-@pytest.mark.timeout(1800)
-def test_a_kill_at_any_system_call_loses_no_snapshot(tmp_path: Path) -> None:
-    at_calls(tmp_path, EVERY).check(faults=EVERY)
+@pytest.mark.timeout(900)
+def test_kills_at_many_system_calls_lose_no_snapshot(tmp_path: Path) -> None:
+    at_calls(tmp_path, 30).check(faults=28)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(900)
 def test_many_signals_in_compiles_lose_no_snapshot(tmp_path: Path) -> None:
-    in_compiles(tmp_path, 100).check(faults=100)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_many_kills_of_trainers_and_keepers_lose_no_snapshot(tmp_path: Path) -> None:
-    with_keepers(tmp_path, 100).check(faults=20)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_many_restarts_beside_keepers_that_write_lose_no_snapshot(tmp_path: Path) -> None:
-    beside_keepers(tmp_path, 100).check(faults=20)
+    in_compiles(tmp_path, 12).check(faults=12)

@@ -82,6 +82,17 @@ def test_each_place_keeps_what_its_policy_says(tmp_path: Path) -> None:
     assert steps_of(tmp_path / "root") == [9, 10]
 
 
+def test_steps_that_stay_do_not_add_up(tmp_path: Path) -> None:
+    """A long run that copies few of its steps keeps only the newest of the others in mind."""
+    with manager(tmp_path, tier={"drain": FixedInterval(1000)}) as mgr:
+        for step in range(1, 12):
+            mgr.save(step, {"w": step}).result()
+        mgr.wait_until_finished()
+        assert len(mgr._service._drains.greeting()) == 1  # type: ignore[union-attr]
+    with ckpt.sync.CheckpointManager(tmp_path / "root") as plain:
+        assert plain.all_steps() == [11]
+
+
 def test_what_is_near_is_read_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with manager(tmp_path) as mgr:
         for step in (1, 2):
