@@ -24,6 +24,7 @@ from ckpt._steps.index import PassedOver
 from ckpt._steps.reader import StepReader, check_one_step, rank
 from ckpt._steps.restores.step_choice import RunStart
 from ckpt._steps.step_metadata import StepMetadata
+from ckpt._steps.unreadable import shortened
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -236,7 +237,14 @@ class TieredReader:
         """
         tiers, places = await self._listed(_looking_for(step))
         if not places:
-            # Says which steps the root has.
+            steps = await self.all_steps()
+            if step is not None and steps:
+                where = redact(tiers[-1].location)
+                raise StepNotFoundError(
+                    f"there is no such step; {where} and its tiers have steps {shortened(steps)}",
+                    step=step,
+                )
+            # Says what else the root has.
             await tiers[-1].reader.metadata(step)
             raise StepNotFoundError("it was written just now; look again", step=step)
         top = [place for place in places if place.step == places[0].step]

@@ -25,6 +25,7 @@ from ckpt._tiers.drains.drain import missing
 from ckpt._tiers.keeper.client import KeeperClient
 from ckpt._tiers.keeper.messages import FromKeeper, Held, Moved, Step, ToKeeper
 from ckpt._tiers.settings import Tier
+from ckpt._tree.table import size_text
 from ckpt.errors import CheckpointError
 from ckpt.policies._context import SavedStep
 from ckpt.policies._save_policies import refusal_of
@@ -180,10 +181,10 @@ class TierDrains:
         if message.problem:
             return
         logger.info(
-            "copied step %d to %s: %.1f MB in %.2f s",
+            "copied step %d to %s: %s in %.2f s",
             message.step,
             redact(target.storage.location),
-            message.nbytes / 1e6,
+            size_text(message.nbytes),
             message.seconds,
         )
         # The manager may be closing.

@@ -126,8 +126,8 @@ def _save(step: int, number: int, *, large: bool) -> Act:
 def _save_two(large: bool) -> Act:
     def act(root: Path, mgr: Any, heard: Callable[[], object]) -> None:
         save(mgr, 1, 1, large=large).result()
-        second = save(mgr, 2, 2, large=large).result()
-        assert second.statistics.shared_bytes > 0
+        # Where the files of step 1 cannot be linked, they are written.
+        save(mgr, 2, 2, large=large).result()
         heard()
         mgr.wait_until_finished()
 

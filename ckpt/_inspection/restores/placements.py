@@ -39,12 +39,10 @@ class HeldParts(Struct, frozen=True, eq=False):
     Attributes:
         parts: By the number of the process.
         on_devices: Whether it is an array of jax; else it is in host memory.
-        is_shared: Whether it is one array over several processes; else each has one of its own.
     """
 
     parts: Sequence[HeldPart]
     on_devices: bool
-    is_shared: bool
 
 
 class TargetMesh(Struct, frozen=True):
@@ -137,13 +135,13 @@ class AsSaved:
         # One that a single process had, every process has on devices of its own.
         is_own = len(held) == 1
         parts = [held[min(held) if is_own else number] for number in range(self._processes)]
-        self._known[key] = HeldParts(parts, True, not is_own)
+        self._known[key] = HeldParts(parts, True)
         return self._known[key]
 
     def _whole(self, shape: Shape, on_devices: bool) -> HeldParts:
         key = shape, on_devices
         if key not in self._wholes:
-            self._wholes[key] = HeldParts([everything(shape)] * self._processes, on_devices, False)
+            self._wholes[key] = HeldParts([everything(shape)] * self._processes, on_devices)
         return self._wholes[key]
 
     def problems(self) -> Sequence[str]:
@@ -241,10 +239,10 @@ class OnMesh:
 
     def _held(self, shape: Shape, spec: Spec | None) -> HeldParts:
         if spec is None:
-            return HeldParts([everything(shape)] * self._processes, False, False)
+            return HeldParts([everything(shape)] * self._processes, False)
         held = self._grid.held(shape, spec)
         parts = [held[number] for number in range(self._processes)]
-        return HeldParts(parts, True, self._processes > 1)
+        return HeldParts(parts, True)
 
     def problems(self) -> Sequence[str]:
         """Return which arrays cannot be placed, and why."""

@@ -180,13 +180,12 @@ class ReadTally:
             itemsize = parse_dtype(array.leaf.dtype).itemsize
             leaf = item.name, array.number
             self._needed_of[leaf] += len(members) * elements * itemsize
-            if array.held.is_shared:
-                self._once.setdefault(leaf, {}).setdefault(part, stored[array.number])
+            self._once.setdefault(leaf, {}).setdefault(part, stored[array.number])
 
     def _saved(self, item: WantedItem, array: WantedArray) -> int:
         """Return how many bytes less are read of an array where processes share their reads."""
         groups = Counter(array.held.parts)
-        if not array.held.is_shared or len(set(groups.values())) != 1:
+        if len(set(groups.values())) != 1:
             # Some parts are held by more processes than others, and every process reads its own.
             return 0
         once = self._once[item.name, array.number]

@@ -107,7 +107,7 @@ def test_the_newest_place_is_read(tmp_path: Path, memory: Path) -> None:
         mgr.snapshot(3, state_of(3)).result()
         where = mgr.metadata(3).info.tiers
         assert [place.startswith(str(memory)) for place in where] == [True, False]
-        with pytest.raises(StepNotFoundError, match="no such step"):
+        with pytest.raises(StepNotFoundError, match="its tiers have steps 1, 3"):
             mgr.restore(17)
         mgr.delete(3)
         assert 3 not in mgr.all_steps()

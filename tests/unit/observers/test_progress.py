@@ -390,7 +390,7 @@ with ckpt.sync.CheckpointManager({root!r}, formats=formats, observers=bars) as m
 
 
 @pytest.mark.parametrize(
-    ("rows", "chunk_bytes"), [(128, 1 << 18), (32, 1 << 22)], ids=["chunks", "one-chunk"]
+    ("rows", "chunk_bytes"), [(128, 1 << 18), (112, 1 << 24)], ids=["chunks", "one-chunk"]
 )
 def test_a_compressed_save_is_seen_to_go_on_and_leaves_the_line_to_others(
     rows: int, chunk_bytes: int, tmp_path: Path
