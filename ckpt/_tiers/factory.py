@@ -31,8 +31,6 @@ from ckpt.policies._preservation import LatestN
 from ckpt.step_names import StepNames
 from ckpt.storage._resolve import PathLike
 
-_DEFAULT_GRACE_SECONDS = 25.0
-
 Service = RootService | TieredService
 
 
@@ -132,6 +130,7 @@ def with_tiers(
             str(folder.path),
             # What one process of several has is not a step.
             memory_settings.flush and job.process_count == 1,
+            memory_settings.grace_seconds,
             memory_settings.first,
             memory_settings.kept_seconds,
         )
@@ -139,7 +138,6 @@ def with_tiers(
         os.getpid(),
         places[-1],
         tuple(sorted({int(signal.SIGTERM), *map(int, run.signals)})),
-        _DEFAULT_GRACE_SECONDS if memory_settings is None else memory_settings.grace_seconds,
         run.timeouts.exit,
         snapshots,
         tuple(

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, SupportsIndex
 
+import anyio
+
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, StepInfo
 from ckpt._engine.engine import Engine
@@ -64,7 +66,6 @@ class TieredService:
             exit_seconds: How long it may take in the end.
         """
         self._root = root
-        self._near = near
         self._memory = memory
         self._drains = drains
         self._keeper = keeper
@@ -73,6 +74,8 @@ class TieredService:
         self._services = [*near, root]
         self.reader: TieredReader = TieredReader(self._tiers)
         self._is_open = False
+        # Made on the engine's loop.
+        self._opening: anyio.Lock | None = None
         self._saver.saves.on_committed = self._committed
         if drains is not None:
             self._saver.saves.is_drained = True
@@ -155,8 +158,13 @@ class TieredService:
 
     async def open(self) -> None:
         """Open all places; only the first call does."""
-        if self._is_open:
-            return
+        self._opening = self._opening or anyio.Lock()
+        async with self._opening:
+            if not self._is_open:
+                await self._open()
+                self._is_open = True
+
+    async def _open(self) -> None:
         for each in self._services:
             await each.open()
         if self._memory is not None and await self._memory.open():
@@ -167,7 +175,6 @@ class TieredService:
             if latest is not None:
                 # Steps that arrived when the run before had ended.
                 await self._root.root.preserve(latest)
-        self._is_open = True
 
     def start_snapshot(
         self,

@@ -23,7 +23,7 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.service import RootService
 from ckpt._tiers.drains.drain import missing
 from ckpt._tiers.keeper.client import KeeperClient
-from ckpt._tiers.keeper.messages import FromKeeper, Held, Moved, Step, ToKeeper
+from ckpt._tiers.keeper.messages import Closed, FromKeeper, Held, Moved, Step, ToKeeper
 from ckpt._tiers.settings import Tier
 from ckpt._tree.table import size_text
 from ckpt.errors import CheckpointError
@@ -58,6 +58,8 @@ class TierDrains:
         self._commits: dict[int, list[Commit]] = {}
         # By tier, the steps that were copied on, or will be: what its policy is told.
         self._previous: list[dict[int, SavedStep]] = [{} for _ in tiers]
+        # What the keeper has not copied in the end, also of steps that only then were to go on.
+        self._left: tuple[int, ...] = ()
 
     async def open(self) -> None:
         """Tell the keeper what earlier runs have left to be copied."""
@@ -157,6 +159,8 @@ class TierDrains:
                 held = self._held.pop((message.link, message.step), None)
             if held is not None:
                 held.set_result(None)
+        elif isinstance(message, Closed):
+            self._left = message.left
         elif isinstance(message, Moved):
             self._moved(message)
 
@@ -201,8 +205,9 @@ class TierDrains:
     def given_up(self) -> list[int]:
         """Return the steps that were not copied on, and tell those that wait for them."""
         with self._guard:
-            left = sorted({s for told in self._told for s, step in told.items() if step.is_wanted})
-            commits = [each for waiting in self._commits.values() for each in waiting]
+            waiting = {s for told in self._told for s, step in told.items() if step.is_wanted}
+            left = sorted(waiting.union(self._left))
+            commits = [each for several in self._commits.values() for each in several]
             self._commits.clear()
         for commit in commits:
             stays(commit, "the run has ended before it was copied; the next one goes on with it")

@@ -7,9 +7,19 @@ from pathlib import Path
 import pytest
 
 from tests.reliability import cancels, faults, io_errors
-from tests.reliability.scenarios import SAVE, SCENARIOS, scenarios
+from tests.reliability.scenarios import SAVE, SCENARIOS, manager, scenarios, template
 
 OTHERS = [scenario for scenario in SCENARIOS if scenario is not SAVE]
+
+
+def test_without_a_fault_the_scenario_of_sharing_shares(tmp_path: Path) -> None:
+    """Or none of its faults would be about links."""
+    scenario = scenarios()["share"]
+    root = tmp_path / "root"
+    template(scenario, root)
+    with manager(root) as mgr:
+        scenario.act(root, mgr, lambda: None)
+        assert mgr.metadata(2).info.statistics.shared_bytes > 0
 
 
 @pytest.mark.slow

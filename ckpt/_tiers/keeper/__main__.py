@@ -25,7 +25,6 @@ from ckpt._tiers.keeper.messages import (
     Flushed,
     FromKeeper,
     Moved,
-    Ready,
     Saved,
     Setup,
     Snapshots,
@@ -92,14 +91,13 @@ class Keeper:
             writes.start_soon(self._hear, rest)
             watches.start_soon(self._watch_alarm, writes)
             watches.start_soon(self._watch_signals, writes)
-            self.tell(Ready())
             await self._is_over.wait()
             watches.cancel_scope.cancel()
         if self._close is not None:
             if self._writes_at_close:
                 self.tell(await self._flush(None) or Flushed(-1))
-            await self._links.finish(self._setup.exit_seconds)
-            self.tell(Closed())
+            left = await self._links.finish(self._setup.exit_seconds)
+            self.tell(Closed(tuple(left)))
             return
         await self._end_alone()
 
@@ -120,7 +118,7 @@ class Keeper:
         left = await self._links.finish(self._setup.exit_seconds)
         if left:
             _say(f"steps {left} were not copied on in time")
-        # Whoever reads what the trainer printed waits until its last copy is closed.
+        # A reader of the trainer's output waits until every process has closed it.
         _close_output()
         snapshots = self._snapshots
         if snapshots is None:
@@ -148,9 +146,9 @@ class Keeper:
         return wanted or self._noticed_at is not None
 
     def _ends_at(self) -> float | None:
-        if self._noticed_at is None:
+        if self._noticed_at is None or self._snapshots is None:
             return None
-        return self._noticed_at + self._setup.grace_seconds
+        return self._noticed_at + self._snapshots.grace_seconds
 
     async def _flush(self, ends_at: float | None) -> Flushed | None:
         snapshots = self._snapshots

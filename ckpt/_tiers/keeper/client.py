@@ -202,13 +202,14 @@ class KeeperClient:
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in lines:
                     message = from_keeper(line)
+                    # Before anything that waits for the end goes on.
+                    self._told(message)
                     if isinstance(message, Closing):
                         ending.writes = message.writes
                         ending.has_begun.set()
                     elif isinstance(message, Closed):
                         ending.is_done = True
                         ending.is_over.set()
-                    self._told(message)
         # One that is gone says nothing more.
         ending.has_begun.set()
         ending.is_over.set()

@@ -199,7 +199,7 @@ def _size_of(manifest: Manifest, item: str) -> int:
 
 
 class _Uncounted:
-    """Nobody looks at the progress of a flush."""
+    """Takes the progress of a flush, and keeps nothing of it."""
 
     def expect(self, nbytes: int) -> None:
         """Do nothing."""

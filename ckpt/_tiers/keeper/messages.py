@@ -27,11 +27,13 @@ class Snapshots(Struct, frozen=True):
         folder: The folder with them.
         flush: Whether the last one is written to the root.
         first: As of `SharedMemory`.
+        grace_seconds: As of `SharedMemory`.
         kept_seconds: As of `SharedMemory`.
     """
 
     folder: str
     flush: bool
+    grace_seconds: float
     first: tuple[str, ...]
     kept_seconds: float
 
@@ -58,8 +60,7 @@ class Setup(Struct, frozen=True, tag="setup"):
     Attributes:
         trainer: The process that it outlives.
         root: The root, as `place_to_json` gives it.
-        signals: Signals after which the trainer's host has `grace_seconds`.
-        grace_seconds: As of `SharedMemory`.
+        signals: Signals that announce the end of the trainer's host.
         exit_seconds: How long it goes on copying steps when the trainer has ended.
         snapshots: The snapshots in memory, if there are any.
         links: The tiers, the nearest first; the last one ends in the root.
@@ -68,7 +69,6 @@ class Setup(Struct, frozen=True, tag="setup"):
     trainer: int
     root: dict[str, Any]
     signals: tuple[int, ...]
-    grace_seconds: float
     exit_seconds: float
     snapshots: Snapshots | None = None
     links: tuple[Link, ...] = ()
@@ -114,10 +114,6 @@ class Close(Struct, frozen=True, tag="close"):
     """
 
     flush: bool
-
-
-class Ready(Struct, frozen=True, tag="ready"):
-    """The keeper has loaded what it needs, and watches."""
 
 
 class Flushed(Struct, frozen=True, tag="flushed"):
@@ -181,15 +177,21 @@ class Moved(Struct, frozen=True, tag="moved"):
 
 
 class Closed(Struct, frozen=True, tag="closed"):
-    """All is done, or the time is over, and the keeper ends."""
+    """All is done, or the time is over, and the keeper ends.
+
+    Attributes:
+        left: Steps of tiers that were not copied on.
+    """
+
+    left: tuple[int, ...] = ()
 
 
 ToKeeper: TypeAlias = Setup | Claimed | Saved | Step | Close
-FromKeeper: TypeAlias = Ready | Flushed | Held | Moved | Closing | Closed
+FromKeeper: TypeAlias = Flushed | Held | Moved | Closing | Closed
 
 _encode = msgspec.json.Encoder().encode
 _to_keeper = msgspec.json.Decoder(Setup | Claimed | Saved | Step | Close)
-_from_keeper = msgspec.json.Decoder(Ready | Flushed | Held | Moved | Closing | Closed)
+_from_keeper = msgspec.json.Decoder(Flushed | Held | Moved | Closing | Closed)
 
 
 def encoded(message: ToKeeper | FromKeeper) -> bytes:

@@ -252,6 +252,18 @@ def test_a_place_that_cannot_be_reached(tmp_path: Path, caplog: pytest.LogCaptur
     assert steps_of(tmp_path / "root") == [0, 1, 2]
 
 
+def test_a_last_step_that_cannot_go_on_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its policy does not want it in the root, but for the end of the run."""
+    with manager(tmp_path, tier={"drain": FixedInterval(9)}, timeouts=ckpt.Timeouts(exit=1)) as mgr:
+        mgr.save(0, state_of(0)).in_root.result(PATIENCE_S)
+        (tmp_path / "root").rename(tmp_path / "away")
+        (tmp_path / "root").write_text("in the way")
+        mgr.save(1, state_of(1)).result()
+    assert [each for each in caplog.messages if "steps 1 were not copied" in each]
+
+
 @pytest.mark.anyio
 async def test_with_asyncio(tmp_path: Path) -> None:
     tier = Tier(tmp_path / "disk")
