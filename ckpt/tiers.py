@@ -5,9 +5,9 @@ This module needs neither jax nor tensorstore.
 
 from __future__ import annotations
 
-from ckpt._tiers.settings import SharedMemory, Tier
+from ckpt._tiers.settings import PeerCopies, SharedMemory, Tier
 
-__all__ = ["SharedMemory", "Tier"]
+__all__ = ["PeerCopies", "SharedMemory", "Tier"]
 
 
 def __dir__() -> list[str]:

@@ -18,11 +18,12 @@ from ckpt._steps.factory import make_peers
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.service import RootService
 from ckpt._tiers.keeper.client import KeeperClient
-from ckpt._tiers.keeper.messages import FromKeeper, Link, Setup, Snapshots, ToKeeper, place_to_json
+from ckpt._tiers.keeper.messages import Link, Setup, Snapshots, ToKeeper, Told, place_to_json
 from ckpt._tiers.memory import MemoryRoot, MemoryTier
 from ckpt._tiers.service import TieredService
 from ckpt._tiers.settings import SharedMemory, Tier
 from ckpt._tiers.shared_folder import SharedFolder, folder_of
+from ckpt._tiers.snapshot_peers import CopiedSteps, SnapshotPeers
 from ckpt._tiers.tier_drains import TierDrains
 from ckpt.coordination._base import Coordinator
 from ckpt.coordination._jobs import OwnDisks
@@ -30,6 +31,8 @@ from ckpt.errors import InvalidArgumentError
 from ckpt.policies._preservation import LatestN
 from ckpt.step_names import StepNames
 from ckpt.storage._resolve import PathLike
+
+logger = logging.getLogger("ckpt")
 
 Service = RootService | TieredService
 
@@ -147,7 +150,7 @@ def with_tiers(
     )
     parts: list[MemoryTier | TierDrains] = []
 
-    def told(message: FromKeeper) -> None:
+    def told(message: Told) -> None:
         for part in parts:
             part.heard(message)
 
@@ -157,9 +160,16 @@ def with_tiers(
     keeper = KeeperClient(setup, told, greeting)
     memory = None
     if memory_settings is not None and folder is not None:
-        at_root = MemoryRoot(folder, service.storage, run.timeouts)
-        in_memory = _service_of_memory(at_root, run)
-        memory = MemoryTier(memory_settings, in_memory, folder, at_root, service.storage, keeper)
+        place = run.job.process_index, run.job.process_count
+        at_root = MemoryRoot(folder, service.storage, run.timeouts, place)
+        copied = _copied_steps(memory_settings, run.job)
+        in_memory = _service_of_memory(at_root, run, copied)
+        peers = None
+        if copied is not None and memory_settings.peers is not None:
+            peers = SnapshotPeers(memory_settings.peers, run.job, in_memory, folder, copied, keeper)
+        memory = MemoryTier(
+            memory_settings, in_memory, folder, at_root, service.storage, keeper, peers
+        )
         parts.append(memory)
     drains = None
     if near:
@@ -169,7 +179,28 @@ def with_tiers(
     return TieredService(service, near, memory, drains, keeper, run.timeouts.exit)
 
 
-def _service_of_memory(storage: MemoryRoot, run: RunParts) -> RootService:
+def _copied_steps(memory: SharedMemory, job: Coordinator) -> CopiedSteps | None:
+    """Return what stays of snapshots that have copies on peers; None if they have none."""
+    if memory.peers is None:
+        return None
+    if job.process_count == 1:
+        logger.warning("SharedMemory(peers=...): this process is alone, so there are no peers")
+        return None
+    distance = memory.peers.distance or 1
+    if distance % job.process_count == 0:
+        raise invalid(
+            "distance",
+            distance,
+            f"no multiple of {job.process_count}, the processes of the job: each would have its "
+            "copies at itself",
+            of="PeerCopies",
+        )
+    return CopiedSteps()
+
+
+def _service_of_memory(
+    storage: MemoryRoot, run: RunParts, copied: CopiedSteps | None
+) -> RootService:
     # The same memory for staging; but what a step shares with the one before is told by root.
     engine = replace(run.engine, last_save=None, writes_later=True)
     job = (
@@ -180,7 +211,7 @@ def _service_of_memory(storage: MemoryRoot, run: RunParts) -> RootService:
         storage,
         engine,
         save_policy=None,
-        preservation=LatestN(1),
+        preservation=copied or LatestN(1),
         deletion=None,
         names=run.names,
         metadata=None,

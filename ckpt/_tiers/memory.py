@@ -22,9 +22,10 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Timeouts, host_memory_bytes
 from ckpt._steps.service import RootService
 from ckpt._tiers.keeper.client import KeeperClient
-from ckpt._tiers.keeper.messages import Claimed, Flushed, FromKeeper, Saved, ToKeeper
+from ckpt._tiers.keeper.messages import Claimed, Flushed, Saved, ToKeeper, Told
 from ckpt._tiers.settings import SharedMemory
 from ckpt._tiers.shared_folder import Found, SharedFolder
+from ckpt._tiers.snapshot_peers import SnapshotPeers
 from ckpt._tree.table import size_text
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.storage._base import Storage
@@ -44,19 +45,32 @@ _SLACK_BYTES = 4 << 20
 class MemoryRoot(LocalStorage):
     """The root in shared memory: its folder is claimed before anything is done there."""
 
-    def __init__(self, folder: SharedFolder, root: Storage, timeouts: Timeouts) -> None:
-        """Use the folder for the snapshots of the run in `root`."""
+    def __init__(
+        self, folder: SharedFolder, root: Storage, timeouts: Timeouts, process: tuple[int, int]
+    ) -> None:
+        """Use the folder for the snapshots of the run in `root`.
+
+        Args:
+            folder: The folder.
+            root: The root of the run.
+            timeouts: How long leases last.
+            process: Number of this process in its job, and how many there are.
+        """
         super().__init__(folder.steps, timeouts, mode=_PRIVATE)
         self._folder = folder
         self._run_root = root
+        self._process = process
         # What was found; None while the folder is not ours.
         self.found: Found | None = None
+        # The id of the run, once it is known.
+        self.run = ""
 
     async def prepare(self) -> None:
         """Claim the folder, and make the root."""
         if self.found is None:
-            run = await _run_of(self._run_root)
-            self.found = await run_in_thread(self._folder.claim, run, self._run_root.location)
+            self.run = await _run_of(self._run_root)
+            location = self._run_root.location
+            self.found = await run_in_thread(self._folder.claim, self.run, location, *self._process)
         await super().prepare()
 
 
@@ -71,6 +85,7 @@ class MemoryTier:
         storage: MemoryRoot,
         root_storage: Storage,
         keeper: KeeperClient,
+        peers: SnapshotPeers | None,
     ) -> None:
         """Keep snapshots as the steps of `service`, in `folder`; do no input or output yet.
 
@@ -81,8 +96,10 @@ class MemoryTier:
             storage: The same, as a storage.
             root_storage: The root of the run.
             keeper: The process that writes the last snapshot.
+            peers: The copies on other hosts, if there are to be any.
         """
         self.service = service
+        self._peers = peers
         self._settings = settings
         self._folder = folder
         self._storage = storage
@@ -98,7 +115,8 @@ class MemoryTier:
         # The last thing that was said of a snapshot that was not taken.
         self._said = ""
         self._flushed: Flushed | None = None
-        # The greatest step of the root.
+        if peers is not None:
+            service.saves.may_tidy = self._copied
 
     async def open(self) -> bool:
         """Find what an earlier process has left, and start the keeper; tell whether it is usable.
@@ -131,6 +149,8 @@ class MemoryTier:
         await run_in_thread(self._keeper.start)
         # One that runs already was greeted before.
         self._keeper.tell(Claimed())
+        if self._peers is not None:
+            await self._peers.open(self._storage.run, self._root_storage.location)
         if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             # The kernel ignores it, and then the whole container is killed.
             logger.warning(
@@ -172,7 +192,8 @@ class MemoryTier:
             if not await self.open():
                 return self._problem
             await run_in_thread(self._keeper.start)
-            why = await self._no_room(nbytes)
+            why = None if self._peers is None else await self._peers.behind()
+            why = why or await self._no_room(nbytes)
             return None if why is None else self._say(step, why)
 
         return refuse
@@ -184,17 +205,32 @@ class MemoryTier:
         """
         root, is_alone = self.service.root, self.service.root.processes.count == 1
         if await self.open():
+            if self._peers is not None:
+                self._peers.forget(after=step - 1)
             for other in await root.index.refresh():
                 if other > step or (other == step and not is_alone):
                     await root.retention.delete(other)
 
+    async def _copied(self, step: int) -> bool:
+        """Have a snapshot copied to peers, and tidy the memory before and after that."""
+        await self.service.root.preserve(step)
+        if self._peers is not None:
+            await self._peers.copy(step)
+        return True
+
+    def deleted(self, step: int) -> None:
+        """Remove the copies of a snapshot that was deleted."""
+        if self._peers is not None:
+            self._peers.forget(step)
+
     async def _no_room(self, nbytes: int) -> str | None:
         """Return why there is no room for a snapshot, or None."""
         budget = self._settings.budget_bytes or host_memory_bytes() // 2
-        if 2 * nbytes > budget:
+        most, beside = (2, "the one before") if self._peers is None else (5, "copies for peers")
+        if most * nbytes > budget:
             return (
-                f"a snapshot of {size_text(nbytes)} beside the one before needs "
-                f"{size_text(2 * nbytes)}, and the budget is {size_text(budget)}: give a larger "
+                f"a snapshot of {size_text(nbytes)} beside {beside} needs "
+                f"{size_text(most * nbytes)}, and the budget is {size_text(budget)}: give a larger "
                 "SharedMemory(budget_bytes=...)"
             )
         if await run_in_thread(self._free) < nbytes + _SLACK_BYTES:
@@ -234,12 +270,17 @@ class MemoryTier:
 
     def greeting(self) -> list[ToKeeper]:
         """Return what a new keeper has to know."""
-        return [Claimed(), self._saved] if self._storage.found is not None else []
+        if self._storage.found is None:
+            return []
+        peers = [] if self._peers is None else self._peers.greeting()
+        return [Claimed(), self._saved, *peers]
 
     @property
     def flushes(self) -> bool:
         """Whether the last snapshot is written when the run fails."""
-        return self._is_open and self._settings.flush
+        # What one process of several has is not a step.
+        is_alone = self.service.root.processes.count == 1
+        return self._is_open and self._settings.flush and is_alone
 
     def close(self, *, failed: bool, ended: bool) -> None:
         """Give the memory back, unless that is all there is of the last snapshot.
@@ -250,16 +291,19 @@ class MemoryTier:
         """
         if not self._is_open:
             return
+        is_only_place = failed and not self.flushes
         self._is_open = False
         has_failed = self._flushed is not None and bool(self._flushed.problem)
-        if has_failed or not ended or (failed and not self._settings.flush):
+        if has_failed or not ended or is_only_place:
             logger.warning("the last snapshot stays in memory: %s", self._folder.path)
             self._folder.leave()
         else:
             self._folder.remove()
 
-    def heard(self, message: FromKeeper) -> None:
+    def heard(self, message: Told) -> None:
         """Take what the keeper says; called in a thread."""
+        if self._peers is not None:
+            self._peers.heard(message)
         if not isinstance(message, Flushed):
             return
         self._flushed = message

@@ -14,10 +14,64 @@ from ckpt.storage._object.config import GCS, S3
 # As `storage._resolve` has it, which needs TensorStore.
 PathLike = str | os.PathLike[str] | Local | S3 | GCS
 
+# Where no other machine can reach this one.
+LOOPBACK = "127.0.0.1"
+_LARGEST_PORT = 65535
 # A longer notice than any system gives.
 _LONGEST_GRACE_SECONDS = 86400.0
 _LONGEST_KEPT_SECONDS = 7 * 86400.0
 _FASTEST = 1e15
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCopies:
+    """Copies of snapshots on the hosts of other processes of a job.
+
+    In a job of n processes the part of a snapshot that process i has saved is copied to the host of
+    process i + `distance` (mod n), into shared memory. If a host is lost, the job that is started
+    again fetches its part from there, and nothing is read from the root.
+
+    The keepers of the processes read from each other over TCP. They prove to each other that they
+    know a key, which the job shares through its coordinator, and compare what they have read with
+    its digests. Nothing is encrypted: use a network that belongs to the job.
+
+    Attributes:
+        address: The address of this host to listen at, in the network of the job; each process
+            gives its own. No other address is listened at. The default can be reached only from the
+            same machine.
+        port: The port to listen at; 0 takes any that is free.
+        distance: How far the process that holds a copy is away. None takes the least at which as
+            many processes as possible have theirs on another machine.
+
+    Raises:
+        InvalidArgumentError: An argument is invalid.
+
+    Example:
+        ```python
+        peers = ckpt.tiers.PeerCopies(address="10.0.0.7")
+        memory = ckpt.tiers.SharedMemory(peers=peers)
+        mgr = ckpt.CheckpointManager("gs://bucket/runs/a", tiers=[memory])
+        ```
+    """
+
+    address: str = LOOPBACK
+    port: int = 0
+    distance: int | None = None
+
+    def __post_init__(self) -> None:
+        of = "PeerCopies"
+        address: object = self.address
+        if not isinstance(address, str) or not address.strip():
+            raise invalid("address", address, "an address of this host, such as '10.0.0.7'", of=of)
+        if address in ("0.0.0.0", "::", "*"):
+            raise invalid(
+                "address", address, "one address of this host; all of them is too many", of=of
+            )
+        port = whole_number("port", self.port, of=of, least=0, most=_LARGEST_PORT)
+        object.__setattr__(self, "port", port)
+        if self.distance is not None:
+            distance = whole_number("distance", self.distance, of=of, least=1)
+            object.__setattr__(self, "distance", distance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +84,8 @@ class SharedMemory:
 
     Attributes:
         budget_bytes: The most memory, in bytes, that snapshots may take. While one is taken, the
-            one before is kept, so that takes twice the size of the state. None is half of the
-            memory of the machine.
+            one before is kept, so that takes twice the size of the state, and with `peers` up to
+            five times of what each process saves. None is half of the memory of the machine.
         flush: Whether the last snapshot is written to the root when the process dies, when it gets
             SIGTERM or one of the manager's `preemption_signals`, and when an exception leaves the
             block of the manager. Steps of the root that are newer make that unnecessary.
@@ -41,6 +95,7 @@ class SharedMemory:
         kept_seconds: How long a snapshot waits, after its process has died, for one that is started
             again. Then its memory is given back.
         directory: A folder in a file system in memory, where the snapshots lie.
+        peers: In jobs of several processes, copies on other hosts; None for none.
 
     Raises:
         InvalidArgumentError: An argument is invalid.
@@ -60,6 +115,7 @@ class SharedMemory:
     first: tuple[str, ...] = ("params", "model")
     kept_seconds: float = 3600.0
     directory: str = "/dev/shm"
+    peers: PeerCopies | None = None
 
     def __post_init__(self) -> None:
         of = "SharedMemory"
@@ -77,6 +133,10 @@ class SharedMemory:
         directory: object = self.directory
         if not isinstance(directory, str) or not os.path.isabs(directory):
             raise invalid("directory", directory, "an absolute path, such as '/dev/shm'", of=of)
+        peers: object = self.peers
+        if peers is not None and not isinstance(peers, PeerCopies):
+            hint = "ckpt.tiers.PeerCopies(address='10.0.0.7'), or None"
+            raise invalid("peers", peers, hint, of=of)
 
 
 @dataclass(frozen=True, slots=True)

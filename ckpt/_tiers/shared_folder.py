@@ -2,8 +2,10 @@
 
     /dev/shm/ckpt-UID/           0700, ours
         KEY/                     0700; KEY is a digest of the root and of the process of the job
-            owner                locked by the process that takes snapshots; says which run it is
+            owner                locked by the process that takes snapshots; says which run it is,
+                                 and which process of the job
             steps/               the root of the snapshots
+            held/                what other processes have saved; see `peers.parts`
             flushing-PID/        hard links to a snapshot that a keeper writes to the root
 
 A lock of the system goes when its process dies, however it dies. A process that was forked does not
@@ -27,9 +29,10 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt._format.digests import digest
+from ckpt._tiers.peers.parts import HELD, STEPS
 from ckpt.errors import StorageError
 
-STEPS, FLUSHING = "steps", "flushing-"
+FLUSHING = "flushing-"
 _OWNER = "owner"
 _PRIVATE = 0o700
 # Of the note of the owner; even where each character takes six bytes, the name fits.
@@ -55,24 +58,38 @@ class SharedFolder:
         """Own nothing yet."""
         self.path = path
         self._fd: int | None = None
-        # The process that its note names, of a folder that was abandoned.
-        self.pid: object = None
+        # What its note says, of a folder that was abandoned.
+        self.note: dict[str, object] = {}
 
     @property
     def steps(self) -> Path:
         """The root of the snapshots."""
         return self.path / STEPS
 
-    def claim(self, run: str, location: str) -> Found:
+    def claim(self, run: str, location: str, process: int = 0, count: int = 1) -> Found:
         """Own the folder; what is in it stays only if it is of the run called `run`.
+
+        Args:
+            run: The id of the run.
+            location: Its root.
+            process: Number of this process in its job.
+            count: How many there are.
 
         Raises:
             StorageError: Another process owns it, or there is no folder of ours; says why.
         """
+        note = {
+            "run": run,
+            "pid": os.getpid(),
+            # Of a place with a long name, what people need to know it.
+            "root": location[-_MOST_SHOWN:],
+            "process": process,
+            "count": count,
+        }
         ends = time.monotonic() + _PATIENCE_SECONDS
         while True:
             try:
-                return self._claim(run, location)
+                return self._claim(note)
             except OSError as error:
                 # A keeper looks for a moment whether the folder is owned, or gives its memory back.
                 is_final = isinstance(error, StorageError) or error.errno not in _PASSING
@@ -80,7 +97,7 @@ class SharedFolder:
                     raise self._explained(error) from error
             time.sleep(_PAUSE_SECONDS)
 
-    def _claim(self, run: str, location: str) -> Found:
+    def _claim(self, note: dict[str, object]) -> Found:
         for folder in (self.path.parent, self.path):
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(_PRIVATE)
@@ -91,25 +108,25 @@ class SharedFolder:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _check_there(self.path, fd)
-            return self._begin(fd, run, location)
+            return self._begin(fd, note)
         except BaseException:
             os.close(fd)
             raise
 
-    def _begin(self, fd: int, run: str, location: str) -> Found:
+    def _begin(self, fd: int, note: dict[str, object]) -> Found:
         """Own the folder by a descriptor that has the lock."""
         for each in self.path.glob(f"{FLUSHING}*"):
             # A keeper that still writes has its files open, or tries an older snapshot.
             if not is_alive(each.name.removeprefix(FLUSHING)):
                 shutil.rmtree(each, ignore_errors=True)
-        has_steps = self.steps.is_dir() and any(self.steps.iterdir())
-        is_same = _read(fd).get("run") == run
+        contents = [self.steps, self.path / HELD]
+        has_steps = any(each.is_dir() and any(each.iterdir()) for each in contents)
+        is_same = _read(fd).get("run") == note["run"]
         if not is_same:
-            shutil.rmtree(self.steps, ignore_errors=True)
-        # Of a place with a long name, what people need to know it.
-        note = json.dumps({"run": run, "pid": os.getpid(), "root": location[-_MOST_SHOWN:]})
+            for each in contents:
+                shutil.rmtree(each, ignore_errors=True)
         os.ftruncate(fd, 0)
-        os.pwrite(fd, note.encode(), 0)
+        os.pwrite(fd, json.dumps(note).encode(), 0)
         self._fd = fd
         os.register_at_fork(after_in_child=_forgetting(weakref.ref(self)))
         if not has_steps:
@@ -160,8 +177,36 @@ def take_abandoned(path: Path) -> SharedFolder | None:
     except OSError:
         os.close(fd)
         return None
-    folder._fd, folder.pid = fd, _read(fd).get("pid")
+    folder._fd, folder.note = fd, _read(fd)
     return folder
+
+
+def take_abandoned_of(
+    path: Path, run: str, location: str, count: int
+) -> list[tuple[int, SharedFolder]]:
+    """Own the folders of processes that have died, of a run, beside that of this process.
+
+    Args:
+        path: The folder of this process.
+        run: The id of the run.
+        location: Its root.
+        count: How many processes the job has; folders of a job of another size are left alone.
+
+    Returns:
+        The number that the process of each folder had, and the folder.
+    """
+    found = []
+    wanted = {"run": run, "root": location[-_MOST_SHOWN:], "count": count}
+    for each in sorted(path.parent.iterdir()):
+        folder = None if each == path else take_abandoned(each)
+        if folder is None:
+            continue
+        process = folder.note.get("process")
+        if isinstance(process, int) and wanted.items() <= folder.note.items():
+            found.append((process, folder))
+        else:
+            folder.leave()
+    return found
 
 
 def is_alive(pid: str) -> bool:

@@ -23,7 +23,7 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.service import RootService
 from ckpt._tiers.drains.drain import missing
 from ckpt._tiers.keeper.client import KeeperClient
-from ckpt._tiers.keeper.messages import Closed, FromKeeper, Held, Moved, Step, ToKeeper
+from ckpt._tiers.keeper.messages import Closed, Held, Moved, Step, ToKeeper, Told
 from ckpt._tiers.settings import Tier
 from ckpt._tree.table import size_text
 from ckpt.errors import CheckpointError
@@ -151,7 +151,7 @@ class TierDrains:
         with self._guard:
             return [step for told in self._told for _, step in sorted(told.items(), reverse=True)]
 
-    def heard(self, message: FromKeeper) -> None:
+    def heard(self, message: Told) -> None:
         """Take what the keeper says; called in a thread."""
         if isinstance(message, Held):
             with self._guard:

@@ -60,15 +60,33 @@ async def gathered(operation: Operation, value: Any, name: str) -> list[Any]:
 
     Once of every name in an operation, of which it is a part.
     """
+    found: list[Any] = await concluded(operation, value, name, lambda every: every)
+    return found
+
+
+async def concluded(
+    operation: Operation, value: Any, name: str, conclude: Callable[[list[Any]], Any]
+) -> Any:
+    """Return what the primary makes of the JSON values that all processes give; each waits for it.
+
+    Once of every name in an operation, of which it is a part.
+
+    Args:
+        operation: What all processes do.
+        value: What this one gives.
+        name: Of the part.
+        conclude: Called on the primary with the values, in the order of the processes; returns a
+            JSON value.
+    """
     part = operation.part(name)
     try:
         every = await part.report(json.dumps(value).encode())
         joined = None
         if every is not None:
+            outcome = conclude([json.loads(each) for each in every])
             await part.decide()
-            joined = json.dumps([json.loads(each) for each in every]).encode()
-        found: list[Any] = json.loads(await part.conclude(joined))
+            joined = json.dumps(outcome).encode()
+        return json.loads(await part.conclude(joined))
     except BaseException as error:
         await part.fail(error)
         raise
-    return found

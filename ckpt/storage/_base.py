@@ -219,12 +219,61 @@ def can_share(storage: Storage) -> bool:
     return isinstance(storage, SharesFiles) and storage.shares_files
 
 
-class Storage(Protocol):
-    """A root that holds step directories. All methods raise `StorageError` if the store fails."""
+class ReadsSteps(Protocol):
+    """What a step is read from: all that a copy needs of its source."""
 
     @property
     def location(self) -> str:
         """The root, as messages show it."""
+
+    @property
+    def keeps_others(self) -> bool:
+        """Whether files that others put into a step directory survive its removal or replacement.
+
+        Otherwise they are moved away first; see `set_aside`.
+        """
+
+    async def exists(self, step_dir: str) -> bool:
+        """Tell whether anything has that name, even if it is not a step directory."""
+
+    async def read(self, step_dir: str, path: str, limit: int) -> bytes | None:
+        """Return a small file of a step directory, or None if either does not exist.
+
+        With an empty `step_dir`, it is a file of the root itself.
+
+        Raises:
+            CorruptCheckpointError: It is not a regular file, or larger than `limit` bytes.
+        """
+
+    async def read_block(
+        self,
+        step_dir: str,
+        path: str,
+        offset: int,
+        target: memoryview,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Fill `target` with the bytes of a step directory's data file from `offset` on.
+
+        With an empty `step_dir`, it is a file of the root itself.
+
+        `target` is in use until this returns, also if it raises or is cancelled.
+
+        Args:
+            step_dir: The step directory.
+            path: The file in it.
+            offset: Where in the file to begin.
+            target: What is filled.
+            then: Called once it is filled, in a worker thread: on a disk in the one that has read
+                the bytes, while they are in the cache of its core. What it raises is raised here.
+
+        Raises:
+            CorruptCheckpointError: The file is missing, too short, or not a regular file.
+        """
+
+
+class Storage(ReadsSteps, Protocol):
+    """A root that holds step directories. All methods raise `StorageError` if the store fails."""
 
     @property
     def lease_seconds(self) -> float:
@@ -241,36 +290,17 @@ class Storage(Protocol):
     def largest_file_bytes(self) -> int:
         """The largest size of a file."""
 
-    @property
-    def keeps_others(self) -> bool:
-        """Whether files that others put into a step directory survive its removal or replacement.
-
-        Otherwise they are moved away first; see `set_aside`.
-        """
-
     async def prepare(self) -> None:
         """Make the root if it is missing, and raise if it cannot hold step directories."""
 
     async def step_dirs(self) -> list[str]:
         """Return the names that may be step directories, committed or not, without attempts."""
 
-    async def exists(self, step_dir: str) -> bool:
-        """Tell whether anything has that name, even if it is not a step directory."""
-
     async def files(self, step_dir: str) -> dict[str, int | None]:
         """Return the size in bytes of every file below a step directory, by path relative to it.
 
         The size of anything that is not a regular file, such as a symbolic link or a FIFO, is None.
         In stores that do not list sizes it is `UNKNOWN_SIZE`.
-        """
-
-    async def read(self, step_dir: str, path: str, limit: int) -> bytes | None:
-        """Return a small file of a step directory, or None if either does not exist.
-
-        With an empty `step_dir`, it is a file of the root itself.
-
-        Raises:
-            CorruptCheckpointError: It is not a regular file, or larger than `limit` bytes.
         """
 
     async def stamps(self, step_dirs: Sequence[str], path: str) -> list[Hashable | None]:
@@ -357,32 +387,6 @@ class Storage(Protocol):
         Raises:
             CorruptCheckpointError: The step directory has no such file, or it is not a regular
                 file.
-        """
-
-    async def read_block(
-        self,
-        step_dir: str,
-        path: str,
-        offset: int,
-        target: memoryview,
-        then: Callable[[], None] | None = None,
-    ) -> None:
-        """Fill `target` with the bytes of a step directory's data file from `offset` on.
-
-        With an empty `step_dir`, it is a file of the root itself.
-
-        `target` is in use until this returns, also if it raises or is cancelled.
-
-        Args:
-            step_dir: The step directory.
-            path: The file in it.
-            offset: Where in the file to begin.
-            target: What is filled.
-            then: Called once it is filled, in a worker thread: on a disk in the one that has read
-                the bytes, while they are in the cache of its core. What it raises is raised here.
-
-        Raises:
-            CorruptCheckpointError: The file is missing, too short, or not a regular file.
         """
 
     async def publish(

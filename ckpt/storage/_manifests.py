@@ -19,7 +19,7 @@ from ckpt.errors import (
     StorageError,
     located,
 )
-from ckpt.storage._base import Storage
+from ckpt.storage._base import ReadsSteps
 
 if TYPE_CHECKING:
     from ckpt._format.manifest import Manifest
@@ -33,13 +33,13 @@ def lies_in(step_dir: str, manifest: Manifest) -> str:
     return f"{step_dir}/{manifest.folder}" if manifest.folder else step_dir
 
 
-async def read_manifest(storage: Storage, step_dir: str, *, step: int | None = None) -> Manifest:
+async def read_manifest(storage: ReadsSteps, step_dir: str, *, step: int | None = None) -> Manifest:
     """Return the manifest of a step directory; see `read_sized`."""
     return (await read_sized(storage, step_dir, step=step))[0]
 
 
 async def read_sized(
-    storage: Storage, step_dir: str, *, step: int | None = None
+    storage: ReadsSteps, step_dir: str, *, step: int | None = None
 ) -> tuple[Manifest, int]:
     """Return the manifest of a step directory, and the bytes of its file.
 
@@ -100,7 +100,7 @@ async def _decoded(data: bytes, where: str) -> Manifest:
 
 
 @contextlib.asynccontextmanager
-async def while_read(storage: Storage, step_dir: str, manifest: Manifest) -> AsyncIterator[None]:
+async def while_read(storage: ReadsSteps, step_dir: str, manifest: Manifest) -> AsyncIterator[None]:
     """Tell damage from deletion if the body fails to read a checkpoint.
 
     Raises:
@@ -114,7 +114,7 @@ async def while_read(storage: Storage, step_dir: str, manifest: Manifest) -> Asy
 
 
 async def refuse_deleted(
-    storage: Storage, step_dir: str, manifest: Manifest, error: Exception | None = None
+    storage: ReadsSteps, step_dir: str, manifest: Manifest, error: Exception | None = None
 ) -> None:
     """Raise if the checkpoint that a manifest describes is gone.
 
@@ -136,7 +136,7 @@ async def refuse_deleted(
         ) from error
 
 
-async def _fate_of(storage: Storage, step_dir: str, manifest: Manifest) -> str | None:
+async def _fate_of(storage: ReadsSteps, step_dir: str, manifest: Manifest) -> str | None:
     """Return what happened to the checkpoint of `manifest`; None if it is still there."""
     try:
         if manifest.format != OWN_FORMAT:
@@ -152,7 +152,7 @@ async def _fate_of(storage: Storage, step_dir: str, manifest: Manifest) -> str |
     return None if found.attempt == manifest.attempt else "replaced"
 
 
-async def has_lost_items(storage: Storage, step_dir: str, manifest: Manifest) -> bool:
+async def has_lost_items(storage: ReadsSteps, step_dir: str, manifest: Manifest) -> bool:
     """Tell whether a checkpoint is still there, and only items were taken out of it.
 
     Args:
@@ -167,7 +167,7 @@ async def has_lost_items(storage: Storage, step_dir: str, manifest: Manifest) ->
     return found.attempt != manifest.attempt and is_rest_of(found, manifest)
 
 
-async def _is_file(storage: Storage, name: str) -> bool:
+async def _is_file(storage: ReadsSteps, name: str) -> bool:
     """Tell whether a checkpoint of another library that is a single file is still there."""
     try:
         await storage.read_block("", name, 0, memoryview(bytearray(1)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from msgspec import Struct
@@ -23,7 +23,7 @@ from ckpt.errors import (
     StorageError,
     UnsupportedFormatError,
 )
-from ckpt.storage._base import UNKNOWN_SIZE, Storage
+from ckpt.storage._base import UNKNOWN_SIZE, ReadsSteps, Storage
 from ckpt.storage._manifests import lies_in, read_manifest
 
 # What is where a copy goes: nothing; the same step; the same one, damaged or without its arrays;
@@ -46,6 +46,26 @@ class CopyPlace(Struct, frozen=True):
     def location(self) -> str:
         """Its path or URL."""
         return f"{self.storage.location}/{self.name}"
+
+
+class ReadPlace(Struct, frozen=True):
+    """A step directory that can only be read.
+
+    Attributes:
+        storage: What it is read from.
+        name: Its name there.
+    """
+
+    storage: ReadsSteps
+    name: str
+
+    @property
+    def location(self) -> str:
+        """Its path or URL."""
+        return f"{self.storage.location}/{self.name}"
+
+
+CopySource: TypeAlias = CopyPlace | ReadPlace
 
 
 async def presence_of(

@@ -20,7 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._conversion.copies.allowance import Allowance
-from ckpt._conversion.copies.place import CopyPlace
+from ckpt._conversion.copies.place import CopyPlace, CopySource, ReadPlace
 from ckpt._conversion.copies.selection import Selection
 from ckpt._engine.save.republication import republish
 from ckpt._engine.save.request import SaveRequest
@@ -116,7 +116,7 @@ class StepCopier:
 
     async def copy(
         self,
-        source: CopyPlace,
+        source: CopySource,
         manifest: Manifest,
         selection: Selection,
         target: CopyPlace,
@@ -177,7 +177,7 @@ class StepCopier:
 
     async def _write(
         self,
-        source: CopyPlace,
+        source: CopySource,
         manifest: Manifest,
         selection: Selection,
         target: CopyPlace,
@@ -194,7 +194,7 @@ class StepCopier:
         if attempt.folder or manifest.folder or not same_files:
             placed = _placed(placed, attempt, new)
             encoded = await run_in_thread(encode, placed)
-        place = CopyPlace(source.storage, lies_in(source.name, manifest))
+        place = ReadPlace(source.storage, lies_in(source.name, manifest))
         taken = await self._taken_over(new.copied, target, attempt) if self._goes_on else set()
         left = [each for each in new.copied.items() if each[0] not in taken]
         # The largest first, so that no lane is busy with a large one when the others have ended.
@@ -265,7 +265,7 @@ class StepCopier:
 
     async def _copy_file(
         self,
-        source: CopyPlace,
+        source: CopySource,
         path: str,
         file: FileEntry,
         target: Storage,
@@ -284,7 +284,7 @@ class StepCopier:
 
     async def _move(
         self,
-        source: CopyPlace,
+        source: CopySource,
         path: str,
         file: FileEntry,
         target: Storage,
@@ -316,7 +316,7 @@ class StepCopier:
 
 
 async def _read(
-    source: CopyPlace, path: str, start: int, piece: memoryview, then: Callable[[], None]
+    source: CopySource, path: str, start: int, piece: memoryview, then: Callable[[], None]
 ) -> None:
     try:
         await source.storage.read_block(source.name, path, start, piece, then)

@@ -22,8 +22,11 @@ from ckpt._tiers.keeper.messages import (
     Close,
     Closed,
     Closing,
+    Fetch,
     Flushed,
+    Forget,
     FromKeeper,
+    Listen,
     Moved,
     Saved,
     Setup,
@@ -34,6 +37,7 @@ from ckpt._tiers.keeper.messages import (
     for_keeper,
     place_of_json,
 )
+from ckpt._tiers.keeper.peers import PeerParts
 from ckpt._tiers.shared_folder import take_abandoned
 from ckpt.errors import CheckpointError
 from ckpt.storage._base import Storage
@@ -57,6 +61,7 @@ class Keeper:
     # -------------------------------  ----------------------------------------------------------
     # `Step`                           copies it on, from its tier to the next place
     # `Saved`                          notes which snapshots need not be written any more
+    # `Listen`, `Fetch`, `Forget`      see `PeerParts`
     # the number of a signal           writes the last snapshot, while the trainer may be stuck
     # SIGTERM, to itself               the same
     # the trainer dies                 writes the last snapshot, waits for a trainer that is
@@ -79,6 +84,7 @@ class Keeper:
         self._rate: float | None = None
         self._noticed_at: float | None = None
         self._flushing = anyio.Lock()
+        self._peers = PeerParts(self.tell)
         # Set when the trainer has died, and when it has closed the keeper.
         self._is_over = anyio.Event()
         self._close: Close | None = None
@@ -87,6 +93,7 @@ class Keeper:
         """Watch until the trainer has ended, and do what is left then."""
         # What is being written when the trainer ends is written to its end.
         async with anyio.create_task_group() as writes, anyio.create_task_group() as watches:
+            await watches.start(self._peers.run)
             watches.start_soon(self._watch_trainer)
             writes.start_soon(self._hear, rest)
             watches.start_soon(self._watch_alarm, writes)
@@ -137,7 +144,7 @@ class Keeper:
                 next_try = time.monotonic() + _LATER_SECONDS
         if not is_left:
             found = await run_in_thread(take_abandoned, folder)
-            if found is not None and found.pid in (None, self._setup.trainer):
+            if found is not None and found.note.get("pid") in (None, self._setup.trainer):
                 await run_in_thread(found.remove)
 
     @property
@@ -224,6 +231,8 @@ class Keeper:
             self._snapshots = self._setup.snapshots
         elif isinstance(message, Step):
             await self._links.add(message)
+        elif isinstance(message, Listen | Fetch | Forget):
+            await self._peers.take(message)
         elif isinstance(message, Close):
             self._close = message
             # What came just before must be known.

@@ -17,9 +17,10 @@ from ckpt._tiers.keeper.messages import (
     Close,
     Closed,
     Closing,
-    FromKeeper,
+    Gone,
     Setup,
     ToKeeper,
+    Told,
     encoded,
     from_keeper,
 )
@@ -52,7 +53,7 @@ class KeeperClient:
     def __init__(
         self,
         setup: Setup,
-        told: Callable[[FromKeeper], None],
+        told: Callable[[Told], None],
         greeting: Callable[[], Sequence[ToKeeper]],
     ) -> None:
         """Start nothing yet.
@@ -211,5 +212,6 @@ class KeeperClient:
                         ending.is_done = True
                         ending.is_over.set()
         # One that is gone says nothing more.
+        self._told(Gone())
         ending.has_begun.set()
         ending.is_over.set()

@@ -17,11 +17,11 @@ from ckpt._conversion.copies.selection import Selection, selected
 from ckpt._conversion.copies.step_copy import StepCopier
 from ckpt._format.history import DroppedItem
 from ckpt._format.manifest import Manifest
-from ckpt._format.manifest_head import FILE_NAME, HEAD_BYTES, peek
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Timeouts
 from ckpt._tiers.keeper.messages import Flushed
-from ckpt._tiers.shared_folder import FLUSHING, STEPS
+from ckpt._tiers.peers.parts import STEPS, snapshots_in
+from ckpt._tiers.shared_folder import FLUSHING
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -30,7 +30,6 @@ from ckpt.errors import (
 )
 from ckpt.storage._base import Storage
 from ckpt.storage._local.storage import LocalStorage
-from ckpt.storage._local.sweep import is_unfinished
 from ckpt.storage._manifests import read_manifest
 
 # Names what took items away in a manifest.
@@ -49,20 +48,6 @@ class Hurry(Struct, frozen=True):
     ends_at: float | None = None
     bytes_per_second: float | None = None
     first: tuple[str, ...] = ()
-
-
-def snapshots_in(steps: Path) -> list[tuple[int, str]]:
-    """Return the steps of a root in memory and their directories, the newest first. Blocks."""
-    found = []
-    with contextlib.suppress(FileNotFoundError):
-        for each in os.scandir(steps):
-            if is_unfinished(each.name):
-                continue
-            with contextlib.suppress(OSError), open(Path(each.path, FILE_NAME), "rb") as file:
-                head = peek(file.read(HEAD_BYTES))
-                if head is not None and head.step is not None:
-                    found.append((head.step, each.name))
-    return sorted(found, reverse=True)
 
 
 async def flush(folder: Path, target: Storage, after: int, hurry: Hurry) -> Flushed | None:
@@ -84,10 +69,10 @@ async def flush(folder: Path, target: Storage, after: int, hurry: Hurry) -> Flus
     while True:
         # The trainer may take another one meanwhile, and remove the one before.
         found = await run_in_thread(snapshots_in, folder / STEPS)
-        left = [each for each in found if each[0] > after and each[1] not in tried]
+        left = [each for each in found if each.step > after and each.step_dir not in tried]
         if not left:
             return problem
-        step, step_dir = left[0]
+        step, step_dir = left[0].step, left[0].step_dir
         tried.add(step_dir)
         own = folder / f"{FLUSHING}{os.getpid()}"
         began = time.monotonic()

@@ -116,6 +116,107 @@ class Close(Struct, frozen=True, tag="close"):
     flush: bool
 
 
+class Listen(Struct, frozen=True, tag="listen"):
+    """Other processes of the job may read the parts of snapshots on this host.
+
+    Attributes:
+        address: The address to listen at.
+        port: The port; 0 takes any.
+        key: The key of the job.
+        folders: The folders with parts, each with the process that it is of; the first is that of
+            the trainer.
+    """
+
+    address: str
+    port: int
+    key: str
+    folders: tuple[tuple[int, str], ...]
+
+
+class Fetch(Struct, frozen=True, tag="fetch"):
+    """A part of a snapshot is to be copied from another host.
+
+    Attributes:
+        part: Number of the process that has saved it.
+        step: The snapshot.
+        step_dir: Its directory.
+        save: `Manifest.save` of it.
+        process: The process that has it.
+        host: Where that listens.
+        port: The port there.
+        is_own: Whether it is the trainer's own part; otherwise it is held for another process.
+        keep: Of the parts that are held for it, the snapshots that stay.
+    """
+
+    part: int
+    step: int
+    step_dir: str
+    save: str
+    process: int
+    host: str
+    port: int
+    is_own: bool
+    keep: tuple[int, ...] = ()
+
+
+class Forget(Struct, frozen=True, tag="forget"):
+    """Parts that are held for others are removed.
+
+    Attributes:
+        steps: Of these snapshots.
+        after: And of greater ones than this; None for none.
+    """
+
+    steps: tuple[int, ...] = ()
+    after: int | None = None
+
+
+class Listening(Struct, frozen=True, tag="listening"):
+    """The keeper listens, or cannot.
+
+    Attributes:
+        host: Where.
+        port: The port there.
+        problem: Why it does not; empty if it does.
+    """
+
+    host: str = ""
+    port: int = 0
+    problem: str = ""
+
+
+class Fetched(Struct, frozen=True, tag="fetched"):
+    """A part is here, or is not.
+
+    Attributes:
+        part: Number of the process that has saved it.
+        step: The snapshot.
+        nbytes: Bytes that were copied.
+        seconds: How long that took.
+        problem: Why it is not here; empty if it is.
+    """
+
+    part: int
+    step: int
+    nbytes: int = 0
+    seconds: float = 0.0
+    problem: str = ""
+
+
+class Refused(Struct, frozen=True, tag="refused"):
+    """A connection was refused.
+
+    Attributes:
+        problem: What was wrong with it.
+    """
+
+    problem: str
+
+
+class Gone(Struct, frozen=True, tag="gone"):
+    """The keeper has ended. It does not say so itself: its trainer finds out."""
+
+
 class Flushed(Struct, frozen=True, tag="flushed"):
     """A snapshot is in the root, or is not.
 
@@ -186,12 +287,13 @@ class Closed(Struct, frozen=True, tag="closed"):
     left: tuple[int, ...] = ()
 
 
-ToKeeper: TypeAlias = Setup | Claimed | Saved | Step | Close
-FromKeeper: TypeAlias = Flushed | Held | Moved | Closing | Closed
+ToKeeper: TypeAlias = Setup | Claimed | Saved | Step | Close | Listen | Fetch | Forget
+FromKeeper: TypeAlias = Flushed | Held | Moved | Closing | Closed | Listening | Fetched | Refused
+Told: TypeAlias = FromKeeper | Gone
 
 _encode = msgspec.json.Encoder().encode
-_to_keeper = msgspec.json.Decoder(Setup | Claimed | Saved | Step | Close)
-_from_keeper = msgspec.json.Decoder(Flushed | Held | Moved | Closing | Closed)
+_to_keeper = msgspec.json.Decoder(ToKeeper)
+_from_keeper = msgspec.json.Decoder(FromKeeper)
 
 
 def encoded(message: ToKeeper | FromKeeper) -> bytes:

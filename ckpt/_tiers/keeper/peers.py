@@ -1,0 +1,156 @@
+"""`PeerParts`: a keeper shows the parts of its host to the job, and fetches those of others."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.abc
+
+from ckpt._runtime.threads import run_in_thread
+from ckpt._settings import Timeouts
+from ckpt._tiers.keeper.messages import (
+    Fetch,
+    Fetched,
+    Forget,
+    FromKeeper,
+    Listen,
+    Listening,
+    Refused,
+)
+from ckpt._tiers.peers.fetch import fetch_part
+from ckpt._tiers.peers.parts import HELD, STEPS, held_in, snapshots_in
+from ckpt._tiers.peers.remote_part import Peer
+from ckpt._tiers.peers.requests import Open
+from ckpt._tiers.peers.server import serving
+from ckpt.errors import CheckpointError, StorageError
+from ckpt.storage._local.storage import LocalStorage
+
+# Memory is read by its owner alone.
+_PRIVATE = 0o700
+
+
+class PeerParts:
+    """What a keeper does for the peers of its trainer. Used on the keeper's loop."""
+
+    def __init__(self, tell: Callable[[FromKeeper], None]) -> None:
+        """Do nothing yet; `tell` takes what the trainer hears."""
+        self._tell = tell
+        self._setup: Listen | None = None
+        self._tasks: anyio.abc.TaskGroup | None = None
+        # The fetches that are under way: a snapshot that is not wanted any more ends them.
+        self._fetches: dict[Fetch, anyio.CancelScope] = {}
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        """Do what `take` is told, until cancelled: the trainer has ended."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                self._tasks = tasks
+                task_status.started()
+                await anyio.sleep_forever()
+        finally:
+            self._tasks = None
+
+    async def take(self, message: Listen | Fetch | Forget) -> None:
+        """Begin what the trainer wants; what is to be forgotten is gone when this returns."""
+        if isinstance(message, Forget):
+            await self._forget(message)
+        elif self._tasks is None:
+            # The trainer has ended.
+            return
+        elif isinstance(message, Fetch):
+            self._tasks.start_soon(self._fetch, message)
+        else:
+            is_first = self._setup is None
+            self._setup = message
+            if is_first:
+                self._tasks.start_soon(self._listen, message)
+
+    async def _forget(self, message: Forget) -> None:
+        for fetch, scope in list(self._fetches.items()):
+            if not fetch.is_own and _is_forgotten(message, fetch.step):
+                scope.cancel()
+        for held in await run_in_thread(self._held):
+            await self._remove(held, partial(_is_forgotten, message))
+
+    @property
+    def _own(self) -> Path:
+        assert self._setup is not None
+        return Path(self._setup.folders[0][1])
+
+    def _folders(self) -> list[tuple[int, Path]]:
+        setup = self._setup
+        return [] if setup is None else [(part, Path(folder)) for part, folder in setup.folders]
+
+    def _held(self) -> list[Path]:
+        with contextlib.suppress(FileNotFoundError):
+            if self._setup is None:
+                return []
+            return list((self._own / HELD).iterdir())
+        return []
+
+    async def _listen(self, setup: Listen) -> None:
+        refused: set[str] = set()
+
+        def say(problem: str) -> None:
+            # Each once, and not without end.
+            if problem not in refused and len(refused) < 8:
+                refused.add(problem)
+                self._tell(Refused(problem))
+
+        try:
+            async with serving(setup.address, setup.port, setup.key, self._folders, say) as server:
+                self._tell(Listening(*server.address))
+                await anyio.sleep_forever()
+        except OSError as error:
+            where = f"{setup.address}:{setup.port}" if setup.port else setup.address
+            why = f"it cannot listen at {where}: {error.strerror or error}"
+            self._tell(Listening(problem=why))
+
+    async def _fetch(self, wanted: Fetch) -> None:
+        began = time.monotonic()
+        nbytes, problem = 0, "the snapshot is not wanted any more"
+        with anyio.CancelScope() as scope:
+            self._fetches[wanted] = scope
+            try:
+                nbytes = await self._fetch_now(wanted)
+                problem = ""
+            except CheckpointError as error:
+                problem = error.message
+            except OSError as error:
+                problem = str(error)
+            finally:
+                del self._fetches[wanted]
+        seconds = time.monotonic() - began
+        self._tell(Fetched(wanted.part, wanted.step, nbytes, seconds, problem))
+
+    async def _fetch_now(self, wanted: Fetch) -> int:
+        if self._setup is None:
+            raise StorageError("the keeper was not told the key of the job")
+        own = self._own
+        place = own / STEPS if wanted.is_own else held_in(own, wanted.part)
+        if not wanted.is_own:
+            # Before there is more: memory is short.
+            await self._remove(place, lambda step: step not in (*wanted.keep, wanted.step))
+        peer = Peer(wanted.process, wanted.host, wanted.port)
+        return await fetch_part(
+            peer,
+            self._setup.key,
+            Open(wanted.part, wanted.step, wanted.save),
+            LocalStorage(place, Timeouts(), mode=_PRIVATE),
+            wanted.step_dir,
+        )
+
+    async def _remove(self, place: Path, goes: Callable[[int], bool]) -> None:
+        storage = LocalStorage(place, Timeouts(), mode=_PRIVATE)
+        for each in await run_in_thread(snapshots_in, place):
+            if goes(each.step):
+                await storage.remove(each.step_dir)
+
+
+def _is_forgotten(message: Forget, step: int) -> bool:
+    return step in message.steps or (message.after is not None and step > message.after)

@@ -1,0 +1,1 @@
+"""Parts of snapshots on other hosts of a job: served, fetched, and found again."""

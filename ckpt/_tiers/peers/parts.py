@@ -1,0 +1,81 @@
+"""The parts of snapshots that a host has: its own, and those that it holds for other processes.
+
+KEY/steps/STEP            what this process has saved of a snapshot
+KEY/held/PART/STEP        a copy of what process PART has saved of one
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from ckpt._format.manifest_head import FILE_NAME, HEAD_BYTES, peek
+from ckpt.storage._local.sweep import is_unfinished
+
+STEPS, HELD = "steps", "held"
+
+
+class Snapshot(Struct, frozen=True, order=True):
+    """A step of a root in memory.
+
+    Attributes:
+        step: Its number.
+        step_dir: Its directory.
+        save: `Manifest.save`, which all its parts have in common.
+    """
+
+    step: int
+    step_dir: str
+    save: str
+
+
+class HeldPart(Struct, frozen=True):
+    """What one process has saved of a snapshot, as some host has it.
+
+    Attributes:
+        part: Number of that process.
+        step: The snapshot.
+        save: `Manifest.save` of it.
+        is_own: Whether it is where that process saves.
+    """
+
+    part: int
+    step: int
+    save: str
+    is_own: bool
+
+
+def snapshots_in(steps: Path) -> list[Snapshot]:
+    """Return the steps of a root in memory, the newest first. Blocks."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for each in os.scandir(steps):
+            if is_unfinished(each.name):
+                continue
+            with contextlib.suppress(OSError), open(Path(each.path, FILE_NAME), "rb") as file:
+                head = peek(file.read(HEAD_BYTES))
+                if head is not None and head.step is not None:
+                    found.append(Snapshot(head.step, each.name, head.save))
+    return sorted(found, reverse=True)
+
+
+def part_places(folder: Path, process: int) -> Iterator[tuple[HeldPart, Path]]:
+    """Yield the parts in the folder of a process, and where each is. Blocks."""
+    places = [(process, folder / STEPS)]
+    with contextlib.suppress(FileNotFoundError):
+        found = sorted((folder / HELD).iterdir())
+        places += [(int(each.name), each) for each in found if each.name.isdecimal()]
+    for part, root in places:
+        is_own = root.name == STEPS
+        for each in snapshots_in(root):
+            if each.save:
+                yield HeldPart(part, each.step, each.save, is_own), root / each.step_dir
+
+
+def held_in(folder: Path, part: int) -> Path:
+    """Return the root for the parts of another process."""
+    return folder / HELD / str(part)

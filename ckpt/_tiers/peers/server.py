@@ -1,0 +1,198 @@
+"""`PartServer`: lets the other hosts of a job read the parts of snapshots that this one has."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import anyio
+import anyio.abc
+
+from ckpt._runtime.threads import run_in_thread
+from ckpt._tiers.peers.handshake import is_proof, new_nonce, proof_of
+from ckpt._tiers.peers.parts import part_places
+from ckpt._tiers.peers.requests import (
+    MOST_BYTES,
+    MOST_HELLO_BYTES,
+    Answer,
+    Hello,
+    Open,
+    Opened,
+    Read,
+    Welcome,
+)
+from ckpt._tiers.peers.wire import Wire, WireError
+
+_WAITING = 128
+# Of connections at a time: each peer has one, and what comes beyond has to come again.
+_MOST_CONNECTIONS = 64
+_HELLO_SECONDS = 10.0
+_PAUSE_SECONDS = 0.1
+# What is wrong with one connection, or passes.
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
+
+
+class PartServer:
+    """Serves parts on a socket; made by `serving`. Used on one event loop.
+
+    Attributes:
+        address: Where it listens: host and port.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        key: str,
+        folders: Callable[[], list[tuple[int, Path]]],
+        refused: Callable[[str], None],
+    ) -> None:
+        self._listener = listener
+        self._key = key
+        self._folders = folders
+        self._refused = refused
+        self._connections = 0
+        host, port = listener.getsockname()[:2]
+        self.address: tuple[str, int] = (str(host), int(port))
+
+    async def accept(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Serve every connection in a task of its own, for ever."""
+        while True:
+            try:
+                connection, place = self._listener.accept()
+            except BlockingIOError:
+                await anyio.wait_readable(self._listener)
+                continue
+            except OSError as error:
+                if error.errno not in _PASSING:
+                    raise
+                await anyio.sleep(_PAUSE_SECONDS)
+                continue
+            if self._connections >= _MOST_CONNECTIONS:
+                connection.close()
+                continue
+            self._connections += 1
+            tasks.start_soon(self._serve, Wire(connection), str(place[0]))
+
+    async def _serve(self, wire: Wire, host: str) -> None:
+        try:
+            with contextlib.closing(wire):
+                if await self._is_of_job(wire):
+                    await self._answer(wire)
+                else:
+                    self._refused(f"a program at {host} does not know the key of this job")
+        except WireError as error:
+            self._refused(f"a program at {host} {error}")
+        except OSError as error:
+            self._refused(f"a program at {host} was not served: {error}")
+        finally:
+            self._connections -= 1
+
+    async def _is_of_job(self, wire: Wire) -> bool:
+        """Tell whether the other side has proved that it knows the key of the job."""
+        nonce = new_nonce()
+        with anyio.move_on_after(_HELLO_SECONDS):
+            await wire.send(Hello(nonce))
+            answer = await wire.receive(Answer, MOST_HELLO_BYTES)
+            if answer is not None and is_proof(
+                answer.proof, self._key, "client", nonce, answer.nonce
+            ):
+                await wire.send(Welcome(proof_of(self._key, "server", nonce, answer.nonce)))
+                return True
+        return False
+
+    async def _answer(self, wire: Wire) -> None:
+        wanted = await wire.receive(Open, MOST_BYTES)
+        if wanted is None:
+            return
+        files: dict[str, tuple[int, int]] = {}
+        # Open files stay as they are, also if the snapshot is deleted meanwhile.
+        with contextlib.ExitStack() as stack:
+            places = await run_in_thread(self._places_of, wanted)
+            for place in places:
+                with contextlib.suppress(OSError):
+                    files = await run_in_thread(_opened, place, stack)
+                    break
+            if not files:
+                why = f"it has no part {wanted.part} of the snapshot of step {wanted.step} any more"
+                await wire.send(Opened(problem=why))
+                return
+            await wire.send(Opened({path: size for path, (_, size) in files.items()}))
+            while (read := await wire.receive(Read, MOST_BYTES)) is not None:
+                fd, size = files.get(read.path, (-1, 0))
+                if not 0 <= read.offset <= read.offset + read.nbytes <= size:
+                    raise WireError(f"asked for bytes that are not there, of {read.path!r:.80}")
+                await wire.send_file(fd, read.offset, read.nbytes)
+
+    def _places_of(self, wanted: Open) -> list[Path]:
+        return [
+            place
+            for process, folder in self._folders()
+            for held, place in part_places(folder, process)
+            if (held.part, held.step, held.save) == (wanted.part, wanted.step, wanted.save)
+        ]
+
+
+def _opened(step_dir: Path, stack: contextlib.ExitStack) -> dict[str, tuple[int, int]]:
+    """Open all files of a step; return descriptor and size of each. The stack closes them."""
+    found = {}
+    for path in _files_below(step_dir):
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        stack.callback(os.close, fd)
+        found[path.relative_to(step_dir).as_posix()] = (fd, os.fstat(fd).st_size)
+    return found
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    for top, _, names in os.walk(folder, onerror=_raise):
+        for name in names:
+            path = Path(top, name)
+            if stat.S_ISREG(path.lstat().st_mode):
+                yield path
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    address: str,
+    port: int,
+    key: str,
+    folders: Callable[[], list[tuple[int, Path]]],
+    refused: Callable[[str], None],
+) -> AsyncIterator[PartServer]:
+    """Serve parts for as long as the body runs.
+
+    Args:
+        address: The address of this host to listen at; no other one is listened at.
+        port: The port; 0 takes any that is free.
+        key: The key of the job.
+        folders: Returns the folders that are served, each with the process that it is of.
+        refused: Told of connections that were refused; must not block.
+
+    Yields:
+        The server.
+
+    Raises:
+        OSError: It is not an address of this host, or the port is taken.
+
+    Cancellation: all connections are ended.
+    """
+    found = await anyio.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, place = found[0]
+    with contextlib.closing(socket.socket(family, kind, protocol)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(_WAITING)
+        listener.setblocking(False)
+        server = PartServer(listener, key, folders, refused)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(server.accept, tasks)
+            yield server
+            tasks.cancel_scope.cancel()

@@ -1,0 +1,195 @@
+"""`Wire`: lines and bytes over a TCP connection, each wait within a time limit.
+
+Every message is a line of JSON; the bytes of a file follow the line that tells how many they are.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import anyio
+import anyio.lowlevel
+import msgspec
+
+T = TypeVar("T")
+
+# The other side is about to send, or to take, what is waited for.
+SILENCE_SECONDS = 30.0
+_PIECE = 1 << 16
+# Of what is moved before other tasks have their turn.
+_TURN_BYTES = 1 << 20
+
+_encode = msgspec.json.Encoder().encode
+
+
+class WireError(Exception):
+    """The other side has gone, is silent, or does not speak this protocol; says which."""
+
+
+class Wire:
+    """One connection. One task at a time may send, and one may receive."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Use a connected socket, which is closed with this."""
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self._rest = bytearray()
+
+    def close(self) -> None:
+        """End the connection."""
+        self._socket.close()
+
+    async def send(self, message: object) -> None:
+        """Send a message as a line.
+
+        Raises:
+            WireError: The other side has gone, or does not take it.
+        """
+        left = memoryview(_encode(message) + b"\n")
+        while left:
+            try:
+                left = left[self._socket.send(left) :]
+            except BlockingIOError:
+                await self._writable()
+            except OSError as error:
+                raise _gone(error) from error
+
+    async def send_file(self, fd: int, offset: int, nbytes: int) -> None:
+        """Send bytes of a file.
+
+        Raises:
+            WireError: The other side has gone, does not take them, or there are not so many.
+        """
+        end = offset + nbytes
+        while offset < end:
+            most = min(end - offset, _TURN_BYTES)
+            try:
+                sent = os.sendfile(self._socket.fileno(), fd, offset, most)
+            except BlockingIOError:
+                await self._writable()
+                continue
+            except OSError as error:
+                raise _gone(error) from error
+            if not sent:
+                raise WireError("the file is shorter than it was")
+            offset += sent
+            await anyio.lowlevel.checkpoint()
+
+    async def receive(self, kind: type[T], most: int) -> T | None:
+        """Return the next message; None if the other side has ended the connection.
+
+        Args:
+            kind: What it is.
+            most: How many bytes it may have.
+
+        Raises:
+            WireError: It is not one, or none comes.
+        """
+        line = await self._line(most)
+        if line is None:
+            return None
+        try:
+            return msgspec.json.decode(line, type=kind)
+        except msgspec.MsgspecError:
+            raise WireError(f"sent {line[:40]!r}, which is not of this protocol") from None
+
+    async def _line(self, most: int) -> bytes | None:
+        looked = 0
+        while (end := self._rest.find(b"\n", looked)) < 0:
+            looked = len(self._rest)
+            if looked > most:
+                raise WireError(f"sent {bytes(self._rest[:40])!r}, which is not of this protocol")
+            piece = bytearray(_PIECE)
+            count = await self._into(memoryview(piece))
+            if not count:
+                if self._rest:
+                    raise WireError("has ended the connection")
+                return None
+            self._rest += piece[:count]
+        line = bytes(self._rest[:end])
+        del self._rest[: end + 1]
+        return line
+
+    async def fill(self, target: memoryview) -> None:
+        """Fill memory with the bytes that come.
+
+        Raises:
+            WireError: The other side has gone, or is silent.
+        """
+        filled = min(len(self._rest), len(target))
+        target[:filled] = self._rest[:filled]
+        del self._rest[:filled]
+        while filled < len(target):
+            count = await self._into(target[filled : filled + _TURN_BYTES])
+            if not count:
+                raise WireError("has ended the connection")
+            filled += count
+            await anyio.lowlevel.checkpoint()
+
+    async def _into(self, target: memoryview) -> int:
+        while True:
+            try:
+                return self._socket.recv_into(target)
+            except BlockingIOError:
+                await self._readable()
+            except OSError as error:
+                raise _gone(error) from error
+
+    async def _readable(self) -> None:
+        with anyio.move_on_after(SILENCE_SECONDS) as scope:
+            await anyio.wait_readable(self._socket)
+        if scope.cancelled_caught:
+            raise WireError(f"was silent for {SILENCE_SECONDS:.0f} s")
+
+    async def _writable(self) -> None:
+        with anyio.move_on_after(SILENCE_SECONDS) as scope:
+            await anyio.wait_writable(self._socket)
+        if scope.cancelled_caught:
+            raise WireError(f"has taken nothing for {SILENCE_SECONDS:.0f} s")
+
+
+@asynccontextmanager
+async def connected(host: str, port: int) -> AsyncIterator[Wire]:
+    """Connect to another keeper.
+
+    Raises:
+        WireError: It cannot be reached.
+    """
+    wire = Wire(await _connect(host, port))
+    try:
+        yield wire
+    finally:
+        wire.close()
+
+
+async def _connect(host: str, port: int) -> socket.socket:
+    try:
+        found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise _gone(error) from error
+    family, kind, protocol, _, place = found[0]
+    connection = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
+    try:
+        code = connection.connect_ex(place)
+        if code == errno.EINPROGRESS:
+            with anyio.move_on_after(SILENCE_SECONDS) as scope:
+                await anyio.wait_writable(connection)
+            if scope.cancelled_caught:
+                raise WireError(f"does not answer within {SILENCE_SECONDS:.0f} s")
+            code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise WireError(f"cannot be reached: {os.strerror(code)}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _gone(error: OSError) -> WireError:
+    return WireError(f"cannot be reached: {error.strerror or error}")

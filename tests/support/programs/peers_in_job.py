@@ -1,0 +1,61 @@
+"""One process of a job whose snapshots have copies on peers: `peers_in_job.py ROOT JSON`.
+
+The JSON is an object:
+
+    hosts      the folder that is the memory of the host of each process
+    snapshots  how many snapshots are taken
+    first      their first step; None goes on from where `resume` does
+    distance   as of `PeerCopies`
+    addresses  likewise, of each process
+    then       `end`, or `wait` to be killed
+
+It tells the step that `resume` has given, whether the state is that of this step, where that was
+found, and why snapshots were not taken.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import jax
+import jax.numpy as jnp
+
+import ckpt
+import ckpt.sync
+from tests.support.parts_of_states import is_right, state_of
+from tests.support.real_jobs import at, tell
+
+root, given = sys.argv[1], json.loads(sys.argv[2])
+logging.basicConfig(level=logging.DEBUG if given.get("debug") else logging.INFO)
+jnp.zeros(1).block_until_ready()
+index = jax.process_index()
+addresses = given.get("addresses") or ["127.0.0.1"] * jax.process_count()
+peers = ckpt.tiers.PeerCopies(address=addresses[index], distance=given.get("distance"))
+memory = ckpt.tiers.SharedMemory(directory=given["hosts"][index], peers=peers)
+limits = ckpt.Timeouts(coordination=30.0)
+with ckpt.sync.CheckpointManager(root, tiers=[memory], timeouts=limits) as mgr:
+    start, state = mgr.resume(lambda: state_of(0), like=state_of(0))
+    found = mgr.latest_step()
+    places = [] if found is None else list(mgr.metadata(found).info.tiers)
+    right = start == 0 or is_right(state, start - 1)
+    first = start if given.get("first") is None else given["first"]
+    skipped = []
+    for step in range(first, first + given["snapshots"]):
+        commit = mgr.snapshot(step, state_of(step))
+        if commit:
+            commit.result()
+        else:
+            skipped.append(commit.skipped)
+        if given.get("all", True):
+            # All parts are on their peers then.
+            mgr.wait_until_finished()
+    if given.get("delete") is not None:
+        mgr.delete(given["delete"])
+    steps = mgr.all_steps()
+    tell({"start": start, "right": right, "places": places, "steps": steps, "skipped": skipped})
+    if given["then"] == "wait":
+        at("the end")
+    if given["then"] == "raise":
+        raise RuntimeError("on purpose")
