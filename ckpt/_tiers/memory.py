@@ -41,6 +41,10 @@ _PRIVATE = 0o700
 # Of a file system that is nearly full, beside the snapshot.
 _SLACK_BYTES = 4 << 20
 
+# Of snapshots with copies on peers: the one that all hold, and the newest. If copies are slow, one
+# more that is being copied, and one that waits.
+_USUAL, _MOST_COPIED = 2, 4
+
 
 class MemoryRoot(LocalStorage):
     """The root in shared memory: its folder is claimed before anything is done there."""
@@ -192,8 +196,7 @@ class MemoryTier:
             if not await self.open():
                 return self._problem
             await run_in_thread(self._keeper.start)
-            why = None if self._peers is None else await self._peers.behind()
-            why = why or await self._no_room(nbytes)
+            why = await self._no_room(nbytes)
             return None if why is None else self._say(step, why)
 
         return refuse
@@ -213,9 +216,10 @@ class MemoryTier:
 
     async def _copied(self, step: int) -> bool:
         """Have a snapshot copied to peers, and tidy the memory before and after that."""
+        assert self._peers is not None
+        self._peers.committed(step)
         await self.service.root.preserve(step)
-        if self._peers is not None:
-            await self._peers.copy(step)
+        await self._peers.copy(step)
         return True
 
     def deleted(self, step: int) -> None:
@@ -226,7 +230,16 @@ class MemoryTier:
     async def _no_room(self, nbytes: int) -> str | None:
         """Return why there is no room for a snapshot, or None."""
         budget = self._settings.budget_bytes or host_memory_bytes() // 2
-        most, beside = (2, "the one before") if self._peers is None else (5, "copies for peers")
+        most, beside = 2, "the one before"
+        if self._peers is not None:
+            # Two are held for a peer, and this one comes to those that are there.
+            there = len(await self.service.root.index.refresh())
+            most, beside = max(there, 1) + 3, "the one before, and two of a peer,"
+            if there >= _MOST_COPIED or (there > _USUAL and most * nbytes > budget):
+                return (
+                    "the copies of the snapshots before are not on peers yet: take snapshots less "
+                    "often, or use a faster network"
+                )
         if most * nbytes > budget:
             return (
                 f"a snapshot of {size_text(nbytes)} beside {beside} needs "

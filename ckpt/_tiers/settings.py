@@ -84,8 +84,8 @@ class SharedMemory:
 
     Attributes:
         budget_bytes: The most memory, in bytes, that snapshots may take. While one is taken, the
-            one before is kept, so that takes twice the size of the state, and with `peers` up to
-            five times of what each process saves. None is half of the memory of the machine.
+            one before is kept, so that takes twice the size of the state, and with `peers` four
+            times, or up to six while copies are slow. None is half of the memory of the machine.
         flush: Whether the last snapshot is written to the root when the process dies, when it gets
             SIGTERM or one of the manager's `preemption_signals`, and when an exception leaves the
             block of the manager. Steps of the root that are newer make that unnecessary.

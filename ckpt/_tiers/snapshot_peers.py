@@ -60,8 +60,6 @@ logger = logging.getLogger("ckpt")
 # A keeper that lives listens within milliseconds, and a peer has told its address before.
 _ANSWER_SECONDS = 30.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# Beside the snapshot that all hold: the one that is copied, and the newest.
-_MOST_WAITING = 3
 
 
 class CopiedSteps:
@@ -218,6 +216,10 @@ class SnapshotPeers:
     def _address_key(self, process: int) -> str:
         return f"ckpt/parts/{self._id}/{process}"
 
+    def committed(self, step: int) -> None:
+        """Note a snapshot that all processes have, before older ones are deleted for it."""
+        self._newest = max(self._newest, step)
+
     async def copy(self, step: int) -> None:
         """Have all parts of a snapshot copied, in turn; done when all are, or have failed.
 
@@ -225,7 +227,6 @@ class SnapshotPeers:
         """
         if not self._is_on:
             return
-        self._newest = max(self._newest, step)
         self._turn = self._turn or anyio.Lock()
         try:
             async with self._turn:
@@ -240,9 +241,13 @@ class SnapshotPeers:
     async def _round(self, operation: Operation, step: int) -> None:
         index, count = self._processes.process, self._processes.count
         found = (await self._service.root.index.refresh()).get(step)
-        goes = {"save": found.save if found is not None and step == self._newest else ""}
-        led = await operation.lead(None if index else json.dumps(goes).encode())
-        save = str(json.loads(led)["save"])
+        goes = None
+        if index == 0:
+            save = found.save if found is not None and step == self._newest else ""
+            # At once: a retention that runs meanwhile must leave it. What one keeps, all do.
+            self._steps.under_way = step if save else None
+            goes = json.dumps({"save": save}).encode()
+        save = str(json.loads(await operation.lead(goes))["save"])
         if not save:
             # A newer one is there by now, and is next.
             return
@@ -295,15 +300,6 @@ class SnapshotPeers:
         """Remove copies of snapshots that were deleted, or that the run has gone back behind."""
         if self._is_on:
             self._keeper.tell(Forget(steps, after))
-
-    async def behind(self) -> str | None:
-        """Return why no snapshot can be taken now: too many wait for their copies."""
-        if self._is_on and len(await self._service.root.index.refresh()) >= _MOST_WAITING:
-            return (
-                "the copies of earlier snapshots on peers are not there yet: take snapshots less "
-                "often, or use a faster network"
-            )
-        return None
 
     def greeting(self) -> list[ToKeeper]:
         """Return what a new keeper has to know."""
