@@ -38,7 +38,8 @@ def abstract(tree: Any, shardings: ShardingTree = None) -> Any:
 
     Args:
         tree: A tree of arrays; or a function without arguments that returns one, which is traced by
-            `jax.eval_shape`, so that its jax arrays take no memory.
+            `jax.eval_shape`, so that its jax arrays take no memory. Those of a function of
+            `jax.jit` have the shardings of its `out_shardings`.
         shardings: Where the arrays are to be restored: a sharding for all, or a tree of shardings
             with the structure of `tree`, or of its upper part. None leaves the sharding that the
             arrays have.
@@ -94,14 +95,18 @@ def _traced(function: Callable[[], Any]) -> Any:
         kept = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
         return [leaf if isinstance(leaf, jax.Array) else None for leaf in leaves]
 
+    # A function of `jax.jit` returns jax arrays alone, and knows where it puts them.
+    is_jitted = hasattr(function, "eval_shape")
     try:
-        shapes = jax.eval_shape(arrays)
+        shapes = jax.eval_shape(function if is_jitted else arrays)
     except Exception as error:
         raise InvalidArgumentError(
             f"the function {_name(function)} cannot be traced by jax.eval_shape: "
             f"{type(error).__name__}: {' '.join(str(error).split()):.200}. Pass the state that it "
             "returns instead"
         ) from error
+    if is_jitted:
+        return shapes
     odd = next((leaf for leaf in kept if leaf is not None and not _is_plain(leaf)), None)
     if odd is not None:
         raise InvalidArgumentError(

@@ -57,6 +57,16 @@ def test_an_abstract_target_has_no_arrays(tree: Any, path: Path) -> None:
     assert found["key"].dtype == init()["key"].dtype
 
 
+def test_a_jitted_function_has_its_shardings() -> None:
+    places = {"params": {"w": ROWS, "b": WHOLE}, "key": None, "step": None}
+    target = ckpt.abstract(jax.jit(init, out_shardings=places))
+    assert same_structure(target, init())
+    assert target["params"]["w"].sharding == ROWS
+    assert target["params"]["b"].sharding == WHOLE
+    assert target["step"].sharding is None
+    assert target["key"].dtype == init()["key"].dtype
+
+
 def test_shardings_of_arrays_stay_unless_others_are_given(path: Path) -> None:
     sharded = init()
     sharded["params"] = jax.device_put(sharded["params"], ROWS)
