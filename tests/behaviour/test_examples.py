@@ -39,6 +39,7 @@ import ckpt.sync
 from ckpt.testing.compare import differences
 from tests.support.damage import FlipBit
 from tests.support.paths import ROOT
+from tests.support.snapshots import shared_memory
 
 # Each test starts several programs, which takes its time on a machine that does other things.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -261,6 +262,28 @@ def test_plain_loop_preemption(tmp_path: Path) -> None:
     assert at > 0
     resumed = f"resumed at step {at + 1}"
     resume_both("plain_loop_preemption", at, first, second, resumed=resumed).end_alike()
+
+
+def test_job_with_peers_that_loses_a_host_with_its_memory(tmp_path: Path) -> None:
+    options = ("--steps", 500, "--save-every", 200)
+    with (
+        shared_memory() as memory,
+        started(
+            "job_with_peers", "--root", tmp_path / "killed", *options, "--hosts", memory
+        ) as one,
+        started("job_with_peers", "--root", tmp_path / "whole", *options) as other,
+    ):
+        processes = list(map(int, read_to(one, "processes").split()[1:]))
+        read_to(one, "step 299")
+        os.kill(processes[1], signal.SIGKILL)
+        shutil.rmtree(memory / "host-1")
+        # The root has step 199.
+        assert int(read_to(one, "resumed at step ").split()[-1]) > 200
+        lines, whole = ended(one), ended(other)
+        assert re.fullmatch(r"done: step 499, loss 0\.\d+", whole[-1])
+        assert lines[-1] == whole[-1]
+        assert [list(each.iterdir()) for each in memory.iterdir()] == [[], [], []]
+    assert stored(tmp_path / "killed" / "499") == stored(tmp_path / "whole" / "499")
 
 
 def test_lora_shares_its_base_model_with_every_step(tmp_path: Path) -> None:
