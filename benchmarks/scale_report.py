@@ -108,17 +108,17 @@ def markdown(rows: list[Row]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def _seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
-def _size(value: float) -> str:
+def size_text(value: float) -> str:
     units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
     unit, factor = next((unit for unit in units if value >= unit[1]), ("B", 1))
     return f"{value / factor:.3g} {unit}"
 
 
-_COUNT, _SECONDS, _SIZE = "{:,}".format, _seconds, _size
+_COUNT, _SECONDS, _SIZE = "{:,}".format, seconds_text, size_text
 _MEASURED = [
     ("hosts", "hosts", _COUNT),
     ("chunks", "chunks", _COUNT),

@@ -135,7 +135,7 @@ def run(case: Case) -> dict[str, Any]:
     with _timed(found, "index"):
         database = DatabaseIndex(keys).encode(stored.data_files, "t", bytes(16), 0)
     found["index_bytes"] = len(database.tree)
-    manifest = _manifest(entry, case)
+    manifest = manifest_of(entry, case)
     with _timed(found, "encode"):
         data = encode(manifest)
     found["manifest_bytes"] = len(data)
@@ -166,7 +166,7 @@ def _reports(plan: SavePlan, tree: Any, hosts: int) -> Iterator[ProcessReport]:
         yield ProcessReport(ItemReport(paths, rows, digests), tree, none)
 
 
-def _manifest(item: ItemEntry, case: Case) -> Manifest:
+def manifest_of(item: ItemEntry, case: Case) -> Manifest:
     files = {
         f"default/{path}": FileEntry(size=64 << 20, digest=path[2:]) for path in item.data_files
     }
