@@ -103,6 +103,18 @@ def test_new_hosts_come_last() -> None:
     assert numbered_anew(held(4, 1, {1})) == [{0, 3}, {2, 1}, {3, 2}, set()]
 
 
+def test_who_moves_up_by_one_has_the_copy_of_a_neighbour() -> None:
+    moves = pulls(numbered_anew(held(8, 1, {2})))
+    assert moves is not None
+    assert [target for _, target in moves] == [7]
+
+
+def test_processes_pull_from_those_that_send_the_least() -> None:
+    moves = pulls(numbered_anew(held(64, 8, {20})))
+    assert moves is not None
+    assert max(Counter(source for source, _ in moves).values()) == 1
+
+
 @pytest.mark.parametrize(("distance", "survives"), [(1, False), (7, False), (8, True)])
 def test_a_rack_is_survived_at_the_distance_of_a_rack(distance: int, *, survives: bool) -> None:
     assert (pulls(held(64, distance, range(8))) is not None) == survives
