@@ -8,16 +8,20 @@ and nothing is sent.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, cast
 
 import anyio
+import msgspec
 
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.opened import OpenedStep
 from ckpt._steps.processes import SeparateRoots
+from ckpt._tiers.peers.handshake import new_key
+from ckpt._tiers.peers.parts import HeldPart
+from ckpt._tiers.peers.recovery import Inventory, recovery_of
 from ckpt.coordination import OwnDisks
-from ckpt.coordination._collectives import gathered, together
+from ckpt.coordination._collectives import concluded, gathered, together
 from ckpt.coordination._long_values import split
 from ckpt.coordination._peers import Peers
 from tests.support.virtual_time import in_made_up_time
@@ -187,11 +191,20 @@ def from_memory(hosts: int) -> Talk:
         peers = _peers(OwnDisks(job))
         roots = SeparateRoots(peers, cast("Any", _Index()))
         await roots.everywhere("memory", 0, "opening memory", _nothing)
-        async with peers.all_of("held", "what is in memory") as operation:
-            parts = (peers.index, (peers.index - 1) % hosts)
-            held = [[part, step, _SAVE] for part in parts for step in _STEPS]
-            address = f"10.0.{peers.index // 256}.{peers.index % 256}:29400"
-            await gathered(operation, [address, held], "held")
+        address = f"10.0.{peers.index // 256}.{peers.index % 256}"
+        parts = tuple(
+            HeldPart(part, step, _SAVE, part == peers.index)
+            for part in (peers.index, (peers.index - 1) % hosts)
+            for step in _STEPS
+        )
+        # As `SnapshotPeers` does it.
+        async with peers.all_of("peers", "what is in memory") as operation:
+            key = json.dumps({"id": _SAVE, "key": new_key()}).encode()
+            await operation.lead(key if peers.index == 0 else None)
+            await job.key_values().touch(f"parts/{peers.index}", json.dumps([address, 1]).encode())
+            own = msgspec.to_builtins(Inventory(f"machine {peers.index}", address, "", parts))
+            await concluded(operation, own, "inventories", _planned)
+            await gathered(operation, "", "fetched")
         async with roots.restoring(None, None, None, cast("Any", None)):
             pass
 
@@ -205,8 +218,10 @@ def rounds(hosts: int) -> Talk:
         async def say(job: _Job) -> None:
             peers = _peers(OwnDisks(job))
             for number in range(count):
-                async with peers.all_of(f"copies-{number}", "copying a snapshot"):
-                    pass
+                async with peers.all_of(f"copies-{number}", "copying a snapshot") as operation:
+                    await operation.lead(b"{}" if peers.index == 0 else None)
+                    await job.key_values().wait(f"parts/{number}/{peers.index}", 0)
+                    await gathered(operation, "", "copied")
 
         return _talk(hosts, say)
 
@@ -250,6 +265,12 @@ class _Index:
 
     async def found(self, step: int | None) -> OpenedStep:
         return OpenedStep(str(step), cast("Any", None))
+
+
+def _planned(every: Sequence[Any]) -> Any:
+    """Returns what the primary makes of what all have."""
+    found = recovery_of([msgspec.convert(each, Inventory) for each in every])
+    return msgspec.to_builtins(found, str_keys=True)
 
 
 async def _nothing() -> None:
