@@ -38,6 +38,7 @@ from ckpt._tiers.keeper.messages import (
     place_of_json,
 )
 from ckpt._tiers.keeper.peers import PeerParts
+from ckpt._tiers.keeper.priority import hurry
 from ckpt._tiers.shared_folder import take_abandoned
 from ckpt.errors import CheckpointError
 from ckpt.storage._base import Storage
@@ -46,8 +47,6 @@ from ckpt.storage._resolve import open_root
 _PIECE = 1 << 16
 # Where the system cannot say when a process dies, and between two looks for a new trainer.
 _LOOK_SECONDS = 0.5
-# The trainer's work comes first.
-_NICENESS = 5
 # A store that fails is tried again; after a death nothing else saves the snapshot.
 _TRIES, _PAUSE_SECONDS = 6, 5.0
 # So often while the snapshot waits for another trainer.
@@ -175,6 +174,7 @@ class Keeper:
         """A signal came: write what there is, whatever the trainer is doing."""
         if self._noticed_at is None:
             self._noticed_at = time.monotonic()
+            hurry()
             done = await self._flush(self._ends_at())
             if done is not None:
                 self.tell(done)
@@ -320,8 +320,6 @@ def _close_output() -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(OSError):
-        os.nice(_NICENESS)
     told, alarmed = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:3])
     alarmed.setblocking(False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -24,6 +24,7 @@ from ckpt._tiers.keeper.messages import (
     encoded,
     from_keeper,
 )
+from ckpt._tiers.keeper.priority import give_way
 from ckpt._tiers.signal_tap import SignalTap
 
 logger = logging.getLogger("ckpt")
@@ -118,6 +119,8 @@ class KeeperClient:
                 cwd="/",
                 env=environment,
             )
+        # At once: what it imports costs the most.
+        give_way(self._process.pid)
         self._socket = ours
         ours.sendall(encoded(self._setup))
         for message in self._greeting():

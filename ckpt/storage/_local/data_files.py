@@ -17,6 +17,7 @@ import fcntl
 import functools
 import mmap
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,8 @@ _MOST_BYTES = 64 << 20
 _PIECE_BYTES = 2 << 20
 # MADV_POPULATE_READ of Linux 5.14, which Python has no name for.
 _POPULATE_READ = 22
+# What Linux calls the file system in `/dev/shm`, TMPFS_MAGIC; more than there is in a `statfs`.
+_IN_MEMORY, _MOST_WORDS = 0x01021994, 64
 # What a file system answers that has no direct I/O.
 WITHOUT_DIRECT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -158,7 +161,8 @@ def map_block(
 
     The mapping is private: what is written to it goes into memory of this process. All pages are
     looked up here, so that a sector that cannot be read is an error now, and not the end of the
-    process when somebody touches it. A file that is cut short later is.
+    process when somebody touches it. A file that is cut short later is. Files in memory have no
+    sectors: threads that touch their pages wait less for each other than those that look them up.
 
     Raises:
         EOFError: The file is shorter.
@@ -193,7 +197,7 @@ def _mapped(fd: int, offset: int, nbytes: int) -> memoryview:
     undo = weakref.finalize(region, library.munmap, ctypes.c_void_p(address), size)
     # At exit a thread may still read it.
     undo.atexit = False
-    if library.madvise(ctypes.c_void_p(address), size, _POPULATE_READ):
+    if not _is_in_memory(fd) and library.madvise(ctypes.c_void_p(address), size, _POPULATE_READ):
         error = _error_of_system()
         if error.errno != errno.EINVAL:
             undo()
@@ -201,6 +205,12 @@ def _mapped(fd: int, offset: int, nbytes: int) -> memoryview:
             number = errno.EIO if error.errno == errno.EFAULT else error.errno or 0
             raise OSError(number, os.strerror(number))
     return memoryview(region).cast("B")
+
+
+def _is_in_memory(fd: int) -> bool:
+    """Tell whether a file is in shared memory, as far as the system says."""
+    words = (ctypes.c_long * _MOST_WORDS)()
+    return sys.platform == "linux" and not _library().fstatfs(fd, words) and words[0] == _IN_MEMORY
 
 
 def _error_of_system() -> OSError:

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import ckpt
 import ckpt.sync
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
 from ckpt.storage._local import data_files
+from tests.support.snapshots import shared_memory
 from tests.support.trees import assert_same
 
 DEVICES = jax.devices()
@@ -184,10 +186,40 @@ def test_buffers_are_used_again(tmp_path: Path) -> None:
     assert len(set(addresses)) < len(addresses)
 
 
+def test_mapped_arrays_outlive_their_snapshot(tmp_path: Path) -> None:
+    wanted = state()
+    with shared_memory() as memory:
+        tiers = [ckpt.tiers.SharedMemory(directory=str(memory))]
+        with ckpt.sync.CheckpointManager(tmp_path, tiers=tiers) as mgr:
+            mgr.snapshot(1, wanted).result()
+            found = mgr.restore(1, wanted, memory="files")
+            if maps.exists():
+                assert mapped_below(memory)
+            # Donated, and so used again by jax as far as that can be: not the file.
+            add = jax.jit(lambda large: large + 1, donate_argnums=0)
+            assert (add(mgr.restore(1, wanted, memory="files")["large"]) != found["large"]).all()
+            assert mgr.verify(1).ok
+            for step in (2, 3):
+                mgr.snapshot(step, {"other": jnp.full(1 << 20, step)}).result()
+            mgr.wait_until_finished()
+            assert mgr.all_steps() == [3]
+            assert_alike(found, wanted)
+        assert_alike(found, wanted)
+
+
+@pytest.fixture(params=["disk", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    if request.param == "disk":
+        yield tmp_path
+    else:
+        with shared_memory() as memory:
+            yield memory
+
+
 @pytest.mark.parametrize("harm", ["changed", "cut", "gone", "a link", "small ones changed"])
-def test_damage_is_found_before_anything_is_returned(tmp_path: Path, harm: str) -> None:
-    wanted = saved(tmp_path / "a")
-    files = sorted((tmp_path / "a").rglob("d/*"), key=lambda path: path.stat().st_size)
+def test_damage_is_found_before_anything_is_returned(place: Path, harm: str) -> None:
+    wanted = saved(place / "a")
+    files = sorted((place / "a").rglob("d/*"), key=lambda path: path.stat().st_size)
     path = files[0] if harm.startswith("small") else files[-1]
     data = path.read_bytes()
     if harm == "cut":
@@ -195,12 +227,12 @@ def test_damage_is_found_before_anything_is_returned(tmp_path: Path, harm: str) 
     elif harm == "gone":
         path.unlink()
     elif harm == "a link":
-        path.rename(tmp_path / "elsewhere")
-        path.symlink_to(tmp_path / "elsewhere")
+        path.rename(place / "elsewhere")
+        path.symlink_to(place / "elsewhere")
     else:
         path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     with pytest.raises(CorruptCheckpointError) as raised:
-        ckpt.sync.load(tmp_path / "a", wanted, memory="files")
+        ckpt.sync.load(place / "a", wanted, memory="files")
     assert raised.value.leaf
 
 

@@ -20,12 +20,20 @@ from ckpt._settings import Timeouts
 from ckpt._tiers.keeper import client
 from ckpt._tiers.keeper.flush import Hurry, flush
 from ckpt._tiers.keeper.messages import Saved
+from ckpt._tiers.keeper.priority import NICENESS
 from ckpt.errors import StorageError
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.tiers import SharedMemory
 from tests.support.command import environment
 from tests.support.numbered_states import state_of
-from tests.support.snapshots import PATIENCE_S, shared_memory, steps_of
+from tests.support.snapshots import (
+    PATIENCE_S,
+    children_of,
+    shared_memory,
+    steps_of,
+    trainer,
+    wait_for,
+)
 
 
 @pytest.fixture
@@ -47,6 +55,27 @@ def process_of(mgr: ckpt.sync.CheckpointManager) -> Any:
     process = keeper_of(mgr)._process
     assert process is not None
     return process
+
+
+def _priority(process: int) -> tuple[int, str | None]:
+    """Return the niceness of a process, and what the system says of its session."""
+    group = Path(f"/proc/{process}/autogroup")
+    said = group.read_text().split("nice")[-1].strip() if group.exists() else None
+    return os.getpriority(os.PRIO_PROCESS, process), said
+
+
+def test_a_keeper_gives_way_to_its_trainer_until_the_end_is_near(
+    tmp_path: Path, memory: Path
+) -> None:
+    with trainer(tmp_path, memory, "hold", -1, 2, "handled") as run:
+        run.lines(until="held")
+        (keeper,) = children_of(run.process.pid)
+        ours, (found, group) = os.getpriority(os.PRIO_PROCESS, 0), _priority(keeper)
+        assert found == ours + NICENESS
+        assert group in (None, str(NICENESS))
+        run.process.send_signal(signal.SIGTERM)
+        wait_for(tmp_path, 1)
+        assert _priority(keeper)[1] in (None, "0")
 
 
 def test_a_run_fails_whose_keeper_was_killed(tmp_path: Path, memory: Path) -> None:
