@@ -12,13 +12,13 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from msgspec import Struct
 
 from ckpt._format.dtypes import parse_dtype
-from ckpt._format.leaf_table import LeafEntry
+from ckpt._format.leaf_table import UNCHECKED, LeafEntry
 from ckpt._format.regions import (
     Region,
     chunk_grid,
@@ -249,6 +249,44 @@ def _chunk_read(leaf: LeafEntry, place: tuple[int, ...], uses: tuple[Use, ...]) 
     elif not (leaf.packed or _is_contiguous(covered.shape, tuple(leaf.chunks))):
         stored = _nbytes(leaf.dtype, tuple(leaf.chunks))
     return ChunkRead(leaf, number, covered, uses, file, start, start + stored, nbytes)
+
+
+def chunks_elsewhere(
+    chunks: Sequence[ChunkRead], leaves: Mapping[str, LeafEntry]
+) -> tuple[list[ChunkRead], list[ChunkRead]]:
+    """Return the chunks that another copy of their item has, and those that it does not have.
+
+    A copy that was written anew may have cut an array otherwise. A chunk without a digest could be
+    anything.
+
+    Args:
+        chunks: The chunks.
+        leaves: The leaves of the copy, by name.
+
+    Returns:
+        The chunks as they are in the copy, and the others as they were.
+    """
+    there: list[ChunkRead] = []
+    left: list[ChunkRead] = []
+    for chunk in chunks:
+        own, leaf = chunk.leaf, leaves.get(chunk.leaf.name)
+        digest = own.digests[chunk.number]
+        if (
+            leaf is None
+            or (leaf.dtype, leaf.shape) != (own.dtype, own.shape)
+            or leaf.packed != own.packed
+            or (not own.packed and tuple(leaf.chunks) != tuple(own.chunks))
+            or digest == UNCHECKED
+            or leaf.digests[chunk.number] != digest
+        ):
+            left.append(chunk)
+            continue
+        place: tuple[int, ...] = ()
+        if not own.packed:
+            pairs = zip(chunk.covered.offset, own.chunks, strict=True)
+            place = tuple(first // length for first, length in pairs)
+        there.append(_chunk_read(leaf, place, chunk.uses))
+    return there, left
 
 
 # Thousands of chunks have a few shapes.

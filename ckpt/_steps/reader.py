@@ -12,6 +12,8 @@ from ckpt._arguments import check_step, one_of, shown, true_or_false
 from ckpt._engine.engine import Engine
 from ckpt._engine.last_save import restored
 from ckpt._engine.restore.pipeline import restore_items
+from ckpt._engine.restore.step_files import OtherCopies, StepCopy
+from ckpt._engine.restore.virtual_files import files_of
 from ckpt._engine.verify.file_selection import read_limits
 from ckpt._engine.verify.pipeline import verify_step_dir
 from ckpt._engine.verify.report import VerifyReport
@@ -46,7 +48,7 @@ from ckpt.policies._context import SavedStep
 from ckpt.policies._health import Healthy, check_healthy
 from ckpt.policies._ranking import BestN, Metric, Mode, best_of
 from ckpt.storage._base import Storage
-from ckpt.storage._manifests import no_manifest, while_read
+from ckpt.storage._manifests import no_manifest, refuse_deleted, while_read
 from ckpt.storage._resolve import PathLike, open_step_dir
 
 logger = logging.getLogger("ckpt")
@@ -55,6 +57,8 @@ logger = logging.getLogger("ckpt")
 _LATEST_TRIES = 20
 
 _Load = Callable[[int | None], Awaitable[tuple[int | None, Any]]]
+# Finds the copies of a step in other places that hold the same as this manifest says.
+Elsewhere = Callable[[Manifest], Awaitable[Sequence[StepCopy]]]
 
 
 class StepReader:
@@ -127,6 +131,27 @@ class StepReader:
     async def manifest(self, step: int) -> Manifest:
         """Return the manifest of `step`."""
         return (await self._processes.steps.found(step)).manifest
+
+    @property
+    def damaged(self) -> list[int]:
+        """The steps with files that are missing or too short, as far as was seen when listing.
+
+        In a job there are none: what all processes do must not depend on what one has seen.
+        """
+        if self._processes.count > 1:
+            return []
+        return [each.step for each in self._index.unreadable if each.kind == "damaged"]
+
+    async def copy(self, step: int) -> StepCopy | None:
+        """Return `step` as another copy of what is restored from elsewhere; None if it is none.
+
+        Another library's step is not.
+        """
+        opened = await self._index.found(step)
+        if opened.foreign is not None:
+            return None
+        files = files_of(self._storage, opened.step_dir, opened.manifest)
+        return StepCopy(redact(self._storage.location), opened.manifest, files)
 
     async def start_of_run(self, healthy: bool | Healthy) -> RunStart:
         """Return where the run begins or goes on; see `StepChoice`."""
@@ -339,8 +364,12 @@ class StepReader:
         memory: ArrayMemory = "jax",
         is_checked: bool = False,
         latest: OpenedStep | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> tuple[int | None, Any]:
-        """Load a step, or the latest one; return it with what it holds."""
+        """Load a step, or the latest one; return it with what it holds.
+
+        What is damaged in it is read from the copies that `elsewhere` finds.
+        """
         began = time.perf_counter_ns()
         engine, processes = self._engine, self._processes
         with self._recorder("restore", step).failing(began):
@@ -362,6 +391,10 @@ class StepReader:
                             if is_another:
                                 raise deleted
                         known = manifest
+                        copies, is_own = None, opened.foreign is None
+                        # In a job, each process may have another part of the step.
+                        if elsewhere is not None and is_own and processes.count == 1:
+                            copies = OtherCopies(partial(elsewhere, manifest))
                         async with while_read(self._storage, opened.step_dir, manifest):
                             context = context_of(
                                 opened,
@@ -373,6 +406,7 @@ class StepReader:
                                 found.broadcast,
                                 memory,
                                 checks_devices=is_checked,
+                                copies=copies,
                             )
                             wanted = wanted_items(manifest, like, items, adapt, at)
                             loaded = await restore_items(context, wanted)
@@ -388,8 +422,14 @@ class StepReader:
                 nbytes = sum(context.moved)
                 if manifest.parent is not None:
                     self.begins_from(manifest.parent)
+                is_damaged = copies is not None and copies.first is not None
                 if self._may_write and (engine.last_save is None or engine.last_save.was_restored):
-                    engine.last_save = restored(self._storage, opened.step_dir, manifest)
+                    # The next save must not take over files that are damaged.
+                    engine.last_save = (
+                        None if is_damaged else restored(self._storage, opened.step_dir, manifest)
+                    )
+                if copies is not None and is_damaged:
+                    await self._say_elsewhere(opened.step_dir, manifest, copies)
                 self._recorder("restore", manifest.step).end(began, "ok", nbytes=nbytes)
                 seconds = (time.perf_counter_ns() - began) / 1e9
                 logger.info(
@@ -418,6 +458,21 @@ class StepReader:
         if missing and manifest.attempt not in self._said_missing:
             self._said_missing.add(manifest.attempt)
             logger.warning("step %s was restored without some items: %s", manifest.step, missing)
+
+    async def _say_elsewhere(self, step_dir: str, manifest: Manifest, copies: OtherCopies) -> None:
+        problem = "is damaged"
+        try:
+            await refuse_deleted(self._storage, step_dir, manifest)
+        except StepDeletedError:
+            problem = "was deleted while it was read"
+        logger.warning(
+            "step %s of %s %s; read instead: %s. %s",
+            manifest.step,
+            redact(self._storage.location),
+            problem,
+            copies.told(),
+            copies.first,
+        )
 
     def _recorder(self, operation: str, step: int | None) -> EventRecorder:
         return EventRecorder(operation, step, self._engine.observers)

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from ckpt._arguments import check_step, one_of, true_or_false
 from ckpt._conversion.copies.place import holds_the_same
+from ckpt._engine.restore.step_files import StepCopy
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._format.manifest import Manifest
 from ckpt._plan.adapt import Adapt
@@ -21,7 +22,7 @@ from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import ArrayMemory, VerifyMode, checks_devices
 from ckpt._steps.index import PassedOver
-from ckpt._steps.reader import StepReader, check_one_step, rank
+from ckpt._steps.reader import Elsewhere, StepReader, check_one_step, rank
 from ckpt._steps.restores.step_choice import RunStart
 from ckpt._steps.step_metadata import StepMetadata
 from ckpt._steps.unreadable import shortened
@@ -43,7 +44,7 @@ logger = logging.getLogger("ckpt")
 # Steps that come and go while they are looked for: then something else is wrong.
 _MOST_GONE = 20
 
-_Load = Callable[[StepReader, int], Awaitable[tuple[int | None, Any]]]
+_Load = Callable[[StepReader, int, Elsewhere], Awaitable[tuple[int | None, Any]]]
 
 
 class TierSteps(Struct, frozen=True):
@@ -61,10 +62,17 @@ class TierSteps(Struct, frozen=True):
 
 
 class _Place(Struct, frozen=True):
-    """A step in a tier; `number` is 0 for the nearest tier."""
+    """A step in a tier.
+
+    Attributes:
+        step: The step.
+        number: The number of the tier; 0 is the nearest one.
+        lacks_files: Whether files of it are missing or too short, so that it is in no list.
+    """
 
     step: int
     number: int
+    lacks_files: bool = False
 
 
 class TieredReader:
@@ -116,7 +124,7 @@ class TieredReader:
     async def metadata(self, step: int | None) -> StepMetadata:
         """Return the metadata of a step, with the tiers that have it."""
         tiers, places, found = await self._looked_at(
-            step, lambda reader, number: reader.metadata(number)
+            step, lambda reader, number, _: reader.metadata(number)
         )
         where = tuple(tiers[place.number].location for place in places)
         assert isinstance(found, StepMetadata)
@@ -141,14 +149,14 @@ class TieredReader:
             # One whose manifest is damaged is not listed, and the root reports that.
             return await tiers[-1].reader.verify(step, *limits)
 
-        async def look(reader: StepReader, number: int) -> VerifyReport:
+        async def look(reader: StepReader, number: int, _: object = None) -> VerifyReport:
             report = await reader.verify(number, *limits)
             if not report.ok:
                 raise _Damaged(report)
             return report
 
         try:
-            tiers, places, report = await self._looked_at(step, look)
+            tiers, places, report = await self._looked_at(step, look, whole=False)
             for place in places[1:]:
                 report = await look(tiers[place.number].reader, place.step)
         except _Damaged as found:
@@ -189,9 +197,13 @@ class TieredReader:
         """Return the step after the newest one, and what that one holds."""
         true_or_false("fallback", fallback)
 
-        async def load(reader: StepReader, step: int) -> tuple[int | None, Any]:
+        async def load(
+            reader: StepReader, step: int, elsewhere: Elsewhere
+        ) -> tuple[int | None, Any]:
             like, items = (None, target) if named else (target, None)
-            return await reader.load(step, like, items, None, adapt, None, caller)
+            return await reader.load(
+                step, like, items, None, adapt, None, caller, elsewhere=elsewhere
+            )
 
         wanted = check_healthy(healthy)
         step, found = await self._newest(load, fallback, wanted, goes_back=True)
@@ -211,26 +223,46 @@ class TieredReader:
         verify: VerifyMode | None,
         caller: CallingThread,
     ) -> Any:
-        """Load a step from the nearest tier that has it whole; see `StepReader.restore`."""
+        """Load a step from the nearest tier that has it; see `StepReader.restore`.
+
+        What is damaged there is read from the next ones.
+        """
         true_or_false("fallback", fallback)
         wanted = check_healthy(healthy)
         one_of("memory", memory, get_args(ArrayMemory))
         is_checked = checks_devices(verify)
         items = list(items) if isinstance(items, Iterator) else items
 
-        async def load(reader: StepReader, number: int) -> tuple[int | None, Any]:
+        async def load(
+            reader: StepReader, number: int, elsewhere: Elsewhere
+        ) -> tuple[int | None, Any]:
             return await reader.load(
-                number, like, items, at, adapt, broadcast_bytes, caller, memory, is_checked
+                number,
+                like,
+                items,
+                at,
+                adapt,
+                broadcast_bytes,
+                caller,
+                memory,
+                is_checked,
+                elsewhere=elsewhere,
             )
 
         if step is None:
             return (await self._newest(load, fallback, wanted))[1]
         step = check_one_step(step, fallback, wanted)
-        tiers, places = await self._places_of(step)
+        tiers, places = await self._places_of(step, whole=False)
         return (await self._first_of(tiers, places, load))[1]
 
-    async def _places_of(self, step: int | None) -> tuple[Sequence[TierSteps], list[_Place]]:
+    async def _places_of(
+        self, step: int | None, *, whole: bool
+    ) -> tuple[Sequence[TierSteps], list[_Place]]:
         """Return the tiers, and where a step, or the newest one, is: what was saved last first.
+
+        Args:
+            step: The step.
+            whole: Whether places are left out that lack files of it.
 
         Raises:
             StepNotFoundError: There is no such step.
@@ -248,17 +280,21 @@ class TieredReader:
             await tiers[-1].reader.metadata(step)
             raise StepNotFoundError("it was written just now; look again", step=step)
         top = [place for place in places if place.step == places[0].step]
-        return tiers, await _latest_first(tiers, top)
+        return tiers, await _latest_first(tiers, top if whole else _with_damaged(tiers, top))
 
     async def _looked_at(
-        self, step: int | None, look: Callable[[StepReader, int], Awaitable[Any]]
+        self,
+        step: int | None,
+        look: Callable[[StepReader, int, Elsewhere], Awaitable[Any]],
+        *,
+        whole: bool = True,
     ) -> tuple[Sequence[TierSteps], list[_Place], Any]:
         """Return what `look` finds at the first place of a step, with all places of it.
 
         The newest step of all may be replaced by a newer one meanwhile: then that is looked at.
         """
         for turn in range(_MOST_GONE):
-            tiers, places = await self._places_of(step)
+            tiers, places = await self._places_of(step, whole=whole)
             try:
                 return tiers, places, await self._first_of(tiers, places, look)
             except StepNotFoundError:
@@ -271,12 +307,14 @@ class TieredReader:
     ) -> Any:
         """Return what the nearest place gives; one that is damaged or gone is named."""
         for place in places[:-1]:
+            elsewhere = partial(_copies, tiers, places, place)
             try:
-                return await load(tiers[place.number].reader, place.step)
+                return await load(tiers[place.number].reader, place.step, elsewhere)
             except (CorruptCheckpointError, StepNotFoundError, StorageError) as error:
                 _say_next(place, tiers, error)
         last = places[-1]
-        return await load(tiers[last.number].reader, last.step)
+        elsewhere = partial(_copies, tiers, places, last)
+        return await load(tiers[last.number].reader, last.step, elsewhere)
 
     async def _newest(
         self, load: _Load, fallback: bool, wanted: Healthy | None, *, goes_back: bool = False
@@ -306,11 +344,11 @@ class TieredReader:
                     await tiers[-1].reader.metadata(None)
                     raise StepNotFoundError("a step was written just now; look again")
                 raise first
-            top_left = [place for place in left if place.step == left[0].step]
-            place = (await _latest_first(tiers, top_left))[0]
+            same = _with_damaged(tiers, [p for p in places if p.step == left[0].step])
+            place = (await _latest_first(tiers, [p for p in same if p not in tried]))[0]
             reader = tiers[place.number].reader
             try:
-                return await load(reader, place.step)
+                return await load(reader, place.step, partial(_copies, tiers, same, place))
             except (StepDeletedError, StepNotFoundError) as error:
                 gone += 1
                 first = first or error
@@ -383,13 +421,41 @@ async def _latest_first(tiers: Sequence[TierSteps], places: list[_Place]) -> lis
         with contextlib.suppress(CheckpointError):
             found[place] = await tiers[place.number].reader.manifest(place.step)
     if not found:
-        return places
+        return [place for place in places if not place.lacks_files]
     last = max(found.values(), key=lambda manifest: manifest.created_ns)
     is_last = {
         place: await run_in_thread(holds_the_same, last, manifest)
         for place, manifest in found.items()
     }
-    return sorted(places, key=lambda place: not is_last.get(place, False))
+    left = [place for place in places if is_last.get(place, False) or not place.lacks_files]
+    return sorted(left, key=lambda place: not is_last.get(place, False))
+
+
+def _with_damaged(tiers: Sequence[TierSteps], places: Sequence[_Place]) -> list[_Place]:
+    """Return the places of a step with those that lack some of its files, the nearest first."""
+    step, known = places[0].step, {place.number for place in places}
+    damaged = [
+        _Place(step, number, lacks_files=True)
+        for number, tier in enumerate(tiers)
+        if number not in known and step in tier.reader.damaged
+    ]
+    return sorted([*places, *damaged], key=lambda place: place.number)
+
+
+async def _copies(
+    tiers: Sequence[TierSteps], places: Sequence[_Place], own: _Place, manifest: Manifest
+) -> list[StepCopy]:
+    """Return the copies of a step in other places than its own, the nearest first."""
+    found = []
+    for place in sorted(places, key=lambda place: place.number):
+        if place == own:
+            continue
+        # One that cannot be read either is no help.
+        with contextlib.suppress(CheckpointError):
+            copy = await tiers[place.number].reader.copy(place.step)
+            if copy is not None and await run_in_thread(holds_the_same, manifest, copy.manifest):
+                found.append(copy)
+    return found
 
 
 def _looking_for(step: int | None) -> Callable[[StepReader], Awaitable[Iterable[int]]]:

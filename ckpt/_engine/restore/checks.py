@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckpt._format.digests import digest
 from ckpt._format.leaf_table import UNCHECKED, LeafEntry
+from ckpt._plan.chunk_reads import ChunkRead, ReadRequest
 from ckpt.errors import CorruptCheckpointError
 
 _MOST_ERRORS = 1000
@@ -49,6 +50,34 @@ def _flattened(group: BaseExceptionGroup[Any]) -> Iterator[CorruptCheckpointErro
             yield from _flattened(error)
         else:
             yield error
+
+
+def damaged_chunks(request: ReadRequest, error: Exception) -> list[ChunkRead] | None:
+    """Return the chunks of a request that could not be read, by the error that this was.
+
+    A group names each leaf with a damaged chunk; any other error is about all of them.
+
+    Returns:
+        The chunks; None if something else than a storage or its bytes has failed.
+    """
+    if not isinstance(error, ExceptionGroup):
+        return list(request.chunks)
+    errors = list(_flattened(error))
+    if not all(isinstance(each, CorruptCheckpointError) for each in errors):
+        return None
+    leaves = {each.leaf for each in errors}
+    if None in leaves:
+        return list(request.chunks)
+    return [chunk for chunk in request.chunks if chunk.leaf.name in leaves]
+
+
+def damage_of(error: Exception, chunks: Sequence[ChunkRead]) -> Exception:
+    """Return an error about a request, of which only these chunks could not be read in the end."""
+    if not isinstance(error, ExceptionGroup):
+        return error
+    leaves = {chunk.leaf.name for chunk in chunks}
+    left = error.subgroup(lambda each: getattr(each, "leaf", None) in {*leaves, None})
+    return left or error
 
 
 def check_chunk(entry: LeafEntry, number: int, data: memoryview) -> None:

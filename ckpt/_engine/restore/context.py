@@ -9,7 +9,7 @@ from msgspec import Struct, field
 
 from ckpt._engine.engine import Engine
 from ckpt._engine.restore.shared_reads import Broadcast
-from ckpt._engine.restore.step_files import OwnFiles, StepFiles
+from ckpt._engine.restore.step_files import OtherCopies, OwnFiles, StepFiles
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.manifest import Manifest
 from ckpt._plan.chunk_reads import CONCURRENT_REQUESTS
@@ -39,6 +39,7 @@ class RestoreContext(Struct, frozen=True):
         foreign: The files of a step that another library wrote, or of a virtual one; None where all
             are in the directory of the step.
         checks_devices: Whether what has arrived on devices is compared with the vital signs.
+        copies: Other copies of the step, for what is damaged in this one; None without any.
         may_read: Awaited before the first array of an item is read; None where nothing holds it up.
     """
 
@@ -55,6 +56,7 @@ class RestoreContext(Struct, frozen=True):
     memory: ArrayMemory = "jax"
     foreign: StepFiles | None = None
     checks_devices: bool = False
+    copies: OtherCopies | None = None
     may_read: Callable[[], Awaitable[None]] | None = None
 
     @property

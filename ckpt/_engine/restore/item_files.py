@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from ckpt._engine.restore.context import RestoreContext
+from ckpt._engine.restore.step_files import StepFiles
 from ckpt._format.digests import digest
 from ckpt._format.item_file_names import check_file_path
+from ckpt._format.manifest_head import FileEntry
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import host_memory_bytes
-from ckpt.errors import CorruptCheckpointError, InvalidArgumentError
+from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
 
 # A file up to this size is hashed on the loop: a change of threads would take longer.
 _SMALL_BYTES = 1 << 20
@@ -29,9 +31,25 @@ async def read_item_file(restore: RestoreContext, item: str, path: str) -> bytes
             f"{available}. Leave the item out (items=), or take a larger machine",
             item=item,
         )
-    storage, folder = restore.storage, restore.folder
+    where = f"{restore.storage.location}/{restore.folder}"
     with restore.recorder.phase("read", known.size):
-        data = await restore.files.read(name, known.size)
+        try:
+            return await _checked(restore.files, name, known, where)
+        except (CorruptCheckpointError, StorageError) as error:
+            data = await _read_elsewhere(restore, item, path, known, error)
+            if data is None:
+                error.locate(item=item)
+                raise
+            return data
+
+
+async def _checked(files: StepFiles, name: str, known: FileEntry, where: str) -> bytes:
+    """Read a file of a step as its manifest knows it.
+
+    Raises:
+        CorruptCheckpointError: It is missing, or was changed.
+    """
+    data = await files.read(name, known.size)
     problem = None
     if data is None:
         problem = "is missing"
@@ -41,11 +59,30 @@ async def read_item_file(restore: RestoreContext, item: str, path: str) -> bytes
         problem = "was changed: its digest is another"
     if data is None or problem is not None:
         raise CorruptCheckpointError(
-            f"{storage.location}/{folder}/{name} {problem}. The step was damaged after it was "
-            "committed; restore another one",
-            item=item,
+            f"{where}/{name} {problem}. The step was damaged after it was committed; restore "
+            "another one"
         )
     return data
+
+
+async def _read_elsewhere(
+    restore: RestoreContext, item: str, path: str, known: FileEntry, first: Exception
+) -> bytes | None:
+    """Return the file from the nearest other copy that has it whole; None if there is none."""
+    if restore.copies is None:
+        return None
+    name = f"{item}/{path}"
+    for copy in await restore.copies.found():
+        there = copy.manifest.files.get(name)
+        if there is None or there.digest != known.digest:
+            continue
+        try:
+            data = await _checked(copy.files, name, there, copy.location)
+        except (CorruptCheckpointError, StorageError):
+            continue
+        restore.copies.note(copy, item, [path], first)
+        return data
+    return None
 
 
 async def _digest(data: bytes) -> str:

@@ -7,17 +7,19 @@ buffers serve the next ones.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import anyio
 import numpy as np
+from msgspec.structs import replace
 
 from ckpt._engine.memory.limits import check_memory
-from ckpt._engine.restore.checks import DamagedLeaves
+from ckpt._engine.restore.checks import DamagedLeaves, damage_of, damaged_chunks
 from ckpt._engine.restore.context import SHARED_REQUESTS, RestoreContext
 from ckpt._engine.restore.destinations import (
     Destination,
@@ -29,11 +31,14 @@ from ckpt._engine.restore.destinations import (
 from ckpt._engine.restore.item_files import read_item_file
 from ckpt._engine.restore.placement import cannot_be_weak, place
 from ckpt._engine.restore.shared_reads import BlockReader, SharedReads
+from ckpt._engine.restore.step_files import ItemElsewhere
 from ckpt._engine.signs.restored_arrays import check_arrays
 from ckpt._format.manifest import ItemEntry
 from ckpt._plan.chunk_reads import (
     COALESCED_BYTES,
+    ChunkRead,
     ReadRequest,
+    chunks_elsewhere,
     is_read_whole,
     plan_chunk_reads,
     plan_requests,
@@ -44,7 +49,7 @@ from ckpt._plan.multihost.read_groups import Grouping
 from ckpt._plan.targets import ArrayRead
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import ArrayMemory
-from ckpt.errors import CorruptCheckpointError, located
+from ckpt.errors import CorruptCheckpointError, StorageError, located
 from ckpt.storage._base import MapsFiles
 
 logger = logging.getLogger("ckpt")
@@ -248,15 +253,8 @@ class EngineItemReader:
                     # in memory to be checked.
                     memory = engine.buffers.empty((nbytes,), np.dtype(np.uint8))
                 with self._recorder.phase("read", request.nbytes):
-                    source = request.source
-                    delivered = partial(
-                        deliver, request, memory, work.destinations, engine.buffers, in_place
-                    )
-                    try:
-                        await read_block(source.path, source.start, memory.data, delivered)
-                    except CorruptCheckpointError as error:
-                        await _read_singly(request, read_block, memory, error)
-                        await self.in_thread(delivered)
+                    async with self._or_elsewhere(request, work):
+                        await self._fetch(request, read_block, memory, work, in_place=in_place)
                 await self._place(work.count(request), work)
         finally:
             if block is not None:
@@ -275,14 +273,87 @@ class EngineItemReader:
         try:
             with work.damage.noted(), self._recorder.phase("read", request.nbytes):
                 folder, nbytes = self._restore.folder, source.nbytes
-                try:
-                    await storage.map_block(folder, source.path, source.start, nbytes, take)
-                except CorruptCheckpointError as error:
-                    _locate(error, request)
-                    raise
+                async with self._or_elsewhere(request, work):
+                    try:
+                        await storage.map_block(folder, source.path, source.start, nbytes, take)
+                    except CorruptCheckpointError as error:
+                        _locate(error, request)
+                        raise
                 await self._place(work.count(request), work)
         finally:
             self._restore.slots.release()
+
+    async def _fetch(
+        self,
+        request: ReadRequest,
+        read_block: BlockReader,
+        memory: Array,
+        work: _ReadState,
+        *,
+        in_place: bool,
+    ) -> None:
+        """Read the bytes of a request into memory, check them, bring them to their places.
+
+        Raises:
+            CorruptCheckpointError: The file is not there.
+            ExceptionGroup: Of one `CorruptCheckpointError` for every chunk that is damaged; the
+                others are at their places.
+        """
+        source, buffers = request.source, self._restore.engine.buffers
+
+        def delivered(request: ReadRequest) -> None:
+            deliver(request, memory, work.destinations, buffers, in_place)
+
+        try:
+            await read_block(source.path, source.start, memory.data, partial(delivered, request))
+        except CorruptCheckpointError as error:
+            await _read_singly(request, read_block, memory, error, delivered)
+
+    @contextlib.asynccontextmanager
+    async def _or_elsewhere(self, request: ReadRequest, work: _ReadState) -> AsyncIterator[None]:
+        """Read what the body finds damaged from other copies of the step, if there are any.
+
+        Raises:
+            Exception: What the body raises, of the chunks that no other copy has whole.
+        """
+        copies = self._restore.copies
+        try:
+            yield
+        except (CorruptCheckpointError, StorageError, ExceptionGroup) as error:
+            left = None if copies is None else damaged_chunks(request, error)
+            if copies is None or left is None:
+                raise
+            for copy in await copies.of_item(self.item):
+                there, left = await self._read_from(copy, left, work)
+                if there:
+                    copies.note(copy.step, self.item, there, error)
+            if left:
+                raise damage_of(error, left) from error.__cause__
+
+    async def _read_from(
+        self, copy: ItemElsewhere, chunks: Sequence[ChunkRead], work: _ReadState
+    ) -> tuple[list[str], list[ChunkRead]]:
+        """Read chunks from another copy; return the names of leaves, and the chunks it lacks."""
+        there, left = chunks_elsewhere(chunks, copy.leaves)
+        engine, read_block = self._restore.engine, copy.step.files.read_block
+        names: list[str] = []
+        for request in plan_requests(there, copy.data_files, request_bytes(engine.arena.capacity)):
+            memory = direct_memory(request, work.destinations)
+            in_place = memory is not None
+            if memory is None:
+                # The arena may be waiting for what this request has of it.
+                memory = engine.buffers.empty((request.source.nbytes,), np.dtype(np.uint8))
+            bad: Sequence[ChunkRead] = ()
+            try:
+                await self._fetch(request, read_block, memory, work, in_place=in_place)
+            except (CorruptCheckpointError, StorageError, ExceptionGroup) as error:
+                found = damaged_chunks(request, error)
+                if found is None:
+                    raise
+                bad = found
+            left += bad
+            names += [chunk.leaf.name for chunk in request.chunks if chunk not in bad]
+        return names, left
 
     async def _place(self, numbers: Sequence[int], work: _ReadState) -> None:
         if not numbers:
@@ -301,7 +372,11 @@ class EngineItemReader:
 
 
 async def _read_singly(
-    request: ReadRequest, read_block: BlockReader, memory: Array, first: CorruptCheckpointError
+    request: ReadRequest,
+    read_block: BlockReader,
+    memory: Array,
+    first: CorruptCheckpointError,
+    delivered: Callable[[ReadRequest], None],
 ) -> None:
     """Read the chunks of a request one by one, to find those that are damaged.
 
@@ -310,20 +385,25 @@ async def _read_singly(
         read_block: Reads bytes of files.
         memory: What it is read into.
         first: Why it could not be read at once.
+        delivered: Checks the chunks that are there, and brings them to their places.
 
     Raises:
         CorruptCheckpointError: The file is not there.
-        ExceptionGroup: Of one `CorruptCheckpointError` for every chunk that is not there.
+        ExceptionGroup: Of one `CorruptCheckpointError` for every chunk that is damaged.
     """
     chunks, source = request.chunks, request.source
     if len(chunks) == 1 or isinstance(first.__cause__, FileNotFoundError | NotADirectoryError):
         _locate(first, request)
         raise first
     damage = DamagedLeaves()
+    there: list[ChunkRead] = []
     for chunk in chunks:
         with damage.noted(), located(leaf=chunk.leaf.name):
             part = memory[chunk.start - source.start : chunk.end - source.start]
             await read_block(source.path, chunk.start, part.data, _nothing)
+            there.append(chunk)
+    with damage.noted():
+        await run_in_thread(partial(delivered, replace(request, chunks=tuple(there))))
     damage.raise_if_any()
 
 

@@ -12,6 +12,7 @@ The stages of one read, from the item to the bytes and back:
             open               destinations   host buffers of the arrays that are due
             read_block         storage        bytes -> their place, or arena
             deliver            destinations   decode, check digests, copy out of the arena
+            _or_elsewhere      item_reader    what is damaged, from other copies of the step
             place              placement      complete arrays -> devices
       Handler.load                          arrays -> the tree
 

@@ -11,7 +11,7 @@ from ckpt._engine.engine import Engine
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import ItemTarget
 from ckpt._engine.restore.shared_reads import Broadcast
-from ckpt._engine.restore.step_files import StepFiles
+from ckpt._engine.restore.step_files import OtherCopies, StepFiles
 from ckpt._engine.restore.virtual_files import files_of
 from ckpt._events import Observer
 from ckpt._format.manifest import Manifest
@@ -38,6 +38,7 @@ def context_of(
     memory: ArrayMemory = "jax",
     *,
     checks_devices: bool = False,
+    copies: OtherCopies | None = None,
 ) -> RestoreContext:
     """Return what a restore of the step needs.
 
@@ -51,6 +52,7 @@ def context_of(
         broadcast: How processes share what they read.
         memory: Whose memory the arrays have.
         checks_devices: Whether what has arrived on devices is compared with the vital signs.
+        copies: Other copies of the step, for what is damaged in this one.
     """
     return RestoreContext(
         storage,
@@ -63,6 +65,7 @@ def context_of(
         broadcast,
         memory=memory,
         checks_devices=checks_devices,
+        copies=copies,
         foreign=opened.foreign or _virtual(storage, opened),
     )
 

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from benchmarks.fake_devices import devices_of
 from ckpt._engine.restore.destinations import Destination
 from ckpt._engine.restore.shared_reads import Broadcast
-from ckpt._format.leaf_table import LeafEntry
+from ckpt._format.leaf_table import UNCHECKED, LeafEntry
 from ckpt._format.regions import whole
-from ckpt._plan.chunk_reads import plan_chunk_reads, plan_requests
+from ckpt._plan.chunk_reads import chunks_elsewhere, plan_chunk_reads, plan_requests
 from ckpt._plan.slices.array_slices import ArraySlice
 from ckpt._plan.targets import ArrayRead, ArrayTarget
 from ckpt._plan.virtual_arrays import VirtualArray, concatenated, insert_axis, reshape, resize
@@ -138,3 +138,31 @@ def test_slices_that_lie_within_each_other_may_leave_a_gap_behind_them(
     target = ArrayTarget("numpy", np.dtype(np.uint8))
     read = ArrayRead(target, made.shape, "uint8", None, pieces=made.pieces)
     assert Destination(read, packed=False).is_padded == is_padded
+
+
+def test_chunks_are_found_in_another_copy_by_number_and_digest() -> None:
+    digests = [f"{number:032x}" for number in range(1, 7)]
+    own = replace(leaf_of((4, 5), (2, 2), offsets=[0, 32, 64, 96, 128, 160]), digests=digests)
+    chunks = plan_chunk_reads([own], [read_of(own)])
+    there = replace(own, offsets=[at + 4096 for at in reversed(own.offsets)], files=[1] * 6)
+    found, left = chunks_elsewhere(chunks, {"a": there})
+    assert left == []
+    for chunk, other in zip(chunks, found, strict=True):
+        assert (other.number, other.covered, other.uses) == (
+            chunk.number,
+            chunk.covered,
+            chunk.uses,
+        )
+        assert (other.file, other.start) == (1, there.offsets[chunk.number])
+        assert other.end - other.start == chunk.end - chunk.start
+    for other_leaf, numbers in (
+        (replace(there, digests=[*digests[:2], "f" * 32, *digests[3:]]), [2]),
+        (replace(there, chunks=(4, 5)), [*range(6)]),
+        (replace(there, shape=(4, 6)), [*range(6)]),
+    ):
+        _, left = chunks_elsewhere(chunks, {"a": other_leaf})
+        assert sorted(chunk.number for chunk in left) == numbers
+    unknown = replace(own, digests=[UNCHECKED] * 6)
+    chunks = plan_chunk_reads([unknown], [read_of(unknown)])
+    assert len(chunks_elsewhere(chunks, {"a": unknown})[1]) == 6
+    assert len(chunks_elsewhere(chunks, {})[1]) == 6
