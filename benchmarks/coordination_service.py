@@ -18,7 +18,7 @@ from ckpt._steps.index import IndexedStep
 from ckpt._steps.opened import OpenedStep
 from ckpt._steps.processes import SeparateRoots
 from ckpt._tiers.peers.handshake import new_key
-from ckpt._tiers.peers.parts import HeldPart
+from ckpt._tiers.peers.parts import SnapshotPart
 from ckpt._tiers.peers.recovery import Inventory, recovery_of
 from ckpt.coordination import OwnDisks
 from ckpt.coordination._collectives import concluded, gathered, together
@@ -193,7 +193,7 @@ def from_memory(hosts: int) -> Talk:
         await roots.everywhere("memory", 0, "opening memory", _nothing)
         address = f"10.0.{peers.index // 256}.{peers.index % 256}"
         parts = tuple(
-            HeldPart(part, step, _SAVE, part == peers.index)
+            SnapshotPart(part, step, _SAVE, part == peers.index)
             for part in (peers.index, (peers.index - 1) % hosts)
             for step in _STEPS
         )

@@ -32,18 +32,18 @@ from ckpt._steps.processes import SeparateRoots
 from ckpt._steps.service import RootService
 from ckpt._tiers.keeper.client import KeeperClient
 from ckpt._tiers.keeper.messages import (
-    Fetch,
-    Fetched,
+    FetchPart,
     Forget,
     Gone,
     Listen,
     Listening,
+    PartFetched,
     Refused,
     ToKeeper,
     Told,
 )
 from ckpt._tiers.peers.handshake import new_key
-from ckpt._tiers.peers.parts import HeldPart, part_places
+from ckpt._tiers.peers.parts import SnapshotPart, part_places
 from ckpt._tiers.peers.recovery import Inventory, Recovery, distance_between, recovery_of, why_not
 from ckpt._tiers.settings import LOOPBACK, PeerCopies
 from ckpt._tiers.shared_folder import SharedFolder, take_abandoned_of
@@ -117,7 +117,7 @@ class SnapshotPeers:
         self._folders: list[tuple[int, str]] = []
         self._guard = threading.Lock()
         self._listening: Future[Listening] | None = None
-        self._fetches: dict[tuple[int, int], Future[Fetched]] = {}
+        self._fetches: dict[tuple[int, int], Future[PartFetched]] = {}
         # Made on the engine's loop.
         self._turn: anyio.Lock | None = None
         self._newest = -1
@@ -150,7 +150,7 @@ class SnapshotPeers:
                 # What was in it is where it belongs by now.
                 await run_in_thread(folder.remove if is_done else folder.leave)
 
-    async def _recover(self, operation: Operation, parts: tuple[HeldPart, ...]) -> bool:
+    async def _recover(self, operation: Operation, parts: tuple[SnapshotPart, ...]) -> bool:
         """Agree with the others; tell whether all have their parts now."""
         index = self._processes.process
         chosen = {"id": uuid.uuid4().hex, "key": new_key()}
@@ -273,13 +273,15 @@ class SnapshotPeers:
         if address is None:
             return f"process {source} has not said where it listens"
         host, port = json.loads(address)
-        done: Future[Fetched] = Future()
+        done: Future[PartFetched] = Future()
         with self._guard:
             self._fetches[part, step] = done
         try:
             keep = () if self._steps.safe is None else (self._steps.safe,)
             step_dir = self._service.root.names.name(step)
-            self._keeper.tell(Fetch(part, step, step_dir, save, source, host, port, is_own, keep))
+            self._keeper.tell(
+                FetchPart(part, step, step_dir, save, source, host, port, is_own, keep)
+            )
             # A keeper that was killed is heard of, and each of its own waits has a time limit.
             await settled(done)
         finally:
@@ -321,7 +323,7 @@ class SnapshotPeers:
                 # It was started again. The manager may be closing.
                 with contextlib.suppress(CheckpointError):
                     self._service.loop.submit(partial(self._publish, message))
-        elif isinstance(message, Fetched):
+        elif isinstance(message, PartFetched):
             with self._guard:
                 done = self._fetches.pop((message.part, message.step), None)
             if done is not None:
@@ -333,7 +335,7 @@ class SnapshotPeers:
                 fetches, self._fetches = self._fetches, {}
                 listening, self._listening = self._listening, None
             for (part, step), done in fetches.items():
-                done.set_result(Fetched(part, step, problem="the keeper was killed"))
+                done.set_result(PartFetched(part, step, problem="the keeper was killed"))
             if listening is not None:
                 listening.set_result(Listening(problem="its keeper has ended"))
 
@@ -346,7 +348,7 @@ class SnapshotPeers:
             logger.warning("%s: %s", redact(self._service.storage.location), problem)
 
 
-def _parts_in(folders: Sequence[tuple[int, SharedFolder]]) -> tuple[HeldPart, ...]:
+def _parts_in(folders: Sequence[tuple[int, SharedFolder]]) -> tuple[SnapshotPart, ...]:
     """Return the parts on this host; only those in the first folder are at their place."""
     found = []
     for number, (process, folder) in enumerate(folders):

@@ -22,7 +22,7 @@ from ckpt._tiers.keeper.messages import (
     Close,
     Closed,
     Closing,
-    Fetch,
+    FetchPart,
     Flushed,
     Forget,
     FromKeeper,
@@ -60,7 +60,7 @@ class Keeper:
     # -------------------------------  ----------------------------------------------------------
     # `Step`                           copies it on, from its tier to the next place
     # `Saved`                          notes which snapshots need not be written any more
-    # `Listen`, `Fetch`, `Forget`      see `PeerParts`
+    # `Listen`, `FetchPart`, `Forget`  see `PeerParts`
     # the number of a signal           writes the last snapshot, while the trainer may be stuck
     # SIGTERM, to itself               the same
     # the trainer dies                 writes the last snapshot, waits for a trainer that is
@@ -231,7 +231,7 @@ class Keeper:
             self._snapshots = self._setup.snapshots
         elif isinstance(message, Step):
             await self._links.add(message)
-        elif isinstance(message, Listen | Fetch | Forget):
+        elif isinstance(message, Listen | FetchPart | Forget):
             await self._peers.take(message)
         elif isinstance(message, Close):
             self._close = message

@@ -133,7 +133,7 @@ class Listen(Struct, frozen=True, tag="listen"):
     folders: tuple[tuple[int, str], ...]
 
 
-class Fetch(Struct, frozen=True, tag="fetch"):
+class FetchPart(Struct, frozen=True, tag="fetch part"):
     """A part of a snapshot is to be copied from another host.
 
     Attributes:
@@ -185,7 +185,7 @@ class Listening(Struct, frozen=True, tag="listening"):
     problem: str = ""
 
 
-class Fetched(Struct, frozen=True, tag="fetched"):
+class PartFetched(Struct, frozen=True, tag="part fetched"):
     """A part is here, or is not.
 
     Attributes:
@@ -287,8 +287,10 @@ class Closed(Struct, frozen=True, tag="closed"):
     left: tuple[int, ...] = ()
 
 
-ToKeeper: TypeAlias = Setup | Claimed | Saved | Step | Close | Listen | Fetch | Forget
-FromKeeper: TypeAlias = Flushed | Held | Moved | Closing | Closed | Listening | Fetched | Refused
+ToKeeper: TypeAlias = Setup | Claimed | Saved | Step | Close | Listen | FetchPart | Forget
+FromKeeper: TypeAlias = (
+    Flushed | Held | Moved | Closing | Closed | Listening | PartFetched | Refused
+)
 Told: TypeAlias = FromKeeper | Gone
 
 _encode = msgspec.json.Encoder().encode

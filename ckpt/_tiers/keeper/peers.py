@@ -14,12 +14,12 @@ import anyio.abc
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Timeouts
 from ckpt._tiers.keeper.messages import (
-    Fetch,
-    Fetched,
+    FetchPart,
     Forget,
     FromKeeper,
     Listen,
     Listening,
+    PartFetched,
     Refused,
 )
 from ckpt._tiers.peers.fetch import fetch_part
@@ -43,7 +43,7 @@ class PeerParts:
         self._setup: Listen | None = None
         self._tasks: anyio.abc.TaskGroup | None = None
         # The fetches that are under way: a snapshot that is not wanted any more ends them.
-        self._fetches: dict[Fetch, anyio.CancelScope] = {}
+        self._fetches: dict[FetchPart, anyio.CancelScope] = {}
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
         """Do what `take` is told, until cancelled: the trainer has ended."""
@@ -55,14 +55,14 @@ class PeerParts:
         finally:
             self._tasks = None
 
-    async def take(self, message: Listen | Fetch | Forget) -> None:
+    async def take(self, message: Listen | FetchPart | Forget) -> None:
         """Begin what the trainer wants; what is to be forgotten is gone when this returns."""
         if isinstance(message, Forget):
             await self._forget(message)
         elif self._tasks is None:
             # The trainer has ended.
             return
-        elif isinstance(message, Fetch):
+        elif isinstance(message, FetchPart):
             self._tasks.start_soon(self._fetch, message)
         else:
             is_first = self._setup is None
@@ -111,7 +111,7 @@ class PeerParts:
             why = f"it cannot listen at {where}: {error.strerror or error}"
             self._tell(Listening(problem=why))
 
-    async def _fetch(self, wanted: Fetch) -> None:
+    async def _fetch(self, wanted: FetchPart) -> None:
         began = time.monotonic()
         nbytes, problem = 0, "the snapshot is not wanted any more"
         with anyio.CancelScope() as scope:
@@ -126,9 +126,9 @@ class PeerParts:
             finally:
                 del self._fetches[wanted]
         seconds = time.monotonic() - began
-        self._tell(Fetched(wanted.part, wanted.step, nbytes, seconds, problem))
+        self._tell(PartFetched(wanted.part, wanted.step, nbytes, seconds, problem))
 
-    async def _fetch_now(self, wanted: Fetch) -> int:
+    async def _fetch_now(self, wanted: FetchPart) -> int:
         if self._setup is None:
             raise StorageError("the keeper was not told the key of the job")
         own = self._own

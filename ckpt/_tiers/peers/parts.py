@@ -33,7 +33,7 @@ class Snapshot(Struct, frozen=True, order=True):
     save: str
 
 
-class HeldPart(Struct, frozen=True):
+class SnapshotPart(Struct, frozen=True):
     """What one process has saved of a snapshot, as some host has it.
 
     Attributes:
@@ -63,7 +63,7 @@ def snapshots_in(steps: Path) -> list[Snapshot]:
     return sorted(found, reverse=True)
 
 
-def part_places(folder: Path, process: int) -> Iterator[tuple[HeldPart, Path]]:
+def part_places(folder: Path, process: int) -> Iterator[tuple[SnapshotPart, Path]]:
     """Yield the parts in the folder of a process, and where each is. Blocks."""
     places = [(process, folder / STEPS)]
     with contextlib.suppress(FileNotFoundError):
@@ -73,7 +73,7 @@ def part_places(folder: Path, process: int) -> Iterator[tuple[HeldPart, Path]]:
         is_own = root.name == STEPS
         for each in snapshots_in(root):
             if each.save:
-                yield HeldPart(part, each.step, each.save, is_own), root / each.step_dir
+                yield SnapshotPart(part, each.step, each.save, is_own), root / each.step_dir
 
 
 def held_in(folder: Path, part: int) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from ckpt._tiers.peers.parts import HeldPart
+from ckpt._tiers.peers.parts import SnapshotPart
 
 
 class Inventory(Struct, frozen=True):
@@ -23,7 +23,7 @@ class Inventory(Struct, frozen=True):
     machine: str
     address: str
     problem: str = ""
-    parts: tuple[HeldPart, ...] = ()
+    parts: tuple[SnapshotPart, ...] = ()
 
 
 class Recovery(Struct, frozen=True):
