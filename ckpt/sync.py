@@ -361,6 +361,10 @@ class CheckpointManager(ManagerBase):
         """Compare a step with its manifest; see `ckpt.CheckpointManager.verify`."""
         return self._loop.call(self._service.reader.verify, step, deep, sample, seed, deadline)
 
+    def prefetch(self, step: SupportsIndex | None = None) -> StepInfo:
+        """Copy a step to the nearest `Tier`; see `ckpt.CheckpointManager.prefetch`."""
+        return self._loop.call(self._service.prefetch, step)
+
     def delete(self, step: SupportsIndex, *, item: str | None = None) -> None:
         """Delete a committed step, or one item; see `ckpt.CheckpointManager.delete`."""
         self._loop.call(self._service.delete, step, item)

@@ -7,6 +7,7 @@ from typing import Any, SupportsIndex
 from ckpt._api.base import ManagerBase
 from ckpt._api.faces.coroutines import awaited_methods
 from ckpt._api.trash import Trash
+from ckpt._commit import StepInfo
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._steps.pins import Pin
 from ckpt._steps.step_metadata import StepMetadata
@@ -146,6 +147,39 @@ class ManagedSteps(ManagerBase):
             ```
         """
         return await self._loop.run(self._service.reader.verify, step, deep, sample, seed, deadline)
+
+    async def prefetch(self, step: SupportsIndex | None = None) -> StepInfo:
+        """Copy a step from a farther place to the nearest `Tier`, so that reads of it are local.
+
+        The keeper copies it, compared with its digests, and it is visible there only when it is
+        whole. What is there already is read and compared; what is damaged there is replaced. The
+        step is pinned at its tier, as `prefetched`, so that the tier's `preservation` leaves it:
+        `unpin(step, "prefetched")` gives it back. It is not copied on from there.
+
+        Args:
+            step: The step; None for the latest.
+
+        Returns:
+            The step as it is at the tier.
+
+        Raises:
+            InvalidArgumentError: The manager has no `Tier`.
+            StepNotFoundError: There is no such step, or it is only in memory.
+            StepExistsError: Another save of the step is at the tier.
+            CorruptCheckpointError: The step is damaged in the farther places.
+            StorageError: A place refused, such as a full disk; nothing is left there.
+
+        Cancellation: the step may be copied all the same, without a pin.
+
+        Example:
+            ```python
+            disk = ckpt.tiers.Tier("nvme/run")
+            async with ckpt.CheckpointManager("runs/a", tiers=[disk]) as mgr:
+                info = await mgr.prefetch(100)
+                print(info.path)
+            ```
+        """
+        return await self._loop.run(self._service.prefetch, step)
 
     async def delete(self, step: SupportsIndex, *, item: str | None = None) -> None:
         """Delete a committed step. It disappears atomically, then its bytes are removed.

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, SupportsIndex
 
 from ckpt._arguments import check_step, number_of_seconds
-from ckpt._commit import Commit
+from ckpt._commit import Commit, StepInfo
 from ckpt._engine.engine import Engine
 from ckpt._runtime.loop import EngineLoop, Job
 from ckpt._settings import Timeouts
@@ -234,6 +234,10 @@ class RootService:
         """Refuse: without a tier in memory there is no place for snapshots."""
         raise no_memory(step)
 
+    async def prefetch(self, step: int | None) -> StepInfo:
+        """Refuse: without a tier on a storage there is no nearer place for steps."""
+        raise no_tier()
+
     async def idle(self) -> None:
         """Wait until every save that was started has ended, and the deletions after it."""
         await self.saves.idle()
@@ -258,6 +262,14 @@ class RootService:
     def close(self, timeout: float | None = None, *, failed: bool = False) -> bool:
         """Wait for the saves, and end the loop; see `SaveQueue.close`."""
         return self.saves.close(timeout)
+
+
+def no_tier() -> InvalidArgumentError:
+    """Return the error of a prefetch for which the manager has no place."""
+    return InvalidArgumentError(
+        "prefetch(): this manager has no nearer place to copy steps to. Make it with "
+        "tiers=[ckpt.tiers.Tier('/nvme/run')]; restore() reads from where the step is"
+    )
 
 
 def no_memory(step: SupportsIndex) -> InvalidArgumentError:

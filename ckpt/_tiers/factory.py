@@ -25,6 +25,7 @@ from ckpt._tiers.settings import SharedMemory, Tier
 from ckpt._tiers.shared_folder import SharedFolder, folder_of
 from ckpt._tiers.snapshot_peers import CopiedSteps, SnapshotPeers
 from ckpt._tiers.tier_drains import TierDrains
+from ckpt._tiers.tier_fetches import TierFetches
 from ckpt.coordination._base import Coordinator
 from ckpt.coordination._jobs import OwnDisks
 from ckpt.errors import InvalidArgumentError
@@ -148,7 +149,7 @@ def with_tiers(
             for number, tier in enumerate(tiers.near)
         ),
     )
-    parts: list[MemoryTier | TierDrains] = []
+    parts: list[MemoryTier | TierDrains | TierFetches] = []
 
     def told(message: Told) -> None:
         for part in parts:
@@ -171,12 +172,13 @@ def with_tiers(
             memory_settings, in_memory, folder, at_root, service.storage, keeper, peers
         )
         parts.append(memory)
-    drains = None
+    drains, fetches = None, None
     if near:
         pairs = list(zip(near, tiers.near, strict=True))
         drains = TierDrains(pairs, service, keeper)
-        parts.append(drains)
-    return TieredService(service, near, memory, drains, keeper, run.timeouts.exit)
+        fetches = TierFetches(near[0], keeper)
+        parts += [drains, fetches]
+    return TieredService(service, near, memory, drains, fetches, keeper, run.timeouts.exit)
 
 
 def _copied_steps(memory: SharedMemory, job: Coordinator) -> CopiedSteps | None:

@@ -130,6 +130,21 @@ class TieredReader:
         assert isinstance(found, StepMetadata)
         return replace(found, info=replace(found.info, tiers=where))
 
+    async def holders(self, step: int | None) -> tuple[int, list[int]]:
+        """Return a step, or the newest one, and the places that have it as it was saved last.
+
+        Returns:
+            The step, and how far from the end of all places those are, the nearest first: -1 is
+            the root.
+
+        Raises:
+            StepNotFoundError: There is no such step.
+        """
+        tiers, places = await self._places_of(step, whole=True)
+        same = await _saved_last(tiers, places)
+        found = [place.number - len(tiers) for place in places if same.get(place, False)]
+        return places[0].step, found
+
     async def verify(
         self,
         step: int | None,
@@ -415,20 +430,27 @@ async def _latest_first(tiers: Sequence[TierSteps], places: list[_Place]) -> lis
     """
     if len(places) < 2:
         return places
+    is_last = await _saved_last(tiers, places)
+    left = [place for place in places if is_last.get(place, False) or not place.lacks_files]
+    return sorted(left, key=lambda place: not is_last.get(place, False))
+
+
+async def _saved_last(
+    tiers: Sequence[TierSteps], places: Sequence[_Place]
+) -> Mapping[_Place, bool]:
+    """Return whether the places of a step have it as it was saved last, where that is known."""
     found: dict[_Place, Manifest] = {}
     for place in places:
         # What is wrong with it is said when it is read.
         with contextlib.suppress(CheckpointError):
             found[place] = await tiers[place.number].reader.manifest(place.step)
     if not found:
-        return [place for place in places if not place.lacks_files]
+        return {}
     last = max(found.values(), key=lambda manifest: manifest.created_ns)
-    is_last = {
+    return {
         place: await run_in_thread(holds_the_same, last, manifest)
         for place, manifest in found.items()
     }
-    left = [place for place in places if is_last.get(place, False) or not place.lacks_files]
-    return sorted(left, key=lambda place: not is_last.get(place, False))
 
 
 def _with_damaged(tiers: Sequence[TierSteps], places: Sequence[_Place]) -> list[_Place]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, SupportsIndex
 
 import anyio
@@ -25,12 +26,14 @@ from ckpt._steps.root import Root
 from ckpt._steps.saves.partial import OpenSave
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.saves.queue import SaveQueue
-from ckpt._steps.service import RootService, no_memory
+from ckpt._steps.service import RootService, no_memory, no_tier
 from ckpt._steps.unreadable import shortened
 from ckpt._tiers.keeper.client import KeeperClient
 from ckpt._tiers.memory import MemoryTier
 from ckpt._tiers.reader import TieredReader, TierSteps
 from ckpt._tiers.tier_drains import TierDrains
+from ckpt._tiers.tier_fetches import TierFetches
+from ckpt.errors import StepNotFoundError
 from ckpt.storage._base import Storage
 
 logger = logging.getLogger("ckpt")
@@ -52,6 +55,7 @@ class TieredService:
         near: Sequence[RootService],
         memory: MemoryTier | None,
         drains: TierDrains | None,
+        fetches: TierFetches | None,
         keeper: KeeperClient,
         exit_seconds: float,
     ) -> None:
@@ -62,12 +66,14 @@ class TieredService:
             near: Places on a storage, the nearest first.
             memory: Snapshots in memory.
             drains: Copies steps from place to place.
+            fetches: Copies steps back to the nearest place on a storage.
             keeper: Does so.
             exit_seconds: How long it may take in the end.
         """
         self._root = root
         self._memory = memory
         self._drains = drains
+        self._fetches = fetches
         self._keeper = keeper
         self._exit_seconds = exit_seconds
         self._saver = near[0] if near else root
@@ -188,6 +194,23 @@ class TieredService:
         if self._memory is None:
             raise no_memory(step)
         return self._memory.start(step, state, items, metrics, metadata)
+
+    async def prefetch(self, step: int | None) -> StepInfo:
+        """Have a step at the nearest place on a storage; see the managers."""
+        if self._fetches is None:
+            raise no_tier()
+        number, holders = await self.reader.holders(None if step is None else check_step(step))
+        # The nearest place on a storage is 0; memory is nearer.
+        places = [holder + len(self._services) for holder in holders]
+        if all(place < 0 for place in places):
+            raise StepNotFoundError(
+                "it is only a snapshot in memory, which is nearer than any tier: save() the step",
+                step=number,
+            )
+        await self._fetches.fetch(number, [place for place in places if place > 0])
+        near = (await self._saver.reader.metadata(number)).info
+        every = (await self.reader.metadata(number)).info
+        return replace(near, tiers=every.tiers)
 
     async def idle(self) -> None:
         """Wait until every save and every snapshot that was started has ended."""

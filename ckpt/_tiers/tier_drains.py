@@ -46,6 +46,7 @@ class TierDrains:
         self._services = [service for service, _ in tiers]
         self._settings = [tier for _, tier in tiers]
         self._targets = [*self._services[1:], root]
+        self._root = root
         self._keeper = keeper
         self._guard = threading.Lock()
         # By tier, steps that the keeper has been told of, and has not copied yet.
@@ -67,6 +68,9 @@ class TierDrains:
         for link, (service, target) in enumerate(zip(self._services, self._targets, strict=True)):
             self._previous[link] = await target.reader.saved_steps()
             left = await missing(service.storage, target.storage, None, service.root.names)
+            if left and target is not self._root:
+                # What was prefetched from the root is there, and is not copied to tiers between.
+                left = await missing(service.storage, self._root.storage, left, service.root.names)
             here = await service.root.index.refresh()
             new = {step: here[step] for step in sorted(left) if step in here}
             there = await target.root.index.refresh()

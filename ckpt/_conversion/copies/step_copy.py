@@ -59,6 +59,19 @@ class CopyProgress(Protocol):
         """Take an event of the save that writes a step anew."""
 
 
+class Uncounted:
+    """Takes the progress of a copy, and keeps nothing of it."""
+
+    def expect(self, nbytes: int) -> None:
+        """Do nothing."""
+
+    def move(self, nbytes: int) -> None:
+        """Do nothing."""
+
+    def __call__(self, event: Event) -> None:
+        """Do nothing."""
+
+
 Pace = Callable[[int], Awaitable[None]]
 """Waits until so many bytes more may be moved."""
 

@@ -22,6 +22,7 @@ from ckpt._tiers.keeper.messages import (
     Close,
     Closed,
     Closing,
+    Fetch,
     FetchPart,
     Flushed,
     Forget,
@@ -59,6 +60,7 @@ class Keeper:
     # what comes                       what it does
     # -------------------------------  ----------------------------------------------------------
     # `Step`                           copies it on, from its tier to the next place
+    # `Fetch`                          copies it to the nearest tier, from a farther place
     # `Saved`                          notes which snapshots need not be written any more
     # `Listen`, `FetchPart`, `Forget`  see `PeerParts`
     # the number of a signal           writes the last snapshot, while the trainer may be stuck
@@ -231,6 +233,8 @@ class Keeper:
             self._snapshots = self._setup.snapshots
         elif isinstance(message, Step):
             await self._links.add(message)
+        elif isinstance(message, Fetch):
+            self._links.fetch(message)
         elif isinstance(message, Listen | FetchPart | Forget):
             await self._peers.take(message)
         elif isinstance(message, Close):

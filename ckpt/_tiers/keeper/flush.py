@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ckpt._conversion.copies.place import CopyPlace, is_copy
 from ckpt._conversion.copies.selection import Selection, selected
-from ckpt._conversion.copies.step_copy import StepCopier
+from ckpt._conversion.copies.step_copy import StepCopier, Uncounted
 from ckpt._format.history import DroppedItem
 from ckpt._format.manifest import Manifest
 from ckpt._runtime.threads import run_in_thread
@@ -119,7 +119,7 @@ async def _write(source: CopyPlace, target: CopyPlace, hurry: Hurry) -> Flushed:
     has_part = found is not None and _is_part(manifest, found)
     whole = selected(manifest, ())
     assert whole is not None
-    copier = StepCopier(_Uncounted())
+    copier = StepCopier(Uncounted())
     try:
         part = None if has_part else _in_time(manifest, hurry)
         nbytes = 0
@@ -181,16 +181,3 @@ def items_in_time(sizes: dict[str, int], room: float, first: Sequence[str]) -> l
 
 def _size_of(manifest: Manifest, item: str) -> int:
     return sum(file.size for path, file in manifest.files.items() if path.partition("/")[0] == item)
-
-
-class _Uncounted:
-    """Takes the progress of a flush, and keeps nothing of it."""
-
-    def expect(self, nbytes: int) -> None:
-        """Do nothing."""
-
-    def move(self, nbytes: int) -> None:
-        """Do nothing."""
-
-    def __call__(self, event: object) -> None:
-        """Do nothing."""

@@ -7,9 +7,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
+import anyio
+from anyio.abc import TaskGroup
+
 from ckpt._tiers.drains.drain import Drained
 from ckpt._tiers.drains.drainer import Drainer, DrainRoute, draining
-from ckpt._tiers.keeper.messages import FromKeeper, Held, Link, Moved, Step, place_of_json
+from ckpt._tiers.keeper.fetches import Fetches
+from ckpt._tiers.keeper.messages import Fetch, FromKeeper, Held, Link, Moved, Step, place_of_json
 from ckpt.errors import StorageError
 from ckpt.storage._resolve import open_root
 
@@ -17,8 +21,12 @@ from ckpt.storage._resolve import open_root
 class Links:
     """Drains the steps of all tiers; made by `linked`. Used on the keeper's loop."""
 
-    def __init__(self, count: int, told: Callable[[FromKeeper], None]) -> None:
+    def __init__(
+        self, links: Sequence[Link], told: Callable[[FromKeeper], None], tasks: TaskGroup
+    ) -> None:
+        count = len(links)
         self._told = told
+        self._fetches = Fetches(links, tasks, told)
         self._drainers: list[Drainer] = []
         self._names = [_ToldNames() for _ in range(count)]
         # By tier, the newest step that is not wanted at the next place, unless in the end.
@@ -35,6 +43,10 @@ class Links:
         kept = self._unwanted[step.link]
         if kept is None or step.step > kept.step:
             self._unwanted[step.link] = step
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Copy a step back to the nearest tier, and tell what has become of it."""
+        self._fetches.start(fetch)
 
     async def _request(self, step: Step) -> None:
         self._requested[step.link].add(step.step)
@@ -72,8 +84,11 @@ class Links:
 @contextlib.asynccontextmanager
 async def linked(links: Sequence[Link], told: Callable[[FromKeeper], None]) -> AsyncIterator[Links]:
     """Drain steps for as long as the body runs; `told` hears what has become of them."""
-    found = Links(len(links), told)
     async with contextlib.AsyncExitStack() as stack:
+        tasks = await stack.enter_async_context(anyio.create_task_group())
+        # What is still being fetched in the end is given up: nothing of it can be seen.
+        stack.callback(tasks.cancel_scope.cancel)
+        found = Links(links, told, tasks)
         for number, link in enumerate(links):
             places = open_root(place_of_json(link.source)), open_root(place_of_json(link.target))
             drainer = await stack.enter_async_context(

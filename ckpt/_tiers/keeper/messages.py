@@ -277,6 +277,44 @@ class Moved(Struct, frozen=True, tag="moved"):
     problem: str = ""
 
 
+class Fetch(Struct, frozen=True, tag="fetch"):
+    """A step of a farther place is wanted at the nearest tier.
+
+    Attributes:
+        place: Number of the place; the nearest tier is 0, and has none.
+        step: The step.
+        step_dir: Its directory.
+    """
+
+    place: int
+    step: int
+    step_dir: str
+
+
+class Fetching(Struct, frozen=True, tag="fetching"):
+    """A step is being copied to the nearest tier; said every few seconds."""
+
+
+class Fetched(Struct, frozen=True, tag="fetched"):
+    """What has become of a step that was wanted at the nearest tier.
+
+    Attributes:
+        fetch: What was asked for.
+        outcome: As of a `CopiedStep`, or `refused` by a storage.
+        nbytes: Bytes that were copied.
+        seconds: How long that took.
+        problem: Why it is not there; empty if it is.
+        errno: The number of the error, if it was one of a system.
+    """
+
+    fetch: Fetch
+    outcome: str
+    nbytes: int = 0
+    seconds: float = 0.0
+    problem: str = ""
+    errno: int | None = None
+
+
 class Closed(Struct, frozen=True, tag="closed"):
     """All is done, or the time is over, and the keeper ends.
 
@@ -287,9 +325,18 @@ class Closed(Struct, frozen=True, tag="closed"):
     left: tuple[int, ...] = ()
 
 
-ToKeeper: TypeAlias = Setup | Claimed | Saved | Step | Close | Listen | FetchPart | Forget
+ToKeeper: TypeAlias = Setup | Claimed | Saved | Step | Fetch | Close | Listen | FetchPart | Forget
 FromKeeper: TypeAlias = (
-    Flushed | Held | Moved | Closing | Closed | Listening | PartFetched | Refused
+    Flushed
+    | Held
+    | Moved
+    | Fetching
+    | Fetched
+    | Closing
+    | Closed
+    | Listening
+    | PartFetched
+    | Refused
 )
 Told: TypeAlias = FromKeeper | Gone
 

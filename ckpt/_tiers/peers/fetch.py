@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ckpt._conversion.copies.place import CopyPlace, ReadPlace, is_copy
 from ckpt._conversion.copies.selection import selected
-from ckpt._conversion.copies.step_copy import StepCopier
-from ckpt._events import Event
+from ckpt._conversion.copies.step_copy import StepCopier, Uncounted
 from ckpt._format.manifest import Manifest
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tiers.peers.remote_part import Peer, opened_part
@@ -48,8 +47,7 @@ async def fetch_part(peer: Peer, key: str, wanted: Open, target: Storage, step_d
             return 0
         whole = selected(manifest, ())
         assert whole is not None
-        copied = _CopiedBytes()
-        copier = StepCopier(copied)
+        copier = StepCopier(Uncounted())
         try:
             return await copier.copy(
                 ReadPlace(remote, step_dir),
@@ -68,16 +66,3 @@ async def _found(target: Storage, step_dir: str) -> Manifest | None:
     except CheckpointError:
         # There is nothing, or it is damaged and replaced.
         return None
-
-
-class _CopiedBytes:
-    """Takes the progress of a fetch, and keeps nothing of it."""
-
-    def expect(self, nbytes: int) -> None:
-        """Do nothing."""
-
-    def move(self, nbytes: int) -> None:
-        """Do nothing."""
-
-    def __call__(self, event: Event) -> None:
-        """Do nothing."""
