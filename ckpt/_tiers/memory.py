@@ -67,7 +67,7 @@ class MemoryRoot(LocalStorage):
         # What was found; None while the folder is not ours.
         self.found: Found | None = None
         # The id of the run, once it is known.
-        self.run = ""
+        self.run: str = ""
 
     async def prepare(self) -> None:
         """Claim the folder, and make the root."""
