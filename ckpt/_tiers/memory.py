@@ -23,6 +23,7 @@ from ckpt._settings import Timeouts, host_memory_bytes
 from ckpt._steps.service import RootService
 from ckpt._tiers.keeper.client import KeeperClient
 from ckpt._tiers.keeper.messages import Claimed, Flushed, Saved, ToKeeper, Told
+from ckpt._tiers.peers.held import remove_held
 from ckpt._tiers.settings import SharedMemory
 from ckpt._tiers.shared_folder import Found, SharedFolder
 from ckpt._tiers.snapshot_peers import SnapshotPeers
@@ -152,9 +153,14 @@ class MemoryTier:
             )
         await run_in_thread(self._keeper.start)
         # One that runs already was greeted before.
-        self._keeper.tell(Claimed())
-        if self._peers is not None:
-            await self._peers.open(self._storage.run, self._root_storage.location)
+        self._keeper.tell(Claimed(self._folder.claim_id))
+        if self._peers is None:
+            # Copies that are not renewed would be found when the run has gone back behind them.
+            await remove_held(self._folder.path, lambda part, step: True)
+        else:
+            # If a part could not be fetched, the next start of the job may get at it.
+            if await self._peers.open(self._storage.run, self._root_storage.location):
+                await self._tidy()
         if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             # The kernel ignores it, and then the whole container is killed.
             logger.warning(
@@ -209,23 +215,40 @@ class MemoryTier:
         root, is_alone = self.service.root, self.service.root.processes.count == 1
         if await self.open():
             if self._peers is not None:
-                self._peers.forget(after=step - 1)
+                await self._peers.forget(after=step - 1)
             for other in await root.index.refresh():
                 if other > step or (other == step and not is_alone):
                     await root.retention.delete(other)
 
-    async def _copied(self, step: int) -> bool:
-        """Have a snapshot copied to peers, and tidy the memory before and after that."""
-        assert self._peers is not None
-        self._peers.committed(step)
-        await self.service.root.preserve(step)
-        await self._peers.copy(step)
-        return True
+    async def _tidy(self) -> None:
+        """Remove what a job that was killed has left in memory beside the snapshot to go on from.
 
-    def deleted(self, step: int) -> None:
+        No commit would remove what not all processes have, and with too many none is taken.
+        """
+        root = self.service.root
+        common = await self.service.reader.all_steps()
+        for step in await root.index.refresh():
+            if step not in common:
+                await root.retention.delete(step)
+        await root.preserve(max(common, default=0))
+
+    async def _copied(self, step: int) -> bool:
+        """Have a snapshot copied to peers, and tidy the memory before and after that.
+
+        Returns:
+            False: no more is to be tidied.
+        """
+        assert self._peers is not None
+        async with self._peers.in_turn(step):
+            await self.service.root.preserve(step)
+            await self._peers.copy(step)
+            await self.service.root.preserve(step)
+        return False
+
+    async def deleted(self, step: int) -> None:
         """Remove the copies of a snapshot that was deleted."""
         if self._peers is not None:
-            self._peers.forget(step)
+            await self._peers.forget(step)
 
     async def _no_room(self, nbytes: int) -> str | None:
         """Return why there is no room for a snapshot, or None."""
@@ -233,7 +256,8 @@ class MemoryTier:
         most, beside = 2, "the one before"
         if self._peers is not None:
             # Two are held for a peer, and this one comes to those that are there.
-            there = len(await self.service.root.index.refresh())
+            written = self.service.saves.joined
+            there = len({*await self.service.root.index.refresh(), *written})
             most, beside = max(there, 1) + 3, "the one before, and two of a peer,"
             if there >= _MOST_COPIED or (there > _USUAL and most * nbytes > budget):
                 return (
@@ -286,7 +310,7 @@ class MemoryTier:
         if self._storage.found is None:
             return []
         peers = [] if self._peers is None else self._peers.greeting()
-        return [Claimed(), self._saved, *peers]
+        return [Claimed(self._folder.claim_id), self._saved, *peers]
 
     @property
     def flushes(self) -> bool:

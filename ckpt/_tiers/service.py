@@ -291,7 +291,7 @@ class TieredService:
         for each in holders or [self._root]:
             await each.delete(step, item)
         if memory is not None and has_memory:
-            memory.deleted(step)
+            await memory.deleted(step)
             # If that was the newest one, snapshots of smaller steps are to be written again.
             memory.saved_already(await self._root.reader.latest_step())
 

@@ -23,6 +23,7 @@ import os
 import shutil
 import stat
 import time
+import uuid
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -58,13 +59,18 @@ class SharedFolder:
         """Own nothing yet."""
         self.path = path
         self._fd: int | None = None
-        # What its note says, of a folder that was abandoned.
+        # What its note says.
         self.note: dict[str, object] = {}
 
     @property
     def steps(self) -> Path:
         """The root of the snapshots."""
         return self.path / STEPS
+
+    @property
+    def claim_id(self) -> str:
+        """What tells this claim of the folder from others."""
+        return str(self.note.get("claim", ""))
 
     def claim(self, run: str, location: str, process: int = 0, count: int = 1) -> Found:
         """Own the folder; what is in it stays only if it is of the run called `run`.
@@ -85,6 +91,7 @@ class SharedFolder:
             "root": location[-_MOST_SHOWN:],
             "process": process,
             "count": count,
+            "claim": uuid.uuid4().hex,
         }
         ends = time.monotonic() + _PATIENCE_SECONDS
         while True:
@@ -127,7 +134,7 @@ class SharedFolder:
                 shutil.rmtree(each, ignore_errors=True)
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(note).encode(), 0)
-        self._fd = fd
+        self._fd, self.note = fd, note
         os.register_at_fork(after_in_child=_forgetting(weakref.ref(self)))
         if not has_steps:
             return "nothing"
@@ -162,6 +169,16 @@ class SharedFolder:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def claim_of(path: Path) -> object:
+    """Return what tells this claim of a folder from others; None where there is none."""
+    try:
+        fd = os.open(path / _OWNER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with open(fd, "rb"):
+        return _read(fd).get("claim")
 
 
 def take_abandoned(path: Path) -> SharedFolder | None:

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import json
 import logging
 import socket
 import threading
+import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,13 @@ from ckpt._tiers.keeper.messages import (
     Gone,
     Listen,
     Listening,
-    PartFetched,
+    PartDone,
     Refused,
     ToKeeper,
     Told,
 )
 from ckpt._tiers.peers.handshake import new_key
+from ckpt._tiers.peers.held import remove_held
 from ckpt._tiers.peers.parts import SnapshotPart, part_places
 from ckpt._tiers.peers.recovery import Inventory, Recovery, distance_between, recovery_of, why_not
 from ckpt._tiers.settings import LOOPBACK, PeerCopies
@@ -57,7 +59,8 @@ from ckpt.policies._context import SavedStep
 
 logger = logging.getLogger("ckpt")
 
-# A keeper that lives listens within milliseconds, and a peer has told its address before.
+# A keeper that lives listens within milliseconds, and says each second that it fetches; a peer has
+# told its address before.
 _ANSWER_SECONDS = 30.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -67,16 +70,14 @@ class CopiedSteps:
 
     Attributes:
         safe: The newest snapshot of which every part is on two hosts, or None.
-        under_way: The snapshot that is copied just now, or None.
     """
 
     def __init__(self) -> None:
         self.safe: int | None = None
-        self.under_way: int | None = None
 
     def keep(self, steps: Sequence[SavedStep], now: float) -> Collection[int]:
         """Return the steps to keep."""
-        wanted = {self.safe, self.under_way, *(each.step for each in steps[-1:])}
+        wanted = {self.safe, *(each.step for each in steps[-1:])}
         return [each.step for each in steps if each.step in wanted]
 
 
@@ -116,19 +117,27 @@ class SnapshotPeers:
         self._id, self._key, self._distance = "", "", 1
         self._folders: list[tuple[int, str]] = []
         self._guard = threading.Lock()
-        self._listening: Future[Listening] | None = None
-        self._fetches: dict[tuple[int, int], Future[PartFetched]] = {}
+        # Where the keeper that was greeted last listens, and the same once the others know it.
+        self._listening: Future[Listening] = Future()
+        self._published: Future[Listening] | None = None
+        self._numbers = itertools.count()
+        self._asked: dict[int, Future[PartDone]] = {}
+        self._heard_at = 0.0
         # Made on the engine's loop.
         self._turn: anyio.Lock | None = None
+        # The last snapshot that was committed.
         self._newest = -1
         self._said: set[str] = set()
 
-    async def open(self, run: str, location: str) -> None:
+    async def open(self, run: str, location: str) -> bool:
         """Find the newest snapshot of which all parts are somewhere, and fetch what is missing.
 
         Args:
             run: The id of the run.
             location: Its root.
+
+        Returns:
+            Whether all processes have their parts of it; true if there is none.
 
         Raises:
             CoordinationError: The processes cannot agree on it.
@@ -149,6 +158,7 @@ class SnapshotPeers:
             for _, folder in abandoned:
                 # What was in it is where it belongs by now.
                 await run_in_thread(folder.remove if is_done else folder.leave)
+        return is_done
 
     async def _recover(self, operation: Operation, parts: tuple[SnapshotPart, ...]) -> bool:
         """Agree with the others; tell whether all have their parts now."""
@@ -157,10 +167,11 @@ class SnapshotPeers:
         led = await operation.lead(None if index else json.dumps(chosen).encode())
         self._id, self._key = (str(json.loads(led)[name]) for name in ("id", "key"))
         async with beating(operation):
-            heard = await self._listen()
-            if not heard.problem:
-                await self._publish(heard)
-        own = Inventory(_machine(), self._settings.address, heard.problem, parts)
+            # One that is started now is told by that.
+            for message in self.greeting():
+                self._keeper.tell(message)
+            why = await self._ready()
+        own = Inventory(_machine(), self._settings.address, why, parts)
         agreed = await concluded(operation, msgspec.to_builtins(own), "inventories", self._plan)
         problem, self._distance = str(agreed["problem"]), int(agreed["distance"])
         recovery = msgspec.convert(agreed["recovery"], Recovery, strict=False)
@@ -185,6 +196,10 @@ class SnapshotPeers:
         if any(failures):
             return False
         self._steps.safe = recovery.step
+        # The host that was lost has held a part, too: another one may be lost before the next
+        # snapshot.
+        if not await self._hold(operation, recovery.step, recovery.save):
+            self._say(f"the snapshot of step {recovery.step} is not on peers")
         return True
 
     def _plan(self, every: Sequence[Any]) -> dict[str, Any]:
@@ -197,61 +212,71 @@ class SnapshotPeers:
             "recovery": msgspec.to_builtins(recovery_of(found), str_keys=True),
         }
 
-    async def _listen(self) -> Listening:
-        """Have the keeper listen; return where, or why it does not."""
+    async def _ready(self) -> str:
+        """Let the others know where the keeper of this process listens; return why it does not.
+
+        One that was killed is started again, and listens elsewhere.
+        """
+        await run_in_thread(self._keeper.start)
         with self._guard:
-            listening = self._listening = Future[Listening]()
-        for message in self.greeting():
-            self._keeper.tell(message)
+            listening = self._listening
         with anyio.move_on_after(_ANSWER_SECONDS):
             await settled(listening)
-            return listening.result()
-        return Listening(problem=f"its keeper does not answer within {_ANSWER_SECONDS:.0f} s")
-
-    async def _publish(self, heard: Listening) -> None:
-        """Let the others know where the keeper of this process listens."""
-        value = json.dumps([heard.host, heard.port]).encode()
-        await self._job.key_values().touch(self._address_key(self._processes.process), value)
+        if not listening.done():
+            await run_in_thread(self._keeper.end)
+            return _silent()
+        heard = listening.result()
+        if not heard.problem and self._published is not listening:
+            value = json.dumps([heard.host, heard.port]).encode()
+            await self._job.key_values().touch(self._address_key(self._processes.process), value)
+            self._published = listening
+        return heard.problem
 
     def _address_key(self, process: int) -> str:
         return f"ckpt/parts/{self._id}/{process}"
 
-    def committed(self, step: int) -> None:
-        """Note a snapshot that all processes have, before older ones are deleted for it."""
-        self._newest = max(self._newest, step)
+    @contextlib.asynccontextmanager
+    async def in_turn(self, step: int) -> AsyncIterator[None]:
+        """Run the body in the turn of a snapshot: in all processes in the order of the commits.
+
+        In another order on two processes, each would wait for the other.
+        """
+        self._newest = step
+        self._turn = self._turn or anyio.Lock()
+        async with self._turn:
+            yield
 
     async def copy(self, step: int) -> None:
-        """Have all parts of a snapshot copied, in turn; done when all are, or have failed.
+        """Have all parts of a snapshot copied, `in_turn`; done when all are, or have failed.
 
-        All processes call this in the order of the commits. Never raises.
+        Never raises.
         """
         if not self._is_on:
             return
-        self._turn = self._turn or anyio.Lock()
         try:
-            async with self._turn:
-                what = f"copying the snapshot of step {step} to peers"
-                async with self._processes.peers.all_of(f"copies-{step}", what) as operation:
-                    await self._round(operation, step)
+            what = f"copying the snapshot of step {step} to peers"
+            async with self._processes.peers.all_of(f"copies-{step}", what) as operation:
+                await self._round(operation, step)
         except CheckpointError as error:
             self._say(f"the snapshot of step {step} is not on peers: {error.message}")
-        finally:
-            self._steps.under_way = None
 
     async def _round(self, operation: Operation, step: int) -> None:
-        index, count = self._processes.process, self._processes.count
-        found = (await self._service.root.index.refresh()).get(step)
-        goes = None
-        if index == 0:
-            save = found.save if found is not None and step == self._newest else ""
-            # At once: a retention that runs meanwhile must leave it. What one keeps, all do.
-            self._steps.under_way = step if save else None
-            goes = json.dumps({"save": save}).encode()
-        save = str(json.loads(await operation.lead(goes))["save"])
+        async with beating(operation):
+            # Before any fetches from it.
+            if why := await self._ready():
+                self._say(f"peers cannot read from this process any more: {why}")
+            found = (await self._service.root.index.refresh()).get(step)
+        save = found.save if found is not None and step == self._newest else ""
+        save = str(await concluded(operation, save, "begin", lambda every: every[0]))
         if not save:
             # A newer one is there by now, and is next.
             return
-        self._steps.under_way = step
+        if await self._hold(operation, step, save):
+            self._steps.safe = step
+
+    async def _hold(self, operation: Operation, step: int, save: str) -> bool:
+        """Hold the part of another process, and nothing else, on all hosts; tell whether all do."""
+        index, count = self._processes.process, self._processes.count
         ward = (index - self._distance) % count
         async with beating(operation):
             failure = await self._fetch(ward, step, save, ward, is_own=False)
@@ -260,34 +285,23 @@ class SnapshotPeers:
                 f"the part of process {ward} of the snapshot of step {step} is not held here: "
                 f"{failure}"
             )
-        failures = await gathered(operation, failure, "copied")
-        if not any(failures):
-            before, self._steps.safe = self._steps.safe, step
-            if before is not None and before != step:
-                self.forget(before)
+        is_done = not any(await gathered(operation, failure, "copied"))
+        if is_done:
+            await self._forget(but=(ward, step))
+        return is_done
 
     async def _fetch(self, part: int, step: int, save: str, source: int, *, is_own: bool) -> str:
         """Have the keeper fetch a part; return why it could not, or an empty text."""
-        await run_in_thread(self._keeper.start)
         address = await self._job.key_values().wait(self._address_key(source), _ANSWER_SECONDS)
         if address is None:
             return f"process {source} has not said where it listens"
         host, port = json.loads(address)
-        done: Future[PartFetched] = Future()
-        with self._guard:
-            self._fetches[part, step] = done
-        try:
-            keep = () if self._steps.safe is None else (self._steps.safe,)
-            step_dir = self._service.root.names.name(step)
-            self._keeper.tell(
-                FetchPart(part, step, step_dir, save, source, host, port, is_own, keep)
-            )
-            # A keeper that was killed is heard of, and each of its own waits has a time limit.
-            await settled(done)
-        finally:
-            with self._guard:
-                self._fetches.pop((part, step), None)
-        fetched = done.result()
+        keep = () if self._steps.safe is None else (self._steps.safe,)
+        step_dir = self._service.root.names.name(step)
+        number = next(self._numbers)
+        fetched = await self._answer(
+            FetchPart(number, part, step, step_dir, save, source, host, port, is_own, keep)
+        )
         if not fetched.problem:
             logger.debug(
                 "fetched part %d of the snapshot of step %d: %s in %.2f s",
@@ -298,46 +312,82 @@ class SnapshotPeers:
             )
         return fetched.problem
 
-    def forget(self, *steps: int, after: int | None = None) -> None:
+    async def _answer(self, message: FetchPart | Forget) -> PartDone:
+        """Have the keeper do something; one that does not answer is ended."""
+        await run_in_thread(self._keeper.start)
+        done: Future[PartDone] = Future()
+        with self._guard:
+            self._asked[message.number] = done
+        try:
+            self._heard_at = time.monotonic()
+            self._keeper.tell(message)
+            while not done.done():
+                with anyio.move_on_after(_ANSWER_SECONDS):
+                    await settled(done)
+                if not done.done() and time.monotonic() - self._heard_at >= _ANSWER_SECONDS:
+                    await run_in_thread(self._keeper.end)
+                    return PartDone(message.number, problem=_silent())
+        finally:
+            with self._guard:
+                self._asked.pop(message.number, None)
+        return done.result()
+
+    async def forget(self, *steps: int, after: int | None = None) -> None:
         """Remove copies of snapshots that were deleted, or that the run has gone back behind."""
-        if self._is_on:
-            self._keeper.tell(Forget(steps, after))
+        if after is not None:
+            self._newest = min(self._newest, after)
+        safe = self._steps.safe
+        if safe is not None and (safe in steps or (after is not None and safe > after)):
+            self._steps.safe = None
+        await self._forget(steps, after)
+
+    async def _forget(
+        self,
+        steps: tuple[int, ...] = (),
+        after: int | None = None,
+        but: tuple[int, int] | None = None,
+    ) -> None:
+        message = Forget(next(self._numbers), steps, after, but)
+        if (await self._answer(message)).problem:
+            # There is no keeper that could do it, or that fetches any more.
+            try:
+                await remove_held(self._folder.path, message.means)
+            except CheckpointError as error:
+                self._say(f"copies for peers could not be removed: {error.message}")
 
     def greeting(self) -> list[ToKeeper]:
         """Return what a new keeper has to know."""
         if not self._key:
             return []
+        with self._guard:
+            self._listening = Future()
         settings = self._settings
         return [Listen(settings.address, settings.port, self._key, tuple(self._folders))]
 
     def heard(self, message: Told) -> None:
         """Take what the keeper says; called in a thread."""
+        self._heard_at = time.monotonic()
         if isinstance(message, Listening):
+            self._listens(message)
+        elif isinstance(message, PartDone):
             with self._guard:
-                listening, self._listening = self._listening, None
-            if listening is not None:
-                listening.set_result(message)
-            elif message.problem:
-                self._say(f"peers cannot read from this process any more: {message.problem}")
-            else:
-                # It was started again. The manager may be closing.
-                with contextlib.suppress(CheckpointError):
-                    self._service.loop.submit(partial(self._publish, message))
-        elif isinstance(message, PartFetched):
-            with self._guard:
-                done = self._fetches.pop((message.part, message.step), None)
+                done = self._asked.pop(message.number, None)
             if done is not None:
                 done.set_result(message)
         elif isinstance(message, Refused):
             self._say(f"a connection to its snapshots was refused: {message.problem}")
         elif isinstance(message, Gone):
+            self._listens(Listening(problem="its keeper has ended"))
             with self._guard:
-                fetches, self._fetches = self._fetches, {}
-                listening, self._listening = self._listening, None
-            for (part, step), done in fetches.items():
-                done.set_result(PartFetched(part, step, problem="the keeper was killed"))
-            if listening is not None:
-                listening.set_result(Listening(problem="its keeper has ended"))
+                asked, self._asked = self._asked, {}
+            for number, done in asked.items():
+                done.set_result(PartDone(number, problem="the keeper was killed"))
+
+    def _listens(self, message: Listening) -> None:
+        with self._guard:
+            if self._listening.done():
+                self._listening = Future()
+            self._listening.set_result(message)
 
     def _say(self, problem: str) -> None:
         """Say what is wrong; the same thing once."""
@@ -362,6 +412,10 @@ def _machine() -> str:
     with contextlib.suppress(OSError):
         return _BOOT_ID.read_text().strip()
     return socket.gethostname()
+
+
+def _silent() -> str:
+    return f"its keeper does not answer within {_ANSWER_SECONDS:.0f} s"
 
 
 def _is_loopback(address: str) -> bool:

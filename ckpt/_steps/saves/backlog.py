@@ -64,6 +64,11 @@ class Backlog:
         """Whether no save is under way."""
         return not self._queue
 
+    @property
+    def steps(self) -> list[int]:
+        """The steps of all saves that have joined, and have not left."""
+        return [slot.step for slot in self._queue]
+
     def refusal(self) -> str | None:
         """Return why a save that is called now is not made, or None if it is."""
         if self._policy != "skip" or not self._queue:

@@ -131,6 +131,11 @@ class SaveQueue:
         return [commit.step for commit in self.commits.under_way if commit.step is not None]
 
     @property
+    def joined(self) -> list[int]:
+        """The steps of those of them that are not refused any more."""
+        return [] if self._backlog is None else self._backlog.steps
+
+    @property
     def is_saving(self) -> bool:
         """Whether a save is under way."""
         return bool(self.commits.under_way)

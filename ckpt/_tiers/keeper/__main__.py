@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import sys
@@ -40,7 +41,7 @@ from ckpt._tiers.keeper.messages import (
 )
 from ckpt._tiers.keeper.peers import PeerParts
 from ckpt._tiers.keeper.priority import hurry
-from ckpt._tiers.shared_folder import take_abandoned
+from ckpt._tiers.shared_folder import claim_of, take_abandoned
 from ckpt.errors import CheckpointError
 from ckpt.storage._base import Storage
 from ckpt.storage._resolve import open_root
@@ -81,6 +82,7 @@ class Keeper:
         self._target: Storage = open_root(place_of_json(setup.root))
         # The snapshots, once the trainer owns them.
         self._snapshots: Snapshots | None = None
+        self._claim = ""
         self._newest = -1
         self._rate: float | None = None
         self._noticed_at: float | None = None
@@ -136,7 +138,7 @@ class Keeper:
         next_try = time.monotonic() + _LATER_SECONDS
         while time.monotonic() < ends:
             await anyio.sleep(_LOOK_SECONDS)
-            if await run_in_thread(_is_owned_again, folder):
+            if await run_in_thread(_is_owned_again, folder, self._claim):
                 return
             if is_left and time.monotonic() >= next_try:
                 # Of a store that was away for longer.
@@ -231,6 +233,7 @@ class Keeper:
             self._rate = message.bytes_per_second or self._rate
         elif isinstance(message, Claimed):
             self._snapshots = self._setup.snapshots
+            self._claim = message.claim
         elif isinstance(message, Step):
             await self._links.add(message)
         elif isinstance(message, Fetch):
@@ -301,11 +304,12 @@ async def _main(trainer: socket.socket, alarm: socket.socket) -> None:
         await keepers[0].run(rest)
 
 
-def _is_owned_again(folder: Path) -> bool:
+def _is_owned_again(folder: Path, claim: str) -> bool:
     """Tell whether a trainer has taken the folder over, or it is gone."""
     found = take_abandoned(folder)
     if found is None:
-        return True
+        # A job that looks for parts has the lock for a while, and may leave the folder as it is.
+        return claim_of(folder) != claim
     found.leave()
     return False
 
@@ -324,6 +328,10 @@ def _close_output() -> None:
 
 
 if __name__ == "__main__":
+    with contextlib.suppress(OSError, ValueError):
+        # A part that peers read is open, file by file.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     told, alarmed = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:3])
     alarmed.setblocking(False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -74,19 +74,26 @@ class KeeperClient:
         self._tap: SignalTap | None = None
         self._starts = 0
         self._ending = _Ending()
+        self._ending.has_begun.set()
+        self._ending.is_over.set()
 
     def start(self) -> None:
         """Start the keeper, unless it runs; a failure is said once. Blocks for milliseconds."""
         with self._guard:
             if self._process is not None and self._process.poll() is None:
                 return
-            if self._starts:
-                self._drop()
-                if self._starts <= _STARTS:
-                    logger.warning(
-                        "the process that copies steps behind this one was killed; it is %s",
-                        "started again" if self._starts < _STARTS else "not started any more",
-                    )
+            self._drop()
+            ending = self._ending
+        # What the one before has said is heard first: its end is not that of the next one.
+        ending.is_over.wait(_ANSWER_SECONDS)
+        with self._guard:
+            if self._process is not None and self._process.poll() is None:
+                return
+            if 0 < self._starts <= _STARTS:
+                logger.warning(
+                    "the process that copies steps behind this one was killed; it is %s",
+                    "started again" if self._starts < _STARTS else "not started any more",
+                )
             if self._starts >= _STARTS:
                 self._starts += 1
                 return
@@ -155,6 +162,13 @@ class KeeperClient:
                 return
             if sent < len(line):
                 self._process.kill()
+
+    def end(self) -> None:
+        """End a keeper that does not answer, so that the next step starts another."""
+        with self._guard:
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
 
     def tap_signals(self) -> None:
         """Let the keeper hear of signals at once; does so in the main thread only."""

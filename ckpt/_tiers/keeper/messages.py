@@ -75,7 +75,13 @@ class Setup(Struct, frozen=True, tag="setup"):
 
 
 class Claimed(Struct, frozen=True, tag="claimed"):
-    """The folder with the snapshots belongs to the trainer: before, what is in it is of others."""
+    """The folder with the snapshots belongs to the trainer: before, what is in it is of others.
+
+    Attributes:
+        claim: What tells this claim from those of others; see `claim_of`.
+    """
+
+    claim: str
 
 
 class Saved(Struct, frozen=True, tag="saved"):
@@ -137,6 +143,7 @@ class FetchPart(Struct, frozen=True, tag="fetch part"):
     """A part of a snapshot is to be copied from another host.
 
     Attributes:
+        number: Of this message; the answer, `PartDone`, has the same.
         part: Number of the process that has saved it.
         step: The snapshot.
         step_dir: Its directory.
@@ -148,6 +155,7 @@ class FetchPart(Struct, frozen=True, tag="fetch part"):
         keep: Of the parts that are held for it, the snapshots that stay.
     """
 
+    number: int
     part: int
     step: int
     step_dir: str
@@ -163,12 +171,24 @@ class Forget(Struct, frozen=True, tag="forget"):
     """Parts that are held for others are removed.
 
     Attributes:
-        steps: Of these snapshots.
-        after: And of greater ones than this; None for none.
+        number: As of `FetchPart`.
+        steps: Those of these snapshots.
+        after: And those of greater ones than this; None for none.
+        but: And all but this one, which is a process and a snapshot; None for none.
     """
 
+    number: int
     steps: tuple[int, ...] = ()
     after: int | None = None
+    but: tuple[int, int] | None = None
+
+    def means(self, part: int, step: int) -> bool:
+        """Tell whether a part is to be removed."""
+        return (
+            step in self.steps
+            or (self.after is not None and step > self.after)
+            or (self.but is not None and (part, step) != self.but)
+        )
 
 
 class Listening(Struct, frozen=True, tag="listening"):
@@ -185,19 +205,21 @@ class Listening(Struct, frozen=True, tag="listening"):
     problem: str = ""
 
 
-class PartFetched(Struct, frozen=True, tag="part fetched"):
-    """A part is here, or is not.
+class FetchingPart(Struct, frozen=True, tag="fetching part"):
+    """The keeper lives: it says so again and again for as long as a `FetchPart` is under way."""
+
+
+class PartDone(Struct, frozen=True, tag="part done"):
+    """What has become of a `FetchPart` or a `Forget`.
 
     Attributes:
-        part: Number of the process that has saved it.
-        step: The snapshot.
+        number: As of that message.
         nbytes: Bytes that were copied.
         seconds: How long that took.
-        problem: Why it is not here; empty if it is.
+        problem: Why it could not be done; empty if it is done.
     """
 
-    part: int
-    step: int
+    number: int
     nbytes: int = 0
     seconds: float = 0.0
     problem: str = ""
@@ -335,7 +357,8 @@ FromKeeper: TypeAlias = (
     | Closing
     | Closed
     | Listening
-    | PartFetched
+    | FetchingPart
+    | PartDone
     | Refused
 )
 Told: TypeAlias = FromKeeper | Gone

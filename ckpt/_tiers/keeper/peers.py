@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import anyio
 import anyio.abc
 
-from ckpt._runtime.threads import run_in_thread
-from ckpt._settings import Timeouts
 from ckpt._tiers.keeper.messages import (
+    FetchingPart,
     FetchPart,
     Forget,
     FromKeeper,
     Listen,
     Listening,
-    PartFetched,
+    PartDone,
     Refused,
 )
 from ckpt._tiers.peers.fetch import fetch_part
-from ckpt._tiers.peers.parts import HELD, STEPS, held_in, snapshots_in
+from ckpt._tiers.peers.held import remove_held, storage_of
+from ckpt._tiers.peers.parts import STEPS, held_in
 from ckpt._tiers.peers.remote_part import Peer
 from ckpt._tiers.peers.requests import Open
 from ckpt._tiers.peers.server import serving
 from ckpt.errors import CheckpointError, StorageError
-from ckpt.storage._local.storage import LocalStorage
 
-# Memory is read by its owner alone.
-_PRIVATE = 0o700
+# A trainer that hears nothing for longer takes its keeper for stopped.
+_BEAT_SECONDS = 1.0
 
 
 class PeerParts:
@@ -51,7 +48,10 @@ class PeerParts:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
                 task_status.started()
-                await anyio.sleep_forever()
+                while True:
+                    await anyio.sleep(_BEAT_SECONDS)
+                    if self._fetches:
+                        self._tell(FetchingPart())
         finally:
             self._tasks = None
 
@@ -72,10 +72,15 @@ class PeerParts:
 
     async def _forget(self, message: Forget) -> None:
         for fetch, scope in list(self._fetches.items()):
-            if not fetch.is_own and _is_forgotten(message, fetch.step):
+            if not fetch.is_own and message.means(fetch.part, fetch.step):
                 scope.cancel()
-        for held in await run_in_thread(self._held):
-            await self._remove(held, partial(_is_forgotten, message))
+        problem = ""
+        if self._setup is not None:
+            try:
+                await remove_held(self._own, message.means)
+            except CheckpointError as error:
+                problem = error.message
+        self._tell(PartDone(message.number, problem=problem))
 
     @property
     def _own(self) -> Path:
@@ -85,13 +90,6 @@ class PeerParts:
     def _folders(self) -> list[tuple[int, Path]]:
         setup = self._setup
         return [] if setup is None else [(part, Path(folder)) for part, folder in setup.folders]
-
-    def _held(self) -> list[Path]:
-        with contextlib.suppress(FileNotFoundError):
-            if self._setup is None:
-                return []
-            return list((self._own / HELD).iterdir())
-        return []
 
     async def _listen(self, setup: Listen) -> None:
         refused: set[str] = set()
@@ -126,7 +124,7 @@ class PeerParts:
             finally:
                 del self._fetches[wanted]
         seconds = time.monotonic() - began
-        self._tell(PartFetched(wanted.part, wanted.step, nbytes, seconds, problem))
+        self._tell(PartDone(wanted.number, nbytes, seconds, problem))
 
     async def _fetch_now(self, wanted: FetchPart) -> int:
         if self._setup is None:
@@ -135,22 +133,15 @@ class PeerParts:
         place = own / STEPS if wanted.is_own else held_in(own, wanted.part)
         if not wanted.is_own:
             # Before there is more: memory is short.
-            await self._remove(place, lambda step: step not in (*wanted.keep, wanted.step))
+            kept = {(wanted.part, step) for step in (*wanted.keep, wanted.step)}
+            await remove_held(
+                own, lambda part, step: part == wanted.part and (part, step) not in kept
+            )
         peer = Peer(wanted.process, wanted.host, wanted.port)
         return await fetch_part(
             peer,
             self._setup.key,
             Open(wanted.part, wanted.step, wanted.save),
-            LocalStorage(place, Timeouts(), mode=_PRIVATE),
+            storage_of(place),
             wanted.step_dir,
         )
-
-    async def _remove(self, place: Path, goes: Callable[[int], bool]) -> None:
-        storage = LocalStorage(place, Timeouts(), mode=_PRIVATE)
-        for each in await run_in_thread(snapshots_in, place):
-            if goes(each.step):
-                await storage.remove(each.step_dir)
-
-
-def _is_forgotten(message: Forget, step: int) -> bool:
-    return step in message.steps or (message.after is not None and step > message.after)

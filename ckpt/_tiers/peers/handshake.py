@@ -28,7 +28,9 @@ def new_nonce() -> str:
 
 def proof_of(key: str, role: Role, server_nonce: str, client_nonce: str) -> str:
     """Return what proves that one side of a connection knows the key."""
-    said = "\0".join(["ckpt parts 1", role, server_nonce, client_nonce])
+    # With the length of one, two texts cannot be cut anew where a client chooses its own.
+    length = str(len(server_nonce))
+    said = "\0".join(["ckpt parts 1", role, length, server_nonce, client_nonce])
     return hmac.new(bytes.fromhex(key), said.encode(), "sha256").hexdigest()
 
 

@@ -65,15 +65,19 @@ def snapshots_in(steps: Path) -> list[Snapshot]:
 
 def part_places(folder: Path, process: int) -> Iterator[tuple[SnapshotPart, Path]]:
     """Yield the parts in the folder of a process, and where each is. Blocks."""
-    places = [(process, folder / STEPS)]
-    with contextlib.suppress(FileNotFoundError):
-        found = sorted((folder / HELD).iterdir())
-        places += [(int(each.name), each) for each in found if each.name.isdecimal()]
-    for part, root in places:
+    for part, root in [(process, folder / STEPS), *held_by(folder)]:
         is_own = root.name == STEPS
         for each in snapshots_in(root):
             if each.save:
                 yield SnapshotPart(part, each.step, each.save, is_own), root / each.step_dir
+
+
+def held_by(folder: Path) -> Iterator[tuple[int, Path]]:
+    """Yield the processes of which a folder has parts, each with the root for them. Blocks."""
+    with contextlib.suppress(FileNotFoundError):
+        for each in sorted((folder / HELD).iterdir()):
+            if each.name.isdecimal():
+                yield int(each.name), each
 
 
 def held_in(folder: Path, part: int) -> Path:

@@ -80,13 +80,20 @@ def distance_between(machines: Sequence[str]) -> int:
     The least distance at which they are on two machines as often as possible.
     """
     count = len(machines)
-    most = max(Counter(machines).values(), default=1)
 
     def on_one(distance: int) -> int:
         return sum(machines[i] == machines[(i + distance) % count] for i in range(count))
 
-    # More than a machine has processes is never needed, where all of a machine are neighbours.
-    return min(range(1, min(most, count - 1) + 1), key=on_one, default=1)
+    best, fewest = 1, count
+    # Farther ones are as far as these, the other way round.
+    for distance in range(1, count // 2 + 1):
+        same = on_one(distance)
+        if same < fewest:
+            best, fewest = distance, same
+        if not same:
+            # Where all of a machine are neighbours, at as many as a machine has.
+            break
+    return best
 
 
 def why_not(processes: Sequence[Inventory], is_loopback: Sequence[bool]) -> str:

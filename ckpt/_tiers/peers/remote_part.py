@@ -11,6 +11,7 @@ from msgspec import Struct
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tiers.peers.handshake import is_proof, new_nonce, proof_of
 from ckpt._tiers.peers.requests import (
+    HELLO_SECONDS,
     MOST_FILES_BYTES,
     MOST_HELLO_BYTES,
     Answer,
@@ -105,7 +106,10 @@ async def opened_part(peer: Peer, key: str, wanted: Open) -> AsyncIterator[Remot
     """
     with _told_by(peer):
         async with connected(peer.host, peer.port) as wire:
-            await _introduce(wire, key)
+            with anyio.move_on_after(HELLO_SECONDS) as scope:
+                await _introduce(wire, key)
+            if scope.cancelled_caught:
+                raise WireError(f"does not answer within {HELLO_SECONDS:.0f} s")
             await wire.send(wanted)
             opened = await wire.receive(Opened, MOST_FILES_BYTES)
             if opened is None:

@@ -14,10 +14,14 @@ that it was told of, and no others.
 
 from __future__ import annotations
 
-from msgspec import Struct, field
+from typing import Annotated
+
+from msgspec import Meta, Struct, field
 
 # Of a message of which there is not yet a proof, and of any other one but the list of files.
 MOST_HELLO_BYTES, MOST_BYTES, MOST_FILES_BYTES = 1024, 1 << 16, 64 << 20
+# So long may the proofs take.
+HELLO_SECONDS = 10.0
 
 
 class Hello(Struct, frozen=True, tag="ckpt-parts-1"):
@@ -74,7 +78,7 @@ class Opened(Struct, frozen=True, tag="opened"):
         problem: Why there are none; empty if there are.
     """
 
-    files: dict[str, int] = field(default_factory=dict)
+    files: dict[str, Annotated[int, Meta(ge=0)]] = field(default_factory=dict)
     problem: str = ""
 
 

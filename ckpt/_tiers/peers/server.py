@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
+import ipaddress
 import os
 import socket
 import stat
@@ -17,6 +17,7 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._tiers.peers.handshake import is_proof, new_nonce, proof_of
 from ckpt._tiers.peers.parts import part_places
 from ckpt._tiers.peers.requests import (
+    HELLO_SECONDS,
     MOST_BYTES,
     MOST_HELLO_BYTES,
     Answer,
@@ -31,10 +32,7 @@ from ckpt._tiers.peers.wire import Wire, WireError
 _WAITING = 128
 # Of connections at a time: each peer has one, and what comes beyond has to come again.
 _MOST_CONNECTIONS = 64
-_HELLO_SECONDS = 10.0
 _PAUSE_SECONDS = 0.1
-# What is wrong with one connection, or passes.
-_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
 
 
 class PartServer:
@@ -67,35 +65,36 @@ class PartServer:
             except BlockingIOError:
                 await anyio.wait_readable(self._listener)
                 continue
-            except OSError as error:
-                if error.errno not in _PASSING:
-                    raise
+            except OSError:
+                # Of one connection that is gone already, or of descriptors that are short.
                 await anyio.sleep(_PAUSE_SECONDS)
                 continue
             if self._connections >= _MOST_CONNECTIONS:
                 connection.close()
                 continue
             self._connections += 1
-            tasks.start_soon(self._serve, Wire(connection), str(place[0]))
+            tasks.start_soon(self._serve, connection, str(place[0]))
 
-    async def _serve(self, wire: Wire, host: str) -> None:
+    async def _serve(self, connection: socket.socket, host: str) -> None:
         try:
-            with contextlib.closing(wire):
+            with contextlib.closing(connection):
+                wire = Wire(connection)
                 if await self._is_of_job(wire):
                     await self._answer(wire)
                 else:
                     self._refused(f"a program at {host} does not know the key of this job")
         except WireError as error:
             self._refused(f"a program at {host} {error}")
-        except OSError as error:
-            self._refused(f"a program at {host} was not served: {error}")
+        except Exception as error:
+            # Whatever is wrong with one connection, the others go on.
+            self._refused(f"a program at {host} was not served: {error!r:.200}")
         finally:
             self._connections -= 1
 
     async def _is_of_job(self, wire: Wire) -> bool:
         """Tell whether the other side has proved that it knows the key of the job."""
         nonce = new_nonce()
-        with anyio.move_on_after(_HELLO_SECONDS):
+        with anyio.move_on_after(HELLO_SECONDS):
             await wire.send(Hello(nonce))
             answer = await wire.receive(Answer, MOST_HELLO_BYTES)
             if answer is not None and is_proof(
@@ -110,20 +109,26 @@ class PartServer:
         if wanted is None:
             return
         files: dict[str, tuple[int, int]] = {}
+        part = f"part {wanted.part} of the snapshot of step {wanted.step}"
+        why = f"it has no {part} any more"
         # Open files stay as they are, also if the snapshot is deleted meanwhile.
         with contextlib.ExitStack() as stack:
             places = await run_in_thread(self._places_of, wanted)
             for place in places:
-                with contextlib.suppress(OSError):
+                try:
                     files = await run_in_thread(_opened, place, stack)
                     break
+                except FileNotFoundError:
+                    stack.close()
+                except OSError as error:
+                    stack.close()
+                    why = f"it cannot open its {part}: {error.strerror or error}"
             if not files:
-                why = f"it has no part {wanted.part} of the snapshot of step {wanted.step} any more"
                 await wire.send(Opened(problem=why))
                 return
             await wire.send(Opened({path: size for path, (_, size) in files.items()}))
             while (read := await wire.receive(Read, MOST_BYTES)) is not None:
-                fd, size = files.get(read.path, (-1, 0))
+                fd, size = files.get(read.path, (-1, -1))
                 if not 0 <= read.offset <= read.offset + read.nbytes <= size:
                     raise WireError(f"asked for bytes that are not there, of {read.path!r:.80}")
                 await wire.send_file(fd, read.offset, read.nbytes)
@@ -159,6 +164,12 @@ def _raise(error: OSError) -> None:
     raise error
 
 
+def _is_of_all(address: str) -> bool:
+    found = ipaddress.ip_address(address.partition("%")[0])
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return found.is_unspecified or (mapped is not None and mapped.is_unspecified)
+
+
 @contextlib.asynccontextmanager
 async def serving(
     address: str,
@@ -180,12 +191,17 @@ async def serving(
         The server.
 
     Raises:
-        OSError: It is not an address of this host, or the port is taken.
+        OSError: It is not one address of this host, or the port is taken.
 
     Cancellation: all connections are ended.
     """
-    found = await anyio.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    try:
+        found = await anyio.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except ValueError as error:
+        raise OSError(f"{address!r} is not an address") from error
     family, kind, protocol, _, place = found[0]
+    if _is_of_all(str(place[0])):
+        raise OSError("that stands for all addresses of this host; give one of them")
     with contextlib.closing(socket.socket(family, kind, protocol)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)

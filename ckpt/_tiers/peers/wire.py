@@ -96,7 +96,8 @@ class Wire:
             return None
         try:
             return msgspec.json.decode(line, type=kind)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            # Bytes that are no text, and lists in lists without end, are errors of other kinds.
             raise WireError(f"sent {line[:40]!r}, which is not of this protocol") from None
 
     async def _line(self, most: int) -> bytes | None:
@@ -104,7 +105,7 @@ class Wire:
         while (end := self._rest.find(b"\n", looked)) < 0:
             looked = len(self._rest)
             if looked > most:
-                raise WireError(f"sent {bytes(self._rest[:40])!r}, which is not of this protocol")
+                raise self._not_understood()
             piece = bytearray(_PIECE)
             count = await self._into(memoryview(piece))
             if not count:
@@ -112,9 +113,14 @@ class Wire:
                     raise WireError("has ended the connection")
                 return None
             self._rest += piece[:count]
+        if end > most:
+            raise self._not_understood()
         line = bytes(self._rest[:end])
         del self._rest[: end + 1]
         return line
+
+    def _not_understood(self) -> WireError:
+        return WireError(f"sent {bytes(self._rest[:40])!r}, which is not of this protocol")
 
     async def fill(self, target: memoryview) -> None:
         """Fill memory with the bytes that come.

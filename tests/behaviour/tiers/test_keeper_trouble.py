@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import ckpt.sync
 from ckpt._settings import Timeouts
 from ckpt._tiers.keeper import client
 from ckpt._tiers.keeper.flush import Hurry, flush
-from ckpt._tiers.keeper.messages import Saved
+from ckpt._tiers.keeper.messages import Saved, Setup, ToKeeper, Told, place_to_json
 from ckpt._tiers.keeper.priority import NICENESS
 from ckpt.errors import StorageError
 from ckpt.storage._local.storage import LocalStorage
@@ -256,3 +257,33 @@ with mgr:
     program.write_text(script)
     subprocess.run([sys.executable, program], env=environment({}), check=True)
     assert list(memory.iterdir()) == []
+
+
+def test_the_end_of_a_keeper_is_heard_before_the_next_one_is_greeted(tmp_path: Path) -> None:
+    """Else what was asked of the next one would be given up."""
+    heard: list[str] = []
+    may_end = threading.Event()
+
+    def told(message: Told) -> None:
+        may_end.wait(PATIENCE_S)
+        heard.append(type(message).__name__)
+
+    def greeting() -> list[ToKeeper]:
+        heard.append("greeted")
+        return []
+
+    setup = Setup(os.getpid(), place_to_json(str(tmp_path)), (), 1.0)
+    keeper = client.KeeperClient(setup, told, greeting)
+    keeper.start()
+    assert keeper._process is not None
+    keeper._process.kill()
+    keeper._process.wait()
+    timer = threading.Timer(0.1, may_end.set)
+    timer.start()
+    try:
+        keeper.start()
+        assert heard == ["greeted", "Gone", "greeted"]
+    finally:
+        timer.join()
+        keeper.close(flush=False, timeout=PATIENCE_S)
+        keeper.untap_signals()

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from ckpt._tiers.shared_folder import SharedFolder, take_abandoned
+from ckpt._tiers.keeper.__main__ import _is_owned_again
+from ckpt._tiers.shared_folder import SharedFolder, take_abandoned, take_abandoned_of
 from tests.support.snapshots import shared_memory
 
 
@@ -89,3 +90,37 @@ def test_a_root_with_a_long_name_is_known_again(memory: Path) -> None:
         json.loads((folder.path / "owner").read_bytes())
         (folder.steps / "1").mkdir(parents=True, exist_ok=True)
         folder.leave()
+
+
+def test_a_look_for_parts_is_no_new_owner(memory: Path) -> None:
+    """A keeper waits on: the job may leave the folder as it is, and then it is the keeper's."""
+    folder = SharedFolder(memory / "ours" / "key")
+    folder.claim("run", "root", 0, 2)
+    claim = folder.claim_id
+    folder.leave()
+    [(process, looking)] = take_abandoned_of(memory / "ours" / "other", "run", "root", 2)
+    assert process == 0
+    assert not _is_owned_again(folder.path, claim)
+    looking.leave()
+    assert not _is_owned_again(folder.path, claim)
+    # The same process, even, after `os.execv`.
+    new = SharedFolder(folder.path)
+    new.claim("run", "root", 0, 2)
+    assert _is_owned_again(folder.path, claim)
+    new.remove()
+    assert _is_owned_again(folder.path, claim)
+
+
+@pytest.mark.parametrize("other", ["run", "root", "count", "owned"])
+def test_folders_of_others_are_left_alone(other: str, memory: Path) -> None:
+    """Of another run, another root, a job of another size, or of a process that lives."""
+    theirs = SharedFolder(memory / "ours" / "key")
+    run, root = ("x" if other == each else each for each in ("run", "root"))
+    theirs.claim(run, root, 1, 3 if other == "count" else 2)
+    if other != "owned":
+        theirs.leave()
+    assert take_abandoned_of(memory / "ours" / "own", "run", "root", 2) == []
+    if other != "owned":
+        again = take_abandoned(theirs.path)
+        assert again is not None
+        again.leave()

@@ -5,15 +5,25 @@ The JSON is an object:
     hosts      the folder that is the memory of the host of each process
     snapshots  how many snapshots are taken
     first      their first step; None goes on from where `resume` does
+    steps      which steps instead, in their order; None in between stands `at("pause")`
+    all        whether all parts are on their peers before the next one is taken
+    no_peers   whether snapshots have no copies at all
     distance   as of `PeerCopies`
     addresses  likewise, of each process
     endpoints  of a store, one for each process; None for a root on a disk
     kind       of that store
     saves      whether the first step is saved to the root, too
-    then       `end`, `wait` to be killed, or `raise`
+    ports      as of `PeerCopies`, of each process
+    boot_ids   files that tell which machine each process is on
+    seconds    after how long a keeper that does not answer is ended
+    full       a process that can write nothing more after its first snapshot
+    delete     a step that is deleted in the end
+    then       `end`, `raise`, or `wait` to be killed
 
 It tells the step that `resume` has given, whether the state is that of this step, where that was
-found, and why snapshots were not taken.
+found, why snapshots were not taken, and the most snapshots that its host has had at a time: its
+own, and those that it holds. It prints `start STEP RIGHT`, `keeper PID`, and `held STEP` when that
+one is on all peers.
 """
 
 from __future__ import annotations
@@ -21,7 +31,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import sys
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,6 +44,7 @@ import jax.numpy as jnp
 import ckpt
 import ckpt.storage
 import ckpt.sync
+from ckpt._tiers import snapshot_peers
 from tests.support.parts_of_states import is_right, state_of
 from tests.support.real_jobs import at, tell
 
@@ -45,33 +60,77 @@ if given.get("endpoints"):
     S3: dict[str, Any] = {"region": "us-east-1", "credentials": "environment"}
     is_gcs = given["kind"] == "gcs"
     root = ckpt.storage.GCS(root) if is_gcs else ckpt.storage.S3(root, endpoint=endpoint, **S3)
-addresses = given.get("addresses") or ["127.0.0.1"] * jax.process_count()
-peers = ckpt.tiers.PeerCopies(address=addresses[index], distance=given.get("distance"))
-memory = ckpt.tiers.SharedMemory(directory=given["hosts"][index], peers=peers)
+host = Path(given["hosts"][index])
+if given.get("boot_ids"):
+    snapshot_peers._BOOT_ID = Path(given["boot_ids"][index])
+snapshot_peers._ANSWER_SECONDS = given.get("seconds", 30.0)
+most = {"own": 0, "held": 0}
+
+
+def look() -> None:
+    """Note how many snapshots are in memory."""
+    while True:
+        for name, pattern in (("own", "ckpt-*/*/steps/*"), ("held", "ckpt-*/*/held/*/*")):
+            there = [each.name for each in host.glob(pattern) if each.name.isdecimal()]
+            most[name] = max(most[name], len(there))
+        time.sleep(0.002)
+
+
+def say(*what: object) -> None:
+    os.write(1, (" ".join(map(str, what)) + "\n").encode())
+
+
+threading.Thread(target=look, daemon=True).start()
+count = jax.process_count()
+peers = ckpt.tiers.PeerCopies(
+    address=(given.get("addresses") or ["127.0.0.1"] * count)[index],
+    port=(given.get("ports") or [0] * count)[index],
+    distance=given.get("distance"),
+)
+memory = ckpt.tiers.SharedMemory(
+    directory=str(host), peers=None if given.get("no_peers") else peers
+)
 limits = ckpt.Timeouts(coordination=30.0)
 with ckpt.sync.CheckpointManager(root, tiers=[memory], timeouts=limits) as mgr:
     start, state = mgr.resume(lambda: state_of(0), like=state_of(0))
     found = mgr.latest_step()
     places = [] if found is None else list(mgr.metadata(found).info.tiers)
     right = start == 0 or is_right(state, start - 1)
+    say("start", start, right)
+    say("keeper", mgr._service._keeper._process.pid)  # type: ignore[union-attr]
     first = start if given.get("first") is None else given["first"]
-    skipped = []
+    commits = []
     if given.get("saves"):
         mgr.save(first, state_of(first)).result()
         first += 1
-    for step in range(first, first + given["snapshots"]):
-        commit = mgr.snapshot(step, state_of(step))
-        if commit:
-            commit.result()
-        else:
-            skipped.append(commit.skipped)
-        if given.get("all", True):
-            # All parts are on their peers then.
-            mgr.wait_until_finished()
+    for step in given.get("steps") or range(first, first + given["snapshots"]):
+        if step is None:
+            at("pause")
+            continue
+        commits.append(mgr.snapshot(step, state_of(step)))
+        if not given.get("all", True):
+            # The next one is taken at once.
+            continue
+        mgr.wait_until_finished()
+        if given.get("full") == index:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
+        if commits[-1]:
+            say("held", step)
+    mgr.wait_until_finished()
     if given.get("delete") is not None:
         mgr.delete(given["delete"])
+    skipped = [commit.skipped for commit in commits if not commit]
     steps = mgr.all_steps()
-    tell({"start": start, "right": right, "places": places, "steps": steps, "skipped": skipped})
+    tell(
+        {
+            "start": start,
+            "right": right,
+            "places": places,
+            "steps": steps,
+            "skipped": skipped,
+            "most": most,
+        }
+    )
     if given["then"] == "wait":
         at("the end")
     if given["then"] == "raise":

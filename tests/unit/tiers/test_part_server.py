@@ -1,0 +1,357 @@
+"""A host shows its parts of snapshots to those who know the key of the job, and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from ckpt._runtime.loop import call_once
+from ckpt._tiers.peers import server, wire
+from ckpt._tiers.peers.handshake import new_key, new_nonce, proof_of
+from ckpt._tiers.peers.requests import Answer, Hello, Open, Opened, Read
+from ckpt._tiers.peers.server import PartServer, serving
+from tests.support.served_parts import ADDRESS, SAVE, Host, Raw
+
+PART = Open(1, 5, SAVE)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path / "host")
+
+
+def test_who_knows_the_key_reads_every_byte_of_every_file(host: Host) -> None:
+    step = host.take(5)
+    (step / "empty").touch()
+    (step / "below/it").mkdir(parents=True)
+    (step / "below/it/two").write_bytes(b"12345")
+
+    async def body(served: PartServer) -> None:
+        async with Raw.to(served.address) as raw:
+            files = (await (await raw.introduced(host.key)).opened(PART)).files
+            wanted = {
+                each.relative_to(step).as_posix(): each.read_bytes()
+                for each in step.rglob("*")
+                if each.is_file()
+            }
+            assert files == {path: len(data) for path, data in wanted.items()}
+            for path, data in wanted.items():
+                await raw.send(Read(path, 0, len(data)))
+                assert await raw.exactly(len(data)) == data
+            await raw.send(Read("below/it/two", 1, 3))
+            assert await raw.exactly(3) == b"234"
+        assert host.refused == []
+
+    host.run(body)
+
+
+@pytest.mark.parametrize("problem", ["key", "role", "nonce", "replayed", "nothing"])
+def test_who_does_not_prove_the_key_hears_nothing(problem: str, host: Host) -> None:
+    host.take(5)
+    heard: list[Answer] = []
+
+    async def body(served: PartServer) -> None:
+        async with Raw.to(served.address) as raw:
+            hello = msgspec.json.decode(await raw.line(), type=Hello)
+            nonce = new_nonce()
+            heard.append(Answer(nonce, proof_of(host.key, "client", hello.nonce, nonce)))
+            await raw.send(heard[0])
+            # Somebody listens on the way.
+            assert b"welcome" in await raw.line()
+        async with Raw.to(served.address) as raw:
+            hello = msgspec.json.decode(await raw.line(), type=Hello)
+            await raw.send(
+                {
+                    "key": Answer(nonce, proof_of(new_key(), "client", hello.nonce, nonce)),
+                    "role": Answer(nonce, proof_of(host.key, "server", hello.nonce, nonce)),
+                    "nonce": Answer(nonce, proof_of(host.key, "client", hello.nonce, hello.nonce)),
+                    "replayed": heard[0],
+                    "nothing": Answer("", ""),
+                }[problem]
+            )
+            await raw.send(PART)
+            assert await raw.is_over()
+        await host.says(f"a program at {ADDRESS} does not know the key of this job")
+
+    host.run(body)
+
+
+GARBAGE = {
+    "text": b"GET / HTTP/1.1\r\n\r\n",
+    "not text": b"\xff\xfe\x80\n",
+    "not text in a message": b'{"type":"answer","nonce":"\xff","proof":""}\n',
+    "half a pair": b'{"type":"answer","nonce":"\\ud800","proof":""}\n',
+    "deep": b'{"type":"answer","x":' + b"[" * 50_000 + b"\n",
+    "another message": b'{"type":"welcome","proof":""}\n',
+    "a number": b"7\n",
+    "an empty line": b"\n",
+    "a long line": b'{"type":"answer","nonce":"' + b"a" * 200_000 + b'","proof":""}\n',
+    "a line without end": b"a" * 200_000,
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+@pytest.mark.parametrize("when", ["before", "after", "reading"])
+def test_garbage_ends_its_connection_alone(name: str, when: str, host: Host) -> None:
+    """It is named with where it comes from, and the next one is served."""
+    host.take(5)
+
+    async def body(served: PartServer) -> None:
+        async with Raw.to(served.address) as raw:
+            if when == "before":
+                await raw.line()
+            else:
+                await raw.introduced(host.key)
+                if when == "reading":
+                    await raw.opened(PART)
+            await raw.send(GARBAGE[name])
+            assert await raw.is_over()
+        await host.says(f"a program at {ADDRESS} sent")
+        assert "of this protocol" in host.refused[0]
+        assert host.key not in str(host.refused)
+        assert len(host.refused[0]) < 300
+        async with Raw.to(served.address) as raw:
+            assert (await (await raw.introduced(host.key)).opened(PART)).files
+
+    host.run(body)
+
+
+def test_a_line_that_is_longer_than_an_answer_is_refused(host: Host) -> None:
+    """Also where it comes in one piece, end and all."""
+
+    async def body(served: PartServer) -> None:
+        async with Raw.to(served.address) as raw:
+            hello = msgspec.json.decode(await raw.line(), type=Hello)
+            nonce = "0" * 2000
+            await raw.send(Answer(nonce, proof_of(host.key, "client", hello.nonce, nonce)))
+            assert await raw.is_over()
+        await host.says("of this protocol")
+
+    host.run(body)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_client_that_says_nothing_is_given_up(
+    when: str, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HELLO_SECONDS", 0.05)
+    monkeypatch.setattr(wire, "SILENCE_SECONDS", 0.05)
+
+    async def body(served: PartServer) -> None:
+        async with Raw.to(served.address) as raw:
+            if when == "before":
+                await raw.line()
+            else:
+                await raw.introduced(host.key)
+            assert await raw.is_over()
+        await host.says("")
+
+    host.run(body)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        Read("../../owner", 0, 1),
+        Read("/etc/passwd", 0, 1),
+        Read("./ckpt.json", 0, 1),
+        Read("sub/../ckpt.json", 0, 1),
+        Read("link", 0, 1),
+        Read("missing", 0, 1),
+        Read("missing", 0, 0),
+        Read("ckpt.json", -1, 1),
+        Read("ckpt.json", 0, -1),
+        Read("ckpt.json", 5, -3),
+        Read("ckpt.json", 0, 1 << 40),
+        Read("ckpt.json", 1 << 40, 1),
+        Read("ckpt.json", 1 << 90, 1 << 90),
+        Read("ckpt.json", (1 << 63) - 1, 1),
+    ],
+    ids=str,
+)
+def test_only_bytes_of_the_told_files_can_be_read(read: Read, host: Host) -> None:
+    step = host.take(5)
+    (host.folder / "owner").write_text("secret")
+    (step / "link").symlink_to(host.folder / "owner")
+
+    async def body(served: PartServer) -> None:
+        async with Raw.to(served.address) as raw:
+            opened = await (await raw.introduced(host.key)).opened(PART)
+            assert "link" not in opened.files
+            await raw.send(read)
+            assert await raw.is_over()
+        await host.says(f"a program at {ADDRESS} asked for bytes that are not there")
+
+    host.run(body)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [Open(1, 6, SAVE), Open(1, 5, "other"), Open(0, 5, SAVE), Open(-1, 5, SAVE), Open(1, 5, "")],
+    ids=str,
+)
+def test_what_is_not_there_is_said_to_be_missing(wanted: Open, host: Host) -> None:
+    host.take(5)
+
+    async def body(served: PartServer) -> None:
+        async with Raw.to(served.address) as raw:
+            opened = await (await raw.introduced(host.key)).opened(wanted)
+            assert opened.files == {}
+            assert f"no part {wanted.part} of the snapshot of step {wanted.step}" in opened.problem
+
+    host.run(body)
+
+
+def test_more_connections_than_allowed_are_ended(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those that are there go on; when one ends there is room again."""
+    host.take(5)
+    monkeypatch.setattr(server, "_MOST_CONNECTIONS", 2)
+
+    async def body(served: PartServer) -> None:
+        async with Raw.to(served.address) as first:
+            await first.introduced(host.key)
+            async with Raw.to(served.address) as second:
+                await second.introduced(host.key)
+                async with Raw.to(served.address) as third:
+                    assert await third.is_over()
+            assert (await first.opened(PART)).files
+            # The server hears of the end a little later.
+            while True:
+                async with Raw.to(served.address) as again:
+                    if await again.line():
+                        break
+
+    host.run(body)
+
+
+def test_a_step_that_is_deleted_stays_for_those_who_read_it(host: Host) -> None:
+    step = host.take(5)
+    data = (step / "ckpt.json").read_bytes()
+
+    async def body(served: PartServer) -> None:
+        async with Raw.to(served.address) as raw:
+            await (await raw.introduced(host.key)).opened(PART)
+            shutil.rmtree(step)
+            await raw.send(Read("ckpt.json", 0, len(data)))
+            assert await raw.exactly(len(data)) == data
+        async with Raw.to(served.address) as raw:
+            assert (await (await raw.introduced(host.key)).opened(PART)).problem
+
+    host.run(body)
+
+
+def test_a_file_that_shrinks_ends_the_connection(host: Host) -> None:
+    step = host.take(5)
+
+    async def body(served: PartServer) -> None:
+        async with Raw.to(served.address) as raw:
+            size = (await (await raw.introduced(host.key)).opened(PART)).files["ckpt.json"]
+            os.truncate(step / "ckpt.json", size - 1)
+            await raw.send(Read("ckpt.json", 0, size))
+            assert len(await raw.exactly(size)) == size - 1
+            assert await raw.is_over()
+        await host.says("the file is shorter than it was")
+
+    host.run(body)
+
+
+def test_more_files_than_can_be_open_are_an_error(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not say that the part is not there, and keeps none of them open."""
+    step = host.take(5)
+    for number in range(50):
+        (step / f"{number}").touch()
+    real_open, most = os.open, 20
+
+    def open_few(path: Any, *args: Any, **options: Any) -> int:
+        nonlocal most
+        if str(path).startswith(f"{step}/"):
+            most -= 1
+            if most < 0:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real_open(path, *args, **options)
+
+    async def body(served: PartServer) -> None:
+        async with Raw.to(served.address) as raw:
+            await raw.introduced(host.key)
+            before = len(os.listdir("/proc/self/fd"))
+            monkeypatch.setattr(os, "open", open_few)
+            opened = await raw.opened(PART)
+            assert "Too many open files" in opened.problem
+            assert opened.files == {}
+            assert len(os.listdir("/proc/self/fd")) <= before
+
+    host.run(body)
+
+
+def test_a_connection_leaves_no_descriptor(host: Host) -> None:
+    host.take(5)
+
+    async def body(served: PartServer) -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            async with Raw.to(served.address) as raw:
+                await (await raw.introduced(host.key)).opened(PART)
+        with anyio.fail_after(10):
+            while len(os.listdir("/proc/self/fd")) > before:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+
+    host.run(body)
+
+
+@pytest.mark.parametrize("address", ["0", "0.0.0.0", "::", "::0", "::ffff:0.0.0.0"])
+def test_all_addresses_are_never_listened_at(address: str) -> None:
+    async def main() -> None:
+        async with serving(address, 0, new_key(), list, print):
+            pass
+
+    with pytest.raises(OSError, match="all addresses"):
+        call_once(main)
+
+
+def test_no_other_address_is_listened_at(host: Host) -> None:
+    async def body(served: PartServer) -> None:
+        with socket.socket() as other:
+            assert other.connect_ex(("127.0.0.2", served.address[1])) == errno.ECONNREFUSED
+
+    host.run(body)
+
+
+@pytest.mark.parametrize("address", ["203.0.113.7", "no-such-host.invalid", "\ud800"])
+def test_an_address_of_another_host(address: str) -> None:
+    async def main() -> None:
+        async with serving(address, 0, new_key(), list, print):
+            pass
+
+    with pytest.raises(OSError, match=r"."):
+        call_once(main)
+
+
+def test_the_end_of_the_server_ends_its_connections(host: Host) -> None:
+    host.take(5)
+
+    async def main() -> None:
+        async with host.serving() as served:
+            raw = await anyio.connect_tcp(*served.address)
+            end = Raw(raw)
+            assert (await (await end.introduced(host.key)).opened(PART)).files
+        async with raw:
+            assert await end.is_over()
+
+    call_once(main)
+
+
+def test_opened_has_no_negative_sizes() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(b'{"type":"opened","files":{"a":-1}}', type=Opened)
