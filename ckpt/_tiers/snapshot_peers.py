@@ -44,7 +44,7 @@ from ckpt._tiers.keeper.messages import (
     Told,
 )
 from ckpt._tiers.peers.handshake import new_key
-from ckpt._tiers.peers.held import remove_held
+from ckpt._tiers.peers.held import has_held, remove_held
 from ckpt._tiers.peers.parts import SnapshotPart, part_places
 from ckpt._tiers.peers.recovery import Inventory, Recovery, distance_between, recovery_of, why_not
 from ckpt._tiers.settings import LOOPBACK, PeerCopies
@@ -122,6 +122,8 @@ class SnapshotPeers:
         self._published: Future[Listening] | None = None
         self._numbers = itertools.count()
         self._asked: dict[int, Future[PartDone]] = {}
+        # Also where this process does not wait for them any more.
+        self._fetches: dict[int, FetchPart] = {}
         self._heard_at = 0.0
         # Made on the engine's loop.
         self._turn: anyio.Lock | None = None
@@ -318,6 +320,8 @@ class SnapshotPeers:
         done: Future[PartDone] = Future()
         with self._guard:
             self._asked[message.number] = done
+            if isinstance(message, FetchPart):
+                self._fetches[message.number] = message
         try:
             self._heard_at = time.monotonic()
             self._keeper.tell(message)
@@ -348,6 +352,13 @@ class SnapshotPeers:
         but: tuple[int, int] | None = None,
     ) -> None:
         message = Forget(next(self._numbers), steps, after, but)
+        with self._guard:
+            fetches = [each for each in self._fetches.values() if not each.is_own]
+        if not any(message.means(each.part, each.step) for each in fetches) and not (
+            await run_in_thread(has_held, self._folder.path, message.means)
+        ):
+            # As a rule: a keeper that is busy, or stopped, does not hold up the next snapshot.
+            return
         if (await self._answer(message)).problem:
             # There is no keeper that could do it, or that fetches any more.
             try:
@@ -371,6 +382,7 @@ class SnapshotPeers:
             self._listens(message)
         elif isinstance(message, PartDone):
             with self._guard:
+                self._fetches.pop(message.number, None)
                 done = self._asked.pop(message.number, None)
             if done is not None:
                 done.set_result(message)
@@ -379,6 +391,7 @@ class SnapshotPeers:
         elif isinstance(message, Gone):
             self._listens(Listening(problem="its keeper has ended"))
             with self._guard:
+                self._fetches.clear()
                 asked, self._asked = self._asked, {}
             for number, done in asked.items():
                 done.set_result(PartDone(number, problem="the keeper was killed"))

@@ -310,7 +310,7 @@ def test_snapshots_that_are_faster_than_copies_stay_within_bounds(
 ) -> None:
     """Those that are not taken say why; and when copies go on, so do they."""
     root, hosts = tmp_path / "run", Hosts(memory, 3)
-    with running(root, hosts, steps=[0, None, *range(1, 9), None, 20], all=False) as job:
+    with running(root, hosts, steps=[0, None, *range(1, 9), None, 20], wait_for="nothing") as job:
         paused(job)
         keeper = keeper_of(job[1])
         os.kill(keeper, signal.SIGSTOP)
@@ -325,6 +325,30 @@ def test_snapshots_that_are_faster_than_copies_stay_within_bounds(
         assert each.value["skipped"]
         assert all("take snapshots less often" in why for why in each.value["skipped"])
     assert len({str(each.value["steps"]) for each in results}) == 1
+
+
+def test_what_a_killed_job_has_left_does_not_keep_the_next_one_from_snapshots(
+    tmp_path: Path, memory: Path
+) -> None:
+    """Each host has as many as there may be."""
+    root, hosts = tmp_path / "run", Hosts(memory, 3)
+    with running(root, hosts, steps=[0, "wait", None, 1, 2, 3], wait_for="commits") as job:
+        paused(job)
+        keepers = [keeper_of(child) for child in job.children]
+        os.kill(keepers[1], signal.SIGSTOP)
+        go_on(job)
+        for child in job.children:
+            wait_for_line(child, "saved 3")
+        assert hosts.own(0) == [0, 1, 2, 3]
+        for child in job.children:
+            child.kill()
+        for keeper in keepers:
+            os.kill(keeper, signal.SIGKILL)
+    results = killed(root, hosts, 2)
+    assert starts(results) == {(4, True)}
+    assert [each.value["skipped"] for each in results] == [[]] * 3
+    assert hosts.own(0) == [5]
+    assert hosts.held() == {0: [(2, 5)], 1: [(0, 5)], 2: [(1, 5)]}
 
 
 def test_a_process_that_fails_leaves_its_part_in_memory(tmp_path: Path, memory: Path) -> None:

@@ -44,6 +44,11 @@ class Hosts:
         path.unlink()
         path.write_bytes(data)
 
+    def own(self, number: int) -> list[int]:
+        """Return the snapshots that a process has of its own."""
+        found = self.folders[number].glob("ckpt-*/*/steps/*")
+        return sorted(int(each.name) for each in found if each.name.isdecimal())
+
     def held(self) -> dict[int, list[tuple[int, int]]]:
         """Return, by host, the parts of others that it holds: process and step."""
         return {

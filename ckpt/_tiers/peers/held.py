@@ -19,6 +19,13 @@ def storage_of(place: Path) -> LocalStorage:
     return LocalStorage(place, Timeouts(), mode=PRIVATE)
 
 
+def has_held(folder: Path, goes: Callable[[int, int], bool]) -> bool:
+    """Tell whether `remove_held` would remove anything. Blocks."""
+    return any(
+        goes(part, each.step) for part, root in held_by(folder) for each in snapshots_in(root)
+    )
+
+
 async def remove_held(folder: Path, goes: Callable[[int, int], bool]) -> None:
     """Remove parts that are held in a folder: those whose process and step `goes` tells.
 

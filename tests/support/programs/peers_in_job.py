@@ -5,8 +5,9 @@ The JSON is an object:
     hosts      the folder that is the memory of the host of each process
     snapshots  how many snapshots are taken
     first      their first step; None goes on from where `resume` does
-    steps      which steps instead, in their order; None in between stands `at("pause")`
-    all        whether all parts are on their peers before the next one is taken
+    steps      which steps instead, in their order; in between None stands `at("pause")`, and
+               "wait" waits until all parts are on peers
+    wait_for   `commits` or `nothing` before the next one is taken; else all parts are on peers
     no_peers   whether snapshots have no copies at all
     distance   as of `PeerCopies`
     addresses  likewise, of each process
@@ -22,8 +23,8 @@ The JSON is an object:
 
 It tells the step that `resume` has given, whether the state is that of this step, where that was
 found, why snapshots were not taken, and the most snapshots that its host has had at a time: its
-own, and those that it holds. It prints `start STEP RIGHT`, `keeper PID`, and `held STEP` when that
-one is on all peers.
+own, and those that it holds. It prints `start STEP RIGHT`, `keeper PID`, `saved STEP`, and `held
+STEP` when that one is on all peers.
 """
 
 from __future__ import annotations
@@ -107,9 +108,14 @@ with ckpt.sync.CheckpointManager(root, tiers=[memory], timeouts=limits) as mgr:
         if step is None:
             at("pause")
             continue
+        if step == "wait":
+            mgr.wait_until_finished()
+            continue
         commits.append(mgr.snapshot(step, state_of(step)))
-        if not given.get("all", True):
-            # The next one is taken at once.
+        if given.get("wait_for") == "commits" and commits[-1]:
+            commits[-1].result()
+            say("saved", step)
+        if given.get("wait_for"):
             continue
         mgr.wait_until_finished()
         if given.get("full") == index:
