@@ -105,6 +105,8 @@ def test_the_newest_place_is_read(tmp_path: Path, memory: Path) -> None:
         assert differences(state_of(3), mgr.restore()) == []
         assert differences(state_of(2), mgr.restore(2)) == []
         mgr.snapshot(3, state_of(3)).result()
+        # The snapshot before is gone then.
+        mgr.wait_until_finished()
         where = mgr.metadata(3).info.tiers
         assert [place.startswith(str(memory)) for place in where] == [True, False]
         with pytest.raises(StepNotFoundError, match="its tiers have steps 1, 3"):

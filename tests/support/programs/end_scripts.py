@@ -323,6 +323,7 @@ def blocks_the_library() -> None:
         calls: dict[str, Callable[[], Any]] = {
             "save": lambda: mgr.save(9, SMALL),
             "snapshot": lambda: mgr.snapshot(9, SMALL),
+            "prefetch": lambda: mgr.prefetch(0),
             "restore": lambda: mgr.restore(0),
             "resume": lambda: mgr.resume(SMALL),
             "should_save": lambda: mgr.should_save(9),
