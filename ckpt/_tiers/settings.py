@@ -29,7 +29,7 @@ class PeerCopies:
 
     In a job of n processes the part of a snapshot that process i has saved is copied to the host of
     process i + `distance` (mod n), into shared memory. If a host is lost, the job that is started
-    again fetches its part from there, and nothing is read from the root.
+    again fetches its part from there, and reads no arrays from the root.
 
     The keepers of the processes read from each other over TCP. They prove to each other that they
     know a key, which the job shares through its coordinator, and compare what they have read with
