@@ -209,7 +209,8 @@ def markdown(rounds: Sequence[Mapping[Way, Run]], nbytes: int) -> str:
         f"S3 with {LATENCY_S * 1e3:.0f} ms before every request and {BANDWIDTH / 1e6:.0f} MB/s; "
         f"medians of {len(rounds)} rounds, and of their ratios. Trainer and keeper share "
         f"{max(1, len(os.sched_getaffinity(0)) - 1)} of {len(os.sched_getaffinity(0))} processors, "
-        f"store and line have the other. When the loop ended, S3 had {drained:.0f} of the steps.\n\n"
+        "store and line have the other. "
+        f"When the loop ended, S3 had {drained:.0f} of the steps.\n\n"
         f"{table(head, rows)}\n"
     )
 
