@@ -31,7 +31,7 @@ from ckpt._format.manifest_head import (
     peek_files,
 )
 from ckpt._format.metrics import flat_metrics
-from ckpt._format.source_files import SourceFile
+from ckpt._format.step_files.source_files import SourceFile
 
 __all__ = [
     "COMPRESSION",

@@ -14,7 +14,7 @@ from ckpt._commit import Commit, CommitHooks
 from ckpt._engine.engine import Engine
 from ckpt._engine.plan_cache import PlanCache
 from ckpt._engine.save.deadline import given_up_after
-from ckpt._engine.save.multihost import JointSave
+from ckpt._engine.save.joint.multihost import JointSave
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._plan.format_rules import Formats, compile_formats

@@ -10,7 +10,7 @@ from ckpt._commit import Commit, CommitHooks
 from ckpt._conversion.item_copy import ItemCopy
 from ckpt._conversion.stored_items import StoredItem
 from ckpt._conversion.written import Written
-from ckpt._engine.save.multihost import SoloSave
+from ckpt._engine.save.joint.multihost import SoloSave
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._events import Observer

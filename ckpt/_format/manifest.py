@@ -51,7 +51,7 @@ from ckpt._format.manifest_head import (
     version_of,
 )
 from ckpt._format.metrics import Metrics
-from ckpt._format.source_files import SourceFile
+from ckpt._format.step_files.source_files import SourceFile
 from ckpt._vitals.signs import UNKNOWN
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
 

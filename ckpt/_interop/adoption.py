@@ -13,7 +13,7 @@ from ckpt._format.chunk_locations import places_in
 from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.manifest_head import FileEntry
-from ckpt._format.source_files import SourceFile
+from ckpt._format.step_files.source_files import SourceFile
 from ckpt._interop.foreign import ForeignCheckpoint
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, located

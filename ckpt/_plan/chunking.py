@@ -242,18 +242,18 @@ def shared_chunks(
     number: int,
     leaf: LeafPlan,
     placement: ArrayPlacement,
-    own: Mapping[tuple[int, ReplicaGroup], range],
+    wanted: Mapping[tuple[int, ReplicaGroup], Sequence[int]],
 ) -> Iterable[Chunk]:
-    """Yield the chunks that this process writes of a leaf that several processes hold.
+    """Yield chunks of a leaf that several processes hold, this one among them.
 
     Args:
         number: Number of the leaf.
         leaf: Its plan.
         placement: How it is placed on the processes.
-        own: The part of this process; see `Partitioner.own`.
+        wanted: Which of them, by leaf and group; see `Partitioner`.
     """
     if leaf.packed:
-        if placement.whole_group is not None and (number, placement.whole_group) in own:
+        if placement.whole_group is not None and wanted.get((number, placement.whole_group)):
             yield from whole_leaf_chunks(number, leaf, None)
         return
     assert leaf.spec.sharding is not None
@@ -263,7 +263,7 @@ def shared_chunks(
     grid = _chunks_of_shard(leaf)
     in_shard = math.prod(grid)
     for group, shards in placement.shards:
-        for turn in own.get((number, group), ()):
+        for turn in wanted.get((number, group), ()):
             shard = shards[turn // in_shard]
             place = _place(shard.place, grid, turn % in_shard)
             covered = chunk_region(place, leaf.chunk, shape)

@@ -8,7 +8,7 @@ and the database of the item are made of the result, so they say the same howeve
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -135,6 +135,41 @@ def report_chunks(
     every = np.frombuffer(raw, np.uint8).reshape(len(rows), DIGEST_BYTES)
     signs = no_signs(0) if signs is None else signs
     return ItemReport(tuple(files), np.array(rows, ROW), every, signs)
+
+
+def without_chunks(report: ItemReport, chunks: Set[tuple[int, int]]) -> ItemReport:
+    """Return a report without some chunks, and without files that have no others.
+
+    Args:
+        report: The report.
+        chunks: Number of the leaf, and of the chunk in it.
+    """
+    if not chunks:
+        return report
+    rows = report.rows
+    pairs = zip(rows["leaf"].tolist(), rows["number"].tolist(), strict=True)
+    wanted = np.array([pair not in chunks for pair in pairs], np.bool_)
+    is_kept = np.zeros(len(report.files), np.bool_)
+    is_kept[rows["file"][wanted]] = True
+    return replace(of_files(report, is_kept, wanted), copies=report.copies)
+
+
+def of_files(report: ItemReport, is_kept: Array, wanted: Array) -> ItemReport:
+    """Return the part of a report that is about some chunks in some of its files.
+
+    Args:
+        report: The report.
+        is_kept: `[files] bool`, which files.
+        wanted: `[chunks] bool`, which chunks.
+    """
+    chosen = wanted & is_kept[report.rows["file"]] if len(is_kept) else wanted
+    rows = report.rows[chosen]
+    # Files are counted anew.
+    if len(rows):
+        rows["file"] = (np.cumsum(is_kept) - 1)[rows["file"]]
+    files = tuple(path for path, kept in zip(report.files, is_kept, strict=True) if kept)
+    signs = report.signs[chosen] if len(report.signs) else report.signs
+    return ItemReport(files, rows, report.digests[chosen], signs)
 
 
 def merge_reports(

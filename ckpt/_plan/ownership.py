@@ -1,15 +1,17 @@
-"""Ownership of chunks: each is written once, by one of the processes that hold it. Pure.
+"""Ownership of chunks: each has one owner, one of the processes that hold it. Pure.
 
 Every process works out its own part from what is the same on all of them, and looks only at shards
 that it holds. The processes that hold the same shards are a replica group: each knows what the
 group has to write, divides it in the same order, largest first and always to the member with the
-least so far, and takes its own part. What one process alone holds needs no dividing.
+least so far, and takes its own part. What one process alone holds needs no dividing. In a shared
+place the owner alone writes a chunk; where each process has a place of its own, the others write it
+as well, as a copy.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -180,9 +182,9 @@ class Ownership(Struct):
             shards.setdefault(group, []).append(HeldShard(place, own[place]))
         count = len({place for _, place in places})
         whole = {process for process, found in held.items() if len(found) == count}
-        if self.group.mode == "local":
+        if self.group.mode == "local" and len(whole) < len(held):
             # No process writes for another one.
-            whole = whole if len(whole) == len(held) else set()
+            whole = set()
         return ArrayPlacement(
             tuple((group, tuple(held)) for group, held in shards.items()),
             bool(whole),
@@ -191,7 +193,7 @@ class Ownership(Struct):
 
     def _replica_group(self, processes: set[int]) -> ReplicaGroup:
         """Return the group of `processes`, this one among them."""
-        members = (self.group.index,) if self.group.mode == "local" else tuple(sorted(processes))
+        members = tuple(sorted(processes))
         known = self._groups.get(members)
         if known is None:
             start = int(digest(repr(members).encode())[:8], 16) % len(members)
@@ -216,11 +218,22 @@ class Partitioner(Struct):
         self._work.setdefault(group, []).append(_LeafChunks(leaf, chunks, nbytes))
 
     def own(self) -> Mapping[tuple[int, ReplicaGroup], range]:
-        """Return by leaf and group which of the chunks, in their order, this process writes."""
+        """Return by leaf and group which of the chunks, in their order, this process owns."""
         return {
             (leaf, group): chunks
             for group, work in self._work.items()
             for leaf, chunks in _own_part(group, work)
+        }
+
+    def copies(self) -> Mapping[tuple[int, ReplicaGroup], Sequence[int]]:
+        """Return likewise which of the chunks this process holds, and another one owns."""
+        own = self.own()
+        return {
+            (each.leaf, group): [
+                n for n in range(each.chunks) if n not in own.get((each.leaf, group), ())
+            ]
+            for group, work in self._work.items()
+            for each in work
         }
 
 

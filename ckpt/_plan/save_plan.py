@@ -3,7 +3,9 @@
 A plan depends on the specs of the leaves alone, so one plan serves every save of a tree of the same
 structure. The chunks of a write batch are staged together into one block of memory, and written as
 one data file. Leaves of a few kilobytes are packed: the whole array is one chunk, gathered from its
-shards. Of several processes each has a plan of its own, with its part of the chunks.
+shards. Of several processes each has a plan of its own, with its part of the chunks. Where each
+writes all that it holds, what it owns and what are copies go into different files, so that the
+parts of all processes can be put together without reading them.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ class SavePlan(Struct, frozen=True):
         own: Numbers of the leaves that every process has for itself. They are stored once, so they
             must be equal on all processes.
         limits: The largest batches and chunks.
+        copies: The chunks of this process that another one owns: number of the leaf, and of the
+            chunk in it.
     """
 
     leaves: tuple[LeafPlan, ...]
@@ -53,6 +57,7 @@ class SavePlan(Struct, frozen=True):
     group: ProcessGroup | None = None
     own: tuple[int, ...] = ()
     limits: Limits = Limits(0, 0, 0)
+    copies: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def is_encoded(self) -> bool:
@@ -118,18 +123,31 @@ def plan_save(
         chunks += math.prod(leaf.grid)
     if chunks > MOST_CHUNKS:
         raise _too_many(chunks, leaves)
+    is_local = group is not None and group.mode == "local"
     parts = partitioner.own()
+    others = partitioner.copies() if is_local else {}
     found: list[Chunk] = []
+    copies: list[Chunk] = []
     for number, leaf in enumerate(leaves):
         if not has_chunks(leaf):
             continue
         if number in placements:
             found.extend(shared_chunks(number, leaf, placements[number], parts))
-        elif group is None or group.index == 0 or group.mode == "local":
+            copies.extend(shared_chunks(number, leaf, placements[number], others))
+        elif group is None or group.index == 0:
             found.extend(whole_leaf_chunks(number, leaf, group))
-    batches = _batches(leaves, found, limits)
-    alike = () if group is None or group.mode == "local" else tuple(own)
-    return SavePlan(tuple(leaves), batches, nbytes, group, alike, limits)
+        elif is_local:
+            copies.extend(whole_leaf_chunks(number, leaf, group))
+    batches = _biggest_first([*_batches(leaves, found, limits), *_batches(leaves, copies, limits)])
+    return SavePlan(
+        tuple(leaves),
+        batches,
+        nbytes,
+        group,
+        () if is_local else tuple(own),
+        limits,
+        frozenset((chunk.leaf, chunk.number) for chunk in copies),
+    )
 
 
 def plan_rest(
@@ -145,20 +163,23 @@ def plan_rest(
     every = [chunk for batch in plan.batches for chunk in batch.chunks]
     every.sort(key=lambda chunk: (chunk.leaf, chunk.number))
     group_of = {chunk: number for number, chunks in enumerate(apart) for chunk in chunks}
-    groups: list[list[Chunk]] = [[] for _ in range(len(apart) + 1)]
+    groups: dict[tuple[int, bool], list[Chunk]] = {}
     for chunk in every:
         key = (chunk.leaf, chunk.number)
         if key not in done:
-            groups[group_of.get(key, -1)].append(chunk)
-    batches = [each for group in groups for each in _batches(plan.leaves, group, plan.limits)]
-    batches.sort(key=lambda batch: batch.nbytes, reverse=True)
-    return replace(plan, batches=tuple(batches))
+            groups.setdefault((group_of.get(key, -1), key in plan.copies), []).append(chunk)
+    batches = [
+        each
+        for _, group in sorted(groups.items())
+        for each in _batches(plan.leaves, group, plan.limits)
+    ]
+    return replace(plan, batches=_biggest_first(batches))
 
 
 def _batches(
     leaves: Sequence[LeafPlan], chunks: Iterable[Chunk], limits: Limits
-) -> tuple[WriteBatch, ...]:
-    """Return batches of chunks, biggest first; packed and encoded chunks have their own."""
+) -> list[WriteBatch]:
+    """Return batches of chunks; packed and encoded chunks have their own."""
     packed: list[Chunk] = []
     large: list[Chunk] = []
     encoded: list[Chunk] = []
@@ -166,11 +187,14 @@ def _batches(
         leaf = leaves[chunk.leaf]
         kind = packed if leaf.packed else large if leaf.compression is None else encoded
         kind.append(chunk)
-    batches = [
+    return [
         *pack_chunks(packed, limits.batch, packed=True),
         *pack_chunks(large, limits.batch),
         *map(to_encode, pack_chunks(encoded, limits.encoded)),
     ]
+
+
+def _biggest_first(batches: Sequence[WriteBatch]) -> tuple[WriteBatch, ...]:
     return tuple(sorted(batches, key=lambda batch: batch.nbytes, reverse=True))
 
 

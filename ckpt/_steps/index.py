@@ -17,9 +17,9 @@ from msgspec import Struct
 
 from ckpt._arguments import check_step
 from ckpt._format.history import DroppedItem
-from ckpt._format.item_file_names import is_item_name
 from ckpt._format.manifest_head import FILE_NAME, HEAD_BYTES, MAX_BYTES, Summary, peek
 from ckpt._format.metrics import flat_metrics
+from ckpt._format.step_files.item_file_names import is_item_name
 from ckpt._redaction import redact
 from ckpt._steps.opened import OpenedStep, open_step
 from ckpt._steps.unreadable import UnreadableStep, described, look_closely, shortened

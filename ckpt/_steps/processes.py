@@ -29,7 +29,7 @@ from msgspec import Struct
 
 from ckpt._arguments import check_step
 from ckpt._engine.restore.shared_reads import Broadcast
-from ckpt._engine.save.multihost import JointSave, MultihostSave, SoloSave
+from ckpt._engine.save.joint.multihost import JointSave, MultihostSave, SoloSave
 from ckpt._events import Observer
 from ckpt._format.manifest import JsonValue, decode, encode
 from ckpt._redaction import redact

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from ckpt._format.history import is_rest_of
-from ckpt._format.item_file_names import is_item_name
 from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, OWN_FORMAT
+from ckpt._format.step_files.item_file_names import is_item_name
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import (
     CheckpointError,

@@ -14,7 +14,7 @@ import pytest
 
 import ckpt.sync
 from ckpt import policies
-from ckpt._engine.save.multihost import WriteReport, same_items
+from ckpt._engine.save.joint.write_report import WriteReport, same_items
 from ckpt._format.manifest import ItemEntry
 from ckpt.coordination._jobs import SingleProcess
 from ckpt.errors import (

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 import ckpt
-from ckpt._engine.save.multihost import WriteReport, _pack, _unpack, same_items
+from ckpt._engine.save.joint.write_report import WriteReport, packed, same_items, unpacked
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.manifest_head import FileEntry
 from ckpt.errors import CoordinationError, InvalidArgumentError, StepNotFoundError, StorageError
@@ -139,13 +139,13 @@ def test_what_ended_leaves_nothing_behind_and_what_failed_no_reports(
 
 
 def test_what_a_process_tells_of_its_save_is_understood_or_refused() -> None:
-    told = _pack(
+    told = packed(
         WriteReport({"a": ItemEntry(handler="json")}, {}, {"a/f": FileEntry(size=1, digest="")})
     )
-    assert _unpack(told).files["a/f"].size == 1
+    assert unpacked(told).files["a/f"].size == 1
     for wrong in (b"", told[:20], told.replace(b"entries", b"entires"), told.replace(b"1", b"x")):
         with pytest.raises(CoordinationError, match="same version"):
-            _unpack(wrong)
+            unpacked(wrong)
     tree = WriteReport({"a": ItemEntry(handler="json")}, {"a": None})  # type: ignore[dict-item]
     with pytest.raises(CoordinationError, match="a tree"):
-        same_items([tree, _unpack(told)])
+        same_items([tree, unpacked(told)])

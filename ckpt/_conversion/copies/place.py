@@ -157,7 +157,8 @@ def _identity(manifest: Manifest) -> tuple[Any, ...]:
         manifest.metadata,
         manifest.parent,
         manifest.created_ns,
-        manifest.committed_ns,
+        # Each process of a job commits its part at another time.
+        None if manifest.save else manifest.committed_ns,
         manifest.save,
     )
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ckpt._engine.restore.step_files import OwnFiles, StepFiles
 from ckpt._format.manifest import Manifest
-from ckpt._format.source_files import SourceFile
+from ckpt._format.step_files.source_files import SourceFile
 from ckpt._redaction import redact
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError
 from ckpt.storage._base import Storage

@@ -20,9 +20,9 @@ from ckpt._engine.save.session import SaveSession
 from ckpt._engine.save.shared_files import known_item, take_over
 from ckpt._engine.signs.unchanged_leaves import unchanged_leaves
 from ckpt._format.digests import digest
-from ckpt._format.item_file_names import check_file_path
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.manifest_head import FileEntry
+from ckpt._format.step_files.item_file_names import check_file_path
 from ckpt._plan.item_reports import ItemReport, PlannedTree, fill_entry, merge_reports
 from ckpt._plan.multihost.per_process import own_path
 from ckpt._plan.multihost.tree_fingerprint import value_fingerprint

@@ -14,7 +14,7 @@ from msgspec import Struct, field
 
 from ckpt._engine.memory.staging import host_bytes
 from ckpt._engine.plan_cache import ItemPlan, new_data_file
-from ckpt._engine.save.multihost import WriteReport
+from ckpt._engine.save.joint.write_report import WriteReport
 from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.ocdbt import DatabaseIndex

@@ -16,9 +16,9 @@ from ckpt._engine.last_save import LastSave
 from ckpt._engine.plan_cache import PlanCache
 from ckpt._engine.save.deadline import given_up_after
 from ckpt._engine.save.item_writer import EngineItemWriter
+from ckpt._engine.save.joint.multihost import JointSave
 from ckpt._engine.save.kept_lease import keep_lease
 from ckpt._engine.save.merged_items import ItemParts
-from ckpt._engine.save.multihost import JointSave
 from ckpt._engine.save.publication import publish
 from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._engine.save.session import SaveSession

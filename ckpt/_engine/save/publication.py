@@ -7,12 +7,15 @@ from collections.abc import Mapping
 import anyio
 
 from ckpt._engine.engine import Engine
+from ckpt._engine.save.joint.multihost import MultihostSave, SoloSave
+from ckpt._engine.save.joint.part_file import part_file
+from ckpt._engine.save.joint.write_report import same_items
 from ckpt._engine.save.merged_items import check_alike
-from ckpt._engine.save.multihost import MultihostSave, SoloSave, same_items
 from ckpt._engine.save.request import SaveRequest
 from ckpt._engine.save.session import SaveSession
 from ckpt._engine.save.step_manifest import merge_entries, own_entries, own_report, write_manifest
 from ckpt._format.manifest import ItemEntry, Manifest
+from ckpt._format.step_files.step_part import PART_FILE
 from ckpt._runtime.threads import run_in_thread
 
 
@@ -92,9 +95,10 @@ async def _publish_apart(
     does not count as a step, since not all processes have it.
     """
     with session.recorder.phase("record"), session.hooks.watch.taking("merged"):
-        entries = own_entries(session, engine.handlers, entries)
         async with processes.busy():
-            manifest = await write_manifest(session, engine, request, entries)
+            part = await run_in_thread(part_file, session, engine.handlers, entries)
+            entries = own_entries(session, engine.handlers, entries)
+            manifest = await write_manifest(session, engine, request, entries, {PART_FILE: part})
         reports = await processes.report(own_report(session, engine, entries))
         if reports is not None:
             same_items(reports)

@@ -15,8 +15,8 @@ from ckpt._commit import CommitHooks
 from ckpt._engine.last_save import LastSave, SavedItem
 from ckpt._engine.memory.arena import Arena, Block
 from ckpt._engine.plan_cache import PlanCache
+from ckpt._engine.save.joint.multihost import JointSave
 from ckpt._engine.save.merged_items import ItemParts, WrittenTree
-from ckpt._engine.save.multihost import JointSave
 from ckpt._engine.save.request import SaveCall
 from ckpt._engine.signs.kernels import Kernels
 from ckpt._events import EventRecorder

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import anyio
 
 from ckpt._engine.engine import Engine
+from ckpt._engine.save.joint.write_report import WriteReport, same_items
 from ckpt._engine.save.merged_items import merge_processes
-from ckpt._engine.save.multihost import WriteReport, same_items
 from ckpt._engine.save.request import SaveRequest
 from ckpt._engine.save.session import SaveSession
 from ckpt._format.digests import digest
@@ -101,17 +101,26 @@ async def write_manifest(
     engine: Engine,
     request: SaveRequest,
     entries: Mapping[str, ItemEntry],
+    more: Mapping[str, bytes] | None = None,
 ) -> Manifest:
-    """Write what is left of the Orbax view, then the manifest; all of it is durable on return."""
+    """Write what is left of the Orbax view, then the manifest; all of it is durable on return.
+
+    Args:
+        session: The save.
+        engine: The engine.
+        request: What is saved.
+        entries: The entries of the items.
+        more: Other files that are written with it, by path.
+    """
     if not entries:
         # Such a step could not be read.
         raise InvalidArgumentError("there is no item to save: a step has at least one")
     attempt = await session.opened()
     committed_ns = engine.now_ns() if request.times_ns is None else request.times_ns[1]
-    files: dict[str, bytes] = {}
+    files: dict[str, bytes] = dict(more or {})
     # Orbax would read zeros where the chunks are on other disks.
     if not session.processes.own_disks:
-        files = step_view(
+        files |= step_view(
             request.step_dir,
             entries,
             request.metrics,

@@ -11,7 +11,7 @@ from ckpt._engine.verify.report import Problem
 from ckpt._format.chunk_locations import misplaced_leaves
 from ckpt._format.manifest import ItemEntry, Manifest, Node
 from ckpt._format.manifest_head import FILE_NAME, OWN_DISKS, VIRTUAL, FileEntry
-from ckpt._format.source_files import SourceFile
+from ckpt._format.step_files.source_files import SourceFile
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.unflatten import unflatten

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from ckpt._format.item_file_names import is_item_name
+from ckpt._format.step_files.item_file_names import is_item_name
 from ckpt._interop.orbax.database import MANIFEST
 from ckpt._interop.orbax.tree import TREE_FILE
 from ckpt._interop.orbax.zarr_arrays import V2_FILE, V3_FILE

@@ -15,7 +15,7 @@ import numpy as np
 
 from ckpt._format.dtypes import DTYPES
 from ckpt._plan.chunking import LeafPlan
-from ckpt._plan.item_reports import DIGEST_BYTES, ItemReport, all_signs
+from ckpt._plan.item_reports import DIGEST_BYTES, ItemReport, all_signs, of_files
 from ckpt._plan.write_batches import WriteBatch
 
 Array = np.ndarray[Any, Any]
@@ -103,7 +103,7 @@ class EarlierChunks:
         small = np.flatnonzero(is_kept & (self._sizes < SMALL_BYTES))
         largest_first = small[np.argsort(-needed[small], kind="stable")]
         is_kept[largest_first[max(most_small, 0) :]] = False
-        return _of_files(self.report, is_kept, wanted)
+        return of_files(self.report, is_kept, wanted)
 
     def _rows_of(self, batch: WriteBatch) -> Array:
         leaf = np.array([chunk.leaf for chunk in batch.chunks], np.int64)
@@ -121,7 +121,7 @@ class EarlierChunks:
 def in_files(report: ItemReport, files: Set[str]) -> ItemReport:
     """Return the part of a report that is about some of its files."""
     is_kept = np.array([path in files for path in report.files], np.bool_)
-    return _of_files(report, is_kept, np.ones(len(report.rows), np.bool_))
+    return of_files(report, is_kept, np.ones(len(report.rows), np.bool_))
 
 
 def files_apart(report: ItemReport, files: Set[str]) -> list[set[tuple[int, int]]]:
@@ -157,17 +157,6 @@ def joined(reports: Sequence[ItemReport]) -> ItemReport:
 
 def _number(files: dict[str, int], path: str) -> int:
     return files.setdefault(path, len(files))
-
-
-def _of_files(report: ItemReport, is_kept: Array, wanted: Array) -> ItemReport:
-    chosen = wanted & is_kept[report.rows["file"]] if len(is_kept) else wanted
-    rows = report.rows[chosen]
-    # Files are counted anew.
-    if len(rows):
-        rows["file"] = (np.cumsum(is_kept) - 1)[rows["file"]]
-    files = tuple(path for path, kept in zip(report.files, is_kept, strict=True) if kept)
-    signs = report.signs[chosen] if len(report.signs) else report.signs
-    return ItemReport(files, rows, report.digests[chosen], signs)
 
 
 def _keys(leaf: Array, number: Array) -> Array:

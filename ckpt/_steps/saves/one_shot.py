@@ -6,7 +6,7 @@ import logging
 
 from ckpt._commit import CommitHooks, StepInfo, step_info
 from ckpt._engine.engine import Engine
-from ckpt._engine.save.multihost import JointSave, MultihostSave, SoloSave
+from ckpt._engine.save.joint.multihost import JointSave, MultihostSave, SoloSave
 from ckpt._engine.save.request import SaveRequest
 from ckpt._format.manifest import Manifest
 from ckpt._redaction import redact

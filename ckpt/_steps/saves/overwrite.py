@@ -22,7 +22,7 @@ from ckpt.errors import InvalidArgumentError, StepExistsError, StorageError
 from ckpt.storage._base import Storage
 
 if TYPE_CHECKING:
-    from ckpt._engine.save.multihost import JointSave
+    from ckpt._engine.save.joint.multihost import JointSave
 
 logger = logging.getLogger("ckpt")
 
@@ -151,7 +151,7 @@ async def replacing_part(
         InvalidArgumentError: The request is to overwrite, and every process has its own disk.
     """
     # Here, since copies of steps need no jobs.
-    from ckpt._engine.save.multihost import MultihostSave
+    from ckpt._engine.save.joint.multihost import MultihostSave
     from ckpt.coordination._collectives import gathered
 
     if not (isinstance(processes, MultihostSave) and processes.own_disks):

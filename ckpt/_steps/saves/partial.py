@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, CommitHooks
-from ckpt._engine.save.multihost import SoloSave
+from ckpt._engine.save.joint.multihost import SoloSave
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._events import EventRecorder

@@ -51,7 +51,7 @@ from ckpt._arguments import check_step
 from ckpt._commit import Commit, CommitHooks, StepInfo, step_info
 from ckpt._engine.engine import Engine
 from ckpt._engine.save.deadline import given_up_after
-from ckpt._engine.save.multihost import JointSave
+from ckpt._engine.save.joint.multihost import JointSave
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._events import EventRecorder

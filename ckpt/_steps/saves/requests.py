@@ -9,8 +9,8 @@ from typing import Any
 
 from ckpt._arguments import invalid, number_of_seconds, plain_json
 from ckpt._engine.save.request import SaveRequest
-from ckpt._format.item_file_names import check_item_name
 from ckpt._format.metrics import copied_metrics
+from ckpt._format.step_files.item_file_names import check_item_name
 from ckpt._tree.table import size_text
 from ckpt.errors import InvalidArgumentError
 

@@ -21,7 +21,7 @@ from ckpt._format.zarr import choose_chunk
 from ckpt._plan import save_plan
 from ckpt._plan.chunking import has_chunks
 from ckpt._plan.ownership import Ownership, Partitioner, ProcessGroup, holders_of
-from ckpt._plan.save_plan import SavePlan, plan_save
+from ckpt._plan.save_plan import SavePlan, plan_rest, plan_save
 from ckpt._plan.write_batches import aligned, alignment_of, encoded_bound
 from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import InvalidArgumentError, UnsupportedLeafError
@@ -152,6 +152,43 @@ def test_with_disks_of_their_own_processes_write_all_that_they_hold(job: Job) ->
                     here[part] = 1
             assert (counts[number] == here).all()
         assert plan.own == ()
+
+
+@given(jobs())
+def test_of_what_several_disks_have_one_process_is_the_owner(job: Job) -> None:
+    plans = dataclasses.replace(job, mode="local").plans()
+    owned: list[tuple[int, int]] = []
+    for plan in plans:
+        here = {(chunk.leaf, chunk.number) for chunk in chunks_in(plan)}
+        assert plan.copies <= here
+        owned += sorted(here - plan.copies)
+    for number, leaf in enumerate(plans[0].leaves):
+        of_leaf = sorted(chunk for each, chunk in owned if each == number)
+        assert of_leaf == list(range(math.prod(leaf.grid) * has_chunks(leaf)))
+
+
+@given(jobs(), st.data())
+def test_copies_of_what_others_own_are_in_files_of_their_own(job: Job, data: st.DataObject) -> None:
+    for plan in dataclasses.replace(job, mode="local").plans():
+        every = sorted((chunk.leaf, chunk.number) for chunk in chunks_in(plan))
+        done = data.draw(st.sets(st.sampled_from(every))) if every else set()
+        apart = data.draw(st.sets(st.sampled_from(every))) if every else set()
+        rest = plan_rest(plan, done, [apart - done])
+        assert {(chunk.leaf, chunk.number) for chunk in chunks_in(rest)} == set(every) - done
+        for batch in (*plan.batches, *rest.batches):
+            are_copies = {(chunk.leaf, chunk.number) in plan.copies for chunk in batch.chunks}
+            assert len(are_copies) == 1
+
+
+def test_owners_of_replicas_have_about_the_same() -> None:
+    mesh = Mesh(devices_of(4, 1), ("data",))
+    tree = tuple(LeafSpec("jax", "float32", (MIB,), NamedSharding(mesh, Spec())) for _ in range(64))
+    plans = dataclasses.replace(Job((tree,) * 4, 1 << 30), mode="local").plans()
+    owned = [
+        sum(c.nbytes for c in chunks_in(plan) if (c.leaf, c.number) not in plan.copies)
+        for plan in plans
+    ]
+    assert owned == [64 * 4 * MIB // 4] * 4
 
 
 @given(jobs())

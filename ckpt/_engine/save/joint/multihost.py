@@ -16,19 +16,18 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import anyio
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
+from ckpt._engine.save.joint.write_report import WriteReport, packed, unpacked
 from ckpt._format.leaf_table import LeafTable
-from ckpt._format.manifest import ItemEntry, Manifest, decode, decode_item, encode, encode_item
-from ckpt._format.manifest_head import FileEntry
-from ckpt._plan.multihost.write_reports import ProcessReport, pack, unpack
+from ckpt._format.manifest import ItemEntry, Manifest, decode, encode
 from ckpt._plan.ownership import ProcessGroup
 from ckpt._runtime.threads import run_in_thread
 from ckpt._vitals.signs import UNKNOWN
@@ -66,20 +65,6 @@ class StartedSave(Struct, frozen=True):
     attempt: Attempt
     save: str
     created_ns: int
-
-
-class WriteReport(Struct):
-    """What one process has written of a step.
-
-    Attributes:
-        entries: What the handlers made of its items, by name.
-        trees: Of the items that are trees which chunks it has written where, by name.
-        files: Size and digest of every file that it has written.
-    """
-
-    entries: dict[str, ItemEntry] = field(default_factory=dict)
-    trees: dict[str, ProcessReport] = field(default_factory=dict)
-    files: dict[str, FileEntry] = field(default_factory=dict)
 
 
 class SoloSave:
@@ -339,11 +324,10 @@ class MultihostSave:
         Returns:
             On the primary what every process has written, by number; elsewhere None.
         """
-        packed = await run_in_thread(_pack, own)
-        every = await self.operation.report(packed)
+        every = await self.operation.report(await run_in_thread(packed, own))
         if every is None:
             return None
-        return await run_in_thread(lambda: [_unpack(each) for each in every])
+        return await run_in_thread(lambda: [unpacked(each) for each in every])
 
     async def settle(self, error: BaseException) -> BaseException:
         """Tell the others that this process has failed; return what all of them raise. Idempotent.
@@ -458,71 +442,3 @@ def _notable(table: LeafTable) -> LeafTable:
     places = {number: at for at, number in enumerate(chosen.tolist())}
     unequal = {places[number]: each for number, each in table.unequal.items() if number in places}
     return LeafTable(names, forms, table.form[chosen], signs=signs, unequal=unequal)
-
-
-def _pack(report: WriteReport) -> bytes:
-    trees = {name: pack(tree) for name, tree in report.trees.items()}
-    head = {
-        "entries": {name: encode_item(each).decode() for name, each in report.entries.items()},
-        "files": {
-            path: [each.size, each.digest, each.shared] for path, each in report.files.items()
-        },
-        "trees": {name: len(data) for name, data in trees.items()},
-    }
-    text = json.dumps(head).encode()
-    return b"".join((len(text).to_bytes(8, "little"), text, *trees.values()))
-
-
-def _unpack(data: bytes) -> WriteReport:
-    """Return the report whose bytes are `data`.
-
-    Raises:
-        CoordinationError: It is not understood.
-        CorruptCheckpointError: The report on a tree in it is not whole.
-    """
-    start = 8 + int.from_bytes(data[:8], "little")
-    try:
-        head = json.loads(data[8:start])
-        entries = {name: decode_item(each) for name, each in head["entries"].items()}
-        files = {
-            path: FileEntry(size, digest, shared)
-            for path, (size, digest, shared) in head["files"].items()
-        }
-        lengths = {name: int(length) for name, length in head["trees"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CoordinationError(
-            f"what a process tells of its save is not understood ({data[8:88]!r}); all processes of"
-            " a job have to run the same version of this library"
-        ) from error
-    trees = {}
-    for name, length in lengths.items():
-        trees[name] = unpack(data[start : start + length])
-        start += length
-    return WriteReport(entries, trees, files)
-
-
-def same_items(reports: Sequence[WriteReport]) -> None:
-    """Raise unless all processes have saved the same items.
-
-    Raises:
-        CoordinationError: They have not; says which process has which.
-    """
-    first = _handlers(reports[0])
-    for index, report in enumerate(reports):
-        if _handlers(report) != first:
-            raise CoordinationError(
-                f"process 0 saved the items {_listed(first)}, and process {index} "
-                f"{_listed(_handlers(report))}: all processes must save the same items"
-            )
-
-
-def _handlers(report: WriteReport) -> Mapping[str, str]:
-    """Return by which handler each item was saved, and whether as a tree."""
-    return {
-        name: entry.handler + ", a tree" * (name in report.trees)
-        for name, entry in report.entries.items()
-    }
-
-
-def _listed(handlers: Mapping[str, str]) -> str:
-    return ", ".join(f"{name!r} ({handler:.60})" for name, handler in handlers.items()) or "none"

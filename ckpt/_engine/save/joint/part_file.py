@@ -1,0 +1,58 @@
+"""The part file of a process with a disk of its own: what a step of all parts takes from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from ckpt._engine.save.joint.write_report import WriteReport, packed
+from ckpt._engine.save.merged_items import WrittenTree
+from ckpt._engine.save.session import SaveSession
+from ckpt._format.manifest import ItemEntry
+from ckpt._format.step_files.step_part import StepPart, encode_part
+from ckpt._plan.item_reports import without_chunks
+from ckpt._plan.multihost.write_reports import ProcessReport
+from ckpt.handlers._base import is_per_process
+from ckpt.handlers._registry import Handlers
+
+
+def part_file(session: SaveSession, handlers: Handlers, entries: Mapping[str, ItemEntry]) -> bytes:
+    """Return the part file of a save.
+
+    Args:
+        session: The save, whose arrays and files are all written.
+        handlers: The handlers of the run.
+        entries: What they made of the items.
+    """
+    group = session.processes.group
+    apart = {
+        name for name, each in entries.items() if is_per_process(handlers.named(each.handler, name))
+    }
+    trees = {name: _owned(tree) for name, tree in session.trees.items()}
+    data = {f"{name}/{path}" for name, tree in trees.items() for path in tree.written.files}
+    held = {f"{name}/{path}" for name, tree in session.trees.items() for path in _files(tree)}
+    # What handlers have written for all processes alike is that of the primary.
+    files = {
+        path: file
+        for path, file in session.files.items()
+        if path in data
+        or (path not in held and (group.index == 0 or path.partition("/")[0] in apart))
+    }
+    reported = {
+        name: each if name in apart else ItemEntry(handler=each.handler)
+        for name, each in entries.items()
+    }
+    report = packed(WriteReport(reported, trees, files))
+    return encode_part(StepPart(group.index, group.count, tuple(files), report))
+
+
+def _owned(tree: WrittenTree) -> ProcessReport:
+    """Return the report on a tree without the chunks that another process owns."""
+    whole = tree.for_primary()
+    return replace(whole, written=without_chunks(whole.written, tree.plan.save.copies))
+
+
+def _files(tree: WrittenTree) -> tuple[str, ...]:
+    assert tree.report is not None
+    return tree.report.files
