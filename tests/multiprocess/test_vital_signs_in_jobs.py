@@ -52,6 +52,17 @@ def test_jobs_of_one_two_and_four_processes_agree(
             )
 
 
+def test_a_process_may_have_no_part_of_an_array(tmp_path: Path) -> None:
+    run_processes(3, "save_in_job.py", "elsewhere", tmp_path, devices_per_process=1)
+    values = np.arange(512 * 1024, dtype=np.int64) * 7 + len("elsewhere") + 1
+    array = (values % 239).astype(np.float32).reshape(512, 1024)
+    alone = tmp_path / "alone"
+    ckpt.sync.save(alone, {"elsewhere": array}, vital_signs=True)
+    assert np.array_equal(ckpt.sync.load(tmp_path / "1")["elsewhere"], array)
+    found, expected = (records(path)["elsewhere"] for path in (tmp_path / "1", alone))
+    assert (found["fingerprint"] == expected["fingerprint"]).all()
+
+
 @pytest.mark.parametrize("without", [0, 1])
 def test_processes_with_another_switch_save_no_wrong_signs(tmp_path: Path, without: int) -> None:
     state = {"a": np.arange(10, dtype=np.int32), "b": 3}

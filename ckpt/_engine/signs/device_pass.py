@@ -222,8 +222,9 @@ def can_be_passed(leaf: jax.Array, chunk: Shape, *, on_cpus: bool) -> bool:
 
 
 def _is_in_device_memory(leaf: jax.Array, *, on_cpus: bool) -> bool:
-    device: Any = next(iter(leaf.sharding.addressable_devices))
-    if device.platform == "cpu" and not on_cpus:
+    # Some processes of a job may have no part of an array.
+    device: Any = next(iter(leaf.sharding.addressable_devices), None)
+    if device is None or (device.platform == "cpu" and not on_cpus):
         return False
     return leaf.sharding.memory_kind in (None, _memory_of(device))
 

@@ -182,6 +182,18 @@ def drifting() -> None:
         tell({"unequal": info.unequal_leaves, "ok": mgr.verify(1).ok if index == 0 else None})
 
 
+def elsewhere() -> None:
+    """Save an array of which the last process has no part."""
+    values = whole("elsewhere", (512, 1024), np.float32, 1)
+    sharding = NamedSharding(Mesh(devices[:-1], ("x",)), P("x"))
+    array = jax.make_array_from_callback(
+        values.shape, sharding, values.__getitem__, dtype=values.dtype
+    )
+    with ckpt.sync.CheckpointManager(root, vital_signs=True) as mgr:
+        mgr.save(1, {"elsewhere": array}).result(60)
+    tell("saved")
+
+
 def restored() -> None:
     """Restore what a job of another size has saved."""
     step = int(sys.argv[3])
@@ -225,4 +237,5 @@ def refused() -> None:
     "apart": apart,
     "refused": refused,
     "drifting": drifting,
+    "elsewhere": elsewhere,
 }[what]()
