@@ -205,6 +205,17 @@ def _axes(axes: Any) -> tuple[int, ...]:
     return tuple(axes)
 
 
+def compression_of(name: str) -> Compression:
+    """Return the compression of a codec in a manifest, with the settings of a new one.
+
+    What was encoded with others can be decoded with these.
+
+    Raises:
+        InvalidArgumentError: This library does not write it.
+    """
+    return _compression(name)
+
+
 def _compression(value: Any) -> Compression:
     if isinstance(value, str) and value in _BY_NAME:
         return _BY_NAME[value]()

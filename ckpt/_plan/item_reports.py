@@ -269,6 +269,9 @@ def _not_once(
     writers = np.searchsorted(starts, np.flatnonzero(places == place), side="right") - 1
     if len(writers):
         what = f"was written by the processes {', '.join(map(str, writers.tolist()))}"
+    elif leaf.spec.placed is not None:
+        # Its devices are known by their ids alone.
+        what = "was written by no process"
     else:
         holders: tuple[int, ...] = (0,)
         if leaf.spec.sharding is not None:

@@ -80,8 +80,8 @@ def own_entries(
     }
 
 
-def _warn_of_unequal(entries: Mapping[str, ItemEntry]) -> None:
-    """Name the leaves that processes should hold the same values of, and do not."""
+def warn_of_unequal(entries: Mapping[str, ItemEntry]) -> None:
+    """Warn of the leaves that processes should hold the same values of, and do not."""
     unequal = [
         f"{entry.leaves.names[leaf]!r} of {name!r} (process {', '.join(map(str, processes))})"
         for name, entry in entries.items()
@@ -134,7 +134,7 @@ async def write_manifest(
             texts = await run_in_thread(text_view, entry)
             files.update({f"{name}/{path}": data for path, data in texts.items()})
     if not session.processes.is_alone:
-        _warn_of_unequal(entries)
+        warn_of_unequal(entries)
     async with anyio.create_task_group() as writers:
         for path, data in files.items():
             known = session.files[path] = FileEntry(size=len(data), digest=digest(data))
@@ -160,12 +160,22 @@ async def write_manifest(
             files=session.files,
             dropped=list(request.dropped),
         )
-        encoded = await run_in_thread(encode, manifest)
+        encoded = await run_in_thread(encode_manifest, manifest)
+    await session.storage.write(attempt, FILE_NAME, encoded)
+    session.sizes = sizes(manifest, encoded)
+    return manifest
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the bytes of a manifest.
+
+    Raises:
+        InvalidArgumentError: It is too large, or the user's metadata cannot be written as JSON.
+    """
+    encoded = encode(manifest)
     if len(encoded) > MAX_BYTES:
         raise InvalidArgumentError(
             f"the manifest of this step would have {len(encoded)} bytes, and readers take at most "
             f"{MAX_BYTES}. Save fewer leaves, less metadata, or arrays in fewer shards"
         )
-    await session.storage.write(attempt, FILE_NAME, encoded)
-    session.sizes = sizes(manifest, encoded)
-    return manifest
+    return encoded

@@ -93,6 +93,15 @@ def apart(entry: ItemEntry, process: int, processes: int) -> ItemEntry:
     return combine([entry if number == process else blank for number in range(processes)])
 
 
+def is_combined(entry: ItemEntry) -> bool:
+    """Tell whether an entry is of an item of which every process has its own.
+
+    Raises:
+        CorruptCheckpointError: The entry looks like a combined one, and is not.
+    """
+    return _parts_of(entry) is not None
+
+
 def pick(manifest: Manifest, item: str, process: int, processes: int) -> ProcessPart:
     """Return the part of an item that is for one process of a job.
 
