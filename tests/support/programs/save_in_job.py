@@ -162,7 +162,12 @@ def apart() -> None:
     tell(told)
 
 
-def drifting() -> None:
+def drifting_apart() -> None:
+    """Save such arrays where every process has a disk of its own."""
+    drifting(root / str(index), OwnDisks(JaxDistributed()))
+
+
+def drifting(place: Path = root, job: OwnDisks | None = None) -> None:
     """Save arrays that the processes should have alike, and some do not."""
     wrong_ones = [int(each) for each in sys.argv[3:]]
     good = whole("good", (768, 1024), np.float32, 1)
@@ -176,10 +181,11 @@ def drifting() -> None:
             ("own", NamedSharding(line, P("x")), bad),
         )
     }
-    with ckpt.sync.CheckpointManager(root, vital_signs="device") as mgr:
+    with ckpt.sync.CheckpointManager(place, coordinator=job, vital_signs="device") as mgr:
         info = mgr.save(1, state).result(60)
         assert info is not None
-        tell({"unequal": info.unequal_leaves, "ok": mgr.verify(1).ok if index == 0 else None})
+        is_asked = index == 0 or job is not None
+        tell({"unequal": info.unequal_leaves, "ok": mgr.verify(1).ok if is_asked else None})
 
 
 def elsewhere() -> None:
@@ -237,5 +243,6 @@ def refused() -> None:
     "apart": apart,
     "refused": refused,
     "drifting": drifting,
+    "drifting_apart": drifting_apart,
     "elsewhere": elsewhere,
 }[what]()

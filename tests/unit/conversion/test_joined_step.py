@@ -30,6 +30,7 @@ from ckpt._plan.item_reports import (
     without_chunks,
 )
 from ckpt._plan.multihost.per_process import apart, combine
+from ckpt._plan.multihost.tree_fingerprint import value_fingerprint
 from ckpt._plan.multihost.write_reports import ProcessReport
 from ckpt._plan.orbax_view import item_view, step_view, text_view
 from ckpt._vitals.replicas import COPY
@@ -242,8 +243,11 @@ def test_a_chunk_that_no_part_has_is_named(job: Job, data: st.DataObject) -> Non
     with pytest.raises(CheckpointError, match="was written by no process") as caught:
         parts.joined()
     error = caught.value
+    leaf = parts.tree.leaves[int(lost["leaf"])]
+    # Who holds a part of a sharded array is not known any more.
+    assert ("is held by" in str(error)) == (leaf.spec.sharding is None)
     assert (error.step, error.item) == (100, "state")
-    assert error.leaf == parts.tree.leaves[int(lost["leaf"])].name
+    assert error.leaf == leaf.name
     assert f"chunk {lost['number']} of" in str(error)
 
 
@@ -274,6 +278,19 @@ def test_a_process_with_another_tree_is_named() -> None:
     report.trees["state"] = replace(report.trees["state"], tree=other.tree)
     with pytest.raises(CoordinationError, match="on process 2"):
         parts.joined()
+
+
+def test_a_process_with_a_value_of_its_own_is_named() -> None:
+    """Of a value that all should have alike, only that of process 0 would be left."""
+    parts = Parts(typical())
+    plan = typical().plan(0)
+    for process, report in enumerate(parts.reports):
+        values = [None, None, 8 if process == 2 else 7, None]
+        found = value_fingerprint(plan, values, {3: "0" * 32})
+        report.trees["state"] = replace(report.trees["state"], values=found)
+    with pytest.raises(CoordinationError, match="7 on process 0, and int 8 on process 2") as caught:
+        parts.joined()
+    assert "leaf 'leaf2'" in str(caught.value)
 
 
 def replace_last(job: Job, dtype: str) -> Job:
