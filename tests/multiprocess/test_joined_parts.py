@@ -32,11 +32,18 @@ CUT = {"small uneven"}
 
 @pytest.fixture(scope="module", params=[2, 4])
 def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Step 1 as the processes have saved it together, and as it was joined of their parts."""
+    """Two steps as the processes have saved them together, and as they were joined of parts."""
     root = tmp_path_factory.mktemp("job")
     run_processes(request.param, "save_both_ways.py", root, devices_per_process=2)
-    join([root / str(index) / "1" for index in range(request.param)], root / "joined" / "1")
+    for step in ("1", "2"):
+        join([root / str(index) / step for index in range(request.param)], root / "joined" / step)
     return root
+
+
+@pytest.fixture(params=["1", "2"])
+def step(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
 
 
 def manifest_of(step: Path) -> Manifest:
@@ -72,8 +79,8 @@ def comparable(manifest: Manifest) -> dict[str, Any]:
     return found | {"items": items}
 
 
-def test_their_manifests_say_the_same(root: Path) -> None:
-    shared, joined = (manifest_of(root / name / "1") for name in ("shared", "joined"))
+def test_their_manifests_say_the_same(root: Path, step: str) -> None:
+    shared, joined = (manifest_of(root / name / step) for name in ("shared", "joined"))
     assert comparable(joined) == comparable(shared)
     for name, item in shared.items.items():
         assert leaves_of(joined.items[name], CUT) == leaves_of(item, CUT)
@@ -82,14 +89,21 @@ def test_their_manifests_say_the_same(root: Path) -> None:
     assert np.array_equal(signs[0]["fingerprint"], signs[1]["fingerprint"])
 
 
+def test_parts_of_the_second_step_share_files_with_the_first(root: Path) -> None:
+    for step, is_any in (("1", False), ("2", True)):
+        for place in ("0", "1", "joined"):
+            files = manifest_of(root / place / step).files.values()
+            assert any(file.shared for file in files) == is_any
+
+
 def named(step: Path) -> Mapping[str, bytes]:
     """Return the files of a step that are not called by chance."""
     paths = [path for path in step.rglob("*") if path.is_file() and path.parent.name != "d"]
     return {str(path.relative_to(step)): path.read_bytes() for path in paths}
 
 
-def test_they_have_the_same_files_for_other_readers(root: Path) -> None:
-    shared, joined = (named(root / name / "1") for name in ("shared", "joined"))
+def test_they_have_the_same_files_for_other_readers(root: Path, step: str) -> None:
+    shared, joined = (named(root / name / step) for name in ("shared", "joined"))
     assert joined.keys() == shared.keys()
     # What has its own times or random names in it, and the shapes of chunks.
     others = {"ckpt.json", "_CHECKPOINT_METADATA"}
@@ -115,14 +129,14 @@ def plain(tree: Any) -> Any:
     return jax.tree.map(of, tree)
 
 
-def test_it_holds_what_was_saved(root: Path) -> None:
-    report = ckpt.sync.verify(root / "joined" / "1")
+def test_it_holds_what_was_saved(root: Path, step: str) -> None:
+    report = ckpt.sync.verify(root / "joined" / step)
     assert report.ok, report.problems
     # Of a function only the name is stored.
     chosen = {"optimizer": ckpt.Adapt(select=["state"])}
     items = dict.fromkeys(("model", "optimizer", "config", "notes"))
     shared, joined = (
-        ckpt.sync.load(root / name / "1", items=items, adapt=chosen)
+        ckpt.sync.load(root / name / step, items=items, adapt=chosen)
         for name in ("shared", "joined")
     )
     assert_same(plain(joined), plain(shared))
@@ -140,15 +154,15 @@ def test_each_process_finds_its_own(root: Path) -> None:
     assert [each.value["counter"] for each in joined] == list(range(len(joined)))
 
 
-def test_other_readers_find_its_arrays(root: Path) -> None:
-    step = root / "joined" / "1"
-    expected = ckpt.sync.load(step, items={"model": None})["model"]
+def test_other_readers_find_its_arrays(root: Path, step: str) -> None:
+    found = root / "joined" / step
+    expected = ckpt.sync.load(found, items={"model": None})["model"]
     for name, array in expected.items():
         if name == "key":
             array = jax.random.key_data(array)
-        found = in_database(step / "model", name)
-        assert np.array_equal(found, np.asarray(array)), name
-    assert in_database(step / "optimizer", "state.nu.0").item() == 1
+        stored = in_database(found / "model", name)
+        assert np.array_equal(stored, np.asarray(array)), name
+    assert in_database(found / "optimizer", "state.nu.0").item() == 1
 
 
 def test_it_needs_no_device(root: Path) -> None:

@@ -1,6 +1,7 @@
-"""One process of a job that saves one state twice: `save_both_ways.py ROOT`.
+"""One process of a job that saves its states twice: `save_both_ways.py ROOT`.
 
-Step 1 of ROOT/shared is that of all processes, and step 1 of ROOT/INDEX the part of each.
+Steps of ROOT/shared are those of all processes, and steps of ROOT/INDEX the parts of each. Step 2
+has most arrays in common with step 1.
 """
 
 from __future__ import annotations
@@ -57,9 +58,12 @@ class Moments(NamedTuple):
     nu: Any
 
 
-def made(name: str) -> jax.Array:
+CHANGED = ("tiles", "half", "few", "small", "zstd")
+
+
+def made(name: str, step: int = 1) -> jax.Array:
     shape, dtype, sharding = LEAVES[name]
-    flat = np.arange(int(np.prod(shape)), dtype=np.int64) * 7 + len(name)
+    flat = np.arange(int(np.prod(shape)), dtype=np.int64) * 7 + len(name) + step
     values = (flat % 239).astype(dtype).reshape(shape)
     return jax.make_array_from_callback(shape, sharding, values.__getitem__, dtype=dtype)
 
@@ -97,5 +101,8 @@ for place, job in ((root / "shared", None), (root / str(index), OwnDisks(JaxDist
         metadata={"run": "one"},
         vital_signs=True,
     ) as mgr:
-        mgr.save(1, items=items(), metrics={"loss": 0.5, "eval": {"nan": float("nan")}}).result(60)
+        saved, metrics = items(), {"loss": 0.5, "eval": {"nan": float("nan")}}
+        mgr.save(1, items=saved, metrics=metrics).result(60)
+        saved["model"] |= {name: made(name, 2) for name in CHANGED}
+        mgr.save(2, items=saved, metrics=metrics).result(60)
 tell("saved")
