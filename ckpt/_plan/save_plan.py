@@ -44,8 +44,8 @@ class SavePlan(Struct, frozen=True):
         batches: The batches that this process writes, biggest first.
         nbytes: Logical bytes of all arrays, shared ones once; Python scalars do not count.
         group: The processes that save, or None for one alone.
-        own: Numbers of the leaves that every process has for itself. They are stored once, so they
-            must be equal on all processes.
+        own: Numbers of the leaves that every process has for itself. In a shared place they are
+            stored once, so they must be equal on all processes.
         limits: The largest batches and chunks.
         copies: The chunks of this process that another one owns: number of the leaf, and of the
             chunk in it.
@@ -144,7 +144,7 @@ def plan_save(
         batches,
         nbytes,
         group,
-        () if is_local else tuple(own),
+        tuple(own),
         limits,
         frozenset((chunk.leaf, chunk.number) for chunk in copies),
     )

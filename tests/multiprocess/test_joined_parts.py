@@ -20,10 +20,12 @@ import ckpt
 import ckpt.sync
 from ckpt._format.leaf_table import LeafTable
 from ckpt._format.manifest import ItemEntry, Manifest
+from ckpt.errors import CoordinationError
 from tests.support.databases import in_database
 from tests.support.joined_steps import join
 from tests.support.paths import ROOT
 from tests.support.real_jobs import run_processes
+from tests.support.simulated_job import FAR, closed, managers, saved, steps
 from tests.support.trees import assert_same
 
 # Of these the parts are cut as the disks hold them, whatever the first process has whole.
@@ -197,3 +199,33 @@ def test_replicas_of_several_parts_are_compared(
     }
     assert "'bad' of 'default' (process 1)" in caplog.text
     assert ckpt.sync.verify(tmp_path / "joined" / "1").ok
+
+
+# In files by their size, so in another order than in the tree; the largest has several chunks.
+SIZES = {"a": 5, "b": 3 << 20, "c": 17, "d": (40 << 20) + 1, "e": 2 << 20, "f": 1}
+
+
+@pytest.mark.parametrize("changed", [*SIZES, "number", None])
+def test_a_value_that_processes_have_for_themselves_must_be_one(
+    changed: str | None, tmp_path: Path
+) -> None:
+    """On its disk each keeps its own; of a step of all, only one would be left."""
+    state: dict[str, Any] = {name: np.zeros(size, np.uint8) for name, size in SIZES.items()}
+    state["number"] = 3
+    other = dict(state)
+    if changed == "number":
+        other[changed] = 4
+    elif changed is not None:
+        other[changed] = state[changed].copy()
+        other[changed][-1] = 1
+    mgrs = managers(tmp_path, 2, own_disks=True, seconds=FAR)
+    assert steps(saved(mgrs, 1, state, other)) == [1, 1]
+    closed(mgrs)
+    parts = [tmp_path / str(index) / "1" for index in range(2)]
+    if changed is None:
+        join(parts, tmp_path / "joined")
+        assert ckpt.sync.load(tmp_path / "joined")["number"] == 3
+        return
+    with pytest.raises(CoordinationError, match=r"on process 0, and .* on process 1") as caught:
+        join(parts, tmp_path / "joined")
+    assert f"leaf '{changed}' has one value for all processes" in str(caught.value)

@@ -145,7 +145,7 @@ class EngineItemWriter:
         elif self._is_shared and processes.leads:
             write.start(write.write_view)
         await write.stage(leaves)
-        own = {} if self._group is None else await self.in_thread(own_digests, plan, leaves)
+        own = await self.in_thread(own_digests, plan, leaves) if self._is_shared else {}
         # What outlives this call must not keep the caller's arrays alive.
         values = [
             None if leaf_plan.spec.kind in ARRAY_KINDS else leaf
@@ -265,7 +265,7 @@ class EngineItemWriter:
             self._session.saved[self._item] = saved_item(
                 self._whole, report, self._arrays, files, write.known, write.compared
             )
-        if self._group is not None:
+        if self._is_shared:
             written.values = value_fingerprint(written.plan.save, tree.values, written.own)
         if self._is_shared or self._parts is not None:
             return entry

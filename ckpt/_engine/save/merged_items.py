@@ -20,7 +20,7 @@ from ckpt._format.manifest import ItemEntry
 from ckpt._format.ocdbt import DatabaseIndex
 from ckpt._plan.item_reports import ItemReport, PlannedTree, fill_entry, key_values, merge_reports
 from ckpt._plan.merged_parts import TreeParts, merge_parts
-from ckpt._plan.multihost.tree_fingerprint import TreeFingerprint
+from ckpt._plan.multihost.tree_fingerprint import TreeFingerprint, line_fingerprint
 from ckpt._plan.multihost.write_reports import ProcessReport, disagreement
 from ckpt._plan.orbax_view import item_view
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
@@ -41,7 +41,8 @@ class WrittenTree(Struct):
         plan: The plan of this process.
         own: Digests of the arrays that every process has for itself, by number of the leaf.
         report: What this process has written, once that is known.
-        values: Fingerprint of what every process has for itself, where several save together.
+        values: Fingerprint of what every process has for itself, where it must be the same on all;
+            None on a disk of its own.
     """
 
     tree: PlannedTree
@@ -54,8 +55,8 @@ class WrittenTree(Struct):
         """Return the report for the primary; the tree must have been written."""
         assert self.report is not None
         assert self.plan.fingerprint is not None
-        assert self.values is not None
-        return ProcessReport(self.report, self.plan.fingerprint, self.values)
+        values = self.values or line_fingerprint([], 1)
+        return ProcessReport(self.report, self.plan.fingerprint, values)
 
 
 class ItemParts(Struct):

@@ -151,7 +151,7 @@ def test_with_disks_of_their_own_processes_write_all_that_they_hold(job: Job) ->
                 for part in parts_of(leaf.spec, process):
                     here[part] = 1
             assert (counts[number] == here).all()
-        assert plan.own == ()
+        assert plan.own == job.plan(process).own
 
 
 @given(jobs())

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 from msgspec.structs import replace
 
 from ckpt._engine.save.joint.write_report import WriteReport, packed
 from ckpt._engine.save.merged_items import WrittenTree
 from ckpt._engine.save.session import SaveSession
+from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.step_files.step_part import StepPart, encode_part
-from ckpt._plan.item_reports import without_chunks
+from ckpt._plan.item_reports import ItemReport, without_chunks
+from ckpt._plan.multihost.tree_fingerprint import value_fingerprint
 from ckpt._plan.multihost.write_reports import ProcessReport
 from ckpt.handlers._base import is_per_process
 from ckpt.handlers._registry import Handlers
@@ -48,9 +51,24 @@ def part_file(session: SaveSession, handlers: Handlers, entries: Mapping[str, It
 
 
 def _owned(tree: WrittenTree) -> ProcessReport:
-    """Return the report on a tree without the chunks that another process owns."""
-    whole = tree.for_primary()
-    return replace(whole, written=without_chunks(whole.written, tree.plan.save.copies))
+    """Return the report on a tree without the chunks that another process owns.
+
+    It tells what of the values this process has for itself: a step of all parts has them once.
+    """
+    whole, plan = tree.for_primary(), tree.plan.save
+    values = value_fingerprint(plan, tree.tree.values, _digests(whole.written, plan.own))
+    return replace(whole, written=without_chunks(whole.written, plan.copies), values=values)
+
+
+def _digests(report: ItemReport, leaves: Sequence[int]) -> dict[int, str]:
+    """Return what tells the bytes of leaves from others, by their numbers: of all their chunks."""
+    order = np.lexsort((report.rows["number"], report.rows["leaf"]))
+    found, digests = report.rows["leaf"][order], report.digests[order]
+    starts, ends = (np.searchsorted(found, leaves, side) for side in ("left", "right"))
+    return {
+        leaf: digest(digests[start:end].tobytes())
+        for leaf, start, end in zip(leaves, starts.tolist(), ends.tolist(), strict=True)
+    }
 
 
 def _files(tree: WrittenTree) -> tuple[str, ...]:
