@@ -92,7 +92,7 @@ async def presence_of(
     if whole and found.sources:
         return "damaged"
     if not deep and not found.sources:
-        return "same" if await _has_files(found, target) else "damaged"
+        return "same" if await has_files(found, target) else "damaged"
     # Here, since names and sizes are compared without jax.
     from ckpt._engine.verify.pipeline import verify_step_dir
 
@@ -100,7 +100,7 @@ async def presence_of(
     return "same" if report.ok else "damaged"
 
 
-async def _has_files(manifest: Manifest, target: CopyPlace) -> bool:
+async def has_files(manifest: Manifest, target: CopyPlace) -> bool:
     """Tell whether a step directory has the files of its manifest, as far as a list of it shows."""
     try:
         found = await target.storage.files(lies_in(target.name, manifest))

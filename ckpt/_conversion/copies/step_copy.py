@@ -165,7 +165,7 @@ class StepCopier:
             try:
                 return await self._write(source, manifest, selection, target, attempt)
             except BaseException as error:
-                is_left = self._goes_on and _is_only_cut(error)
+                is_left = self._goes_on and is_only_cut(error)
                 raise
 
         async def give_up(attempt: Attempt) -> None:
@@ -207,23 +207,53 @@ class StepCopier:
         if attempt.folder or manifest.folder or not same_files:
             placed = _placed(placed, attempt, new)
             encoded = await run_in_thread(encode, placed)
+        async with anyio.create_task_group() as writes:
+            for path, data in new.written.items():
+                writes.start_soon(target.storage.write, attempt, path, data)
+            await self.copy_files(source, manifest, new.copied, target, attempt)
+        await target.storage.write(attempt, FILE_NAME, encoded)
+        return sizes(placed, encoded)
+
+    async def copy_files(
+        self,
+        source: CopySource,
+        manifest: Manifest,
+        files: Mapping[str, FileEntry],
+        target: CopyPlace,
+        attempt: Attempt,
+    ) -> None:
+        """Copy files of a step into an attempt that was begun.
+
+        Args:
+            source: The step.
+            manifest: Its manifest.
+            files: Those of its files that are copied.
+            target: What the attempt is at.
+            attempt: It gets the files, at the same paths.
+
+        Raises:
+            CorruptCheckpointError: A file is damaged, or cannot be read; names it.
+            StorageError: A storage refused.
+
+        Cancellation: the attempt has some of the files, and the beginnings of others.
+        """
         place = ReadPlace(source.storage, lies_in(source.name, manifest))
-        taken = await self._taken_over(new.copied, target, attempt) if self._goes_on else set()
-        left = [each for each in new.copied.items() if each[0] not in taken]
+        taken = await self._taken_over(files, target, attempt) if self._goes_on else set()
         # The largest first, so that no lane is busy with a large one when the others have ended.
-        files = iter(sorted(left, key=lambda each: -each[1].size))
+        left = iter(
+            sorted(
+                (each for each in files.items() if each[0] not in taken),
+                key=lambda each: -each[1].size,
+            )
+        )
 
         async def lane(region: mmap.mmap) -> None:
-            for path, file in files:
+            for path, file in left:
                 await self._copy_file(place, path, file, target.storage, attempt, region)
 
         async with anyio.create_task_group() as lanes:
             for region in self._regions:
                 lanes.start_soon(lane, region)
-            for path, data in new.written.items():
-                lanes.start_soon(target.storage.write, attempt, path, data)
-        await target.storage.write(attempt, FILE_NAME, encoded)
-        return sizes(placed, encoded)
 
     async def _taken_over(
         self, files: Mapping[str, FileEntry], target: CopyPlace, attempt: Attempt
@@ -340,10 +370,10 @@ async def _read(
         raise CorruptCheckpointError(f"{error.message}; the step was not copied") from error
 
 
-def _is_only_cut(error: BaseException) -> bool:
+def is_only_cut(error: BaseException) -> bool:
     """Tell whether a copy has failed for no reason of its own, so that the next one can go on."""
     if isinstance(error, BaseExceptionGroup):
-        return all(_is_only_cut(each) for each in error.exceptions)
+        return all(is_only_cut(each) for each in error.exceptions)
     if isinstance(error, StorageError):
         # What lies on a full disk keeps it full.
         return error.errno not in _FULL

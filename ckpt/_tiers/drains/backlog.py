@@ -21,6 +21,7 @@ class DrainBacklog:
         """Let that many steps wait."""
         self._most = most_waiting
         self._failures: dict[int, int] = {}
+        self._tries = 0
         self.under_way: int | None = None
 
     def __contains__(self, step: int) -> bool:
@@ -47,19 +48,25 @@ class DrainBacklog:
         if step not in self:
             self._failures[step] = 0
 
-    def begin(self) -> int | None:
-        """Take the next step for a drain; None if none waits."""
-        self.under_way = min(
-            self._failures, key=lambda step: (self._failures[step], -step), default=None
-        )
-        if self.under_way is not None:
-            self._tries = self._failures.pop(self.under_way) + 1
-        return self.under_way
+    @property
+    def order(self) -> list[int]:
+        """The steps that wait, the one that is next first."""
+        return sorted(self._failures, key=lambda step: (self._failures[step], -step))
+
+    def begin(self, step: int) -> None:
+        """Take a step that waits for a drain."""
+        self._tries = self._failures.pop(step)
+        self.under_way = step
 
     def fail(self) -> None:
-        """Let the step that was under way wait again."""
-        assert self.under_way is not None
-        self._failures[self.under_way] = self._tries
+        """Let the step that was under way wait again, behind those that failed less."""
+        self._tries += 1
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Let the step that was under way wait again, if one was; that is no failure."""
+        if self.under_way is not None:
+            self._failures[self.under_way] = self._tries
         self.under_way = None
 
     def end(self) -> None:

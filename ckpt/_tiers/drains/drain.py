@@ -53,20 +53,25 @@ class Drained(Struct, frozen=True):
         return self.outcome in ("copied", "there")
 
 
-class _Moved:
-    """Counts the bytes of a copy."""
+class MovedBytes:
+    """Counts the bytes of a copy.
+
+    Attributes:
+        nbytes: Those that were copied.
+    """
 
     def __init__(self) -> None:
         self.nbytes = 0
 
     def expect(self, nbytes: int) -> None:
-        pass
+        """Do nothing."""
 
     def move(self, nbytes: int) -> None:
+        """Count bytes that were copied."""
         self.nbytes += nbytes
 
     def __call__(self, event: Event) -> None:
-        pass
+        """Do nothing."""
 
 
 async def drain_step(
@@ -88,7 +93,7 @@ async def drain_step(
     Cancellation: nothing can be seen of it, unless it was just being published: then it is whole.
     """
     began = time.perf_counter()
-    moved = _Moved()
+    moved = MovedBytes()
     copier = StepCopier(moved, pace=pace, goes_on=True)
     try:
         copied = await copy_step(copier, source, step, target, CopyRules(), moved)

@@ -14,6 +14,7 @@ import anyio
 from msgspec import Struct
 
 from ckpt._conversion.copies.place import CopyPlace
+from ckpt._conversion.copies.step_copy import Pace
 from ckpt._conversion.copies.steps import refuse_same
 from ckpt._redaction import redact
 from ckpt._steps.pins import pins
@@ -21,6 +22,7 @@ from ckpt._tiers.drains.backlog import DrainBacklog, pause_after
 from ckpt._tiers.drains.drain import Drained, drain_step
 from ckpt._tiers.drains.holds import Holds
 from ckpt._tiers.drains.rate import paced
+from ckpt._tiers.drains.way import Way
 from ckpt.errors import StorageError, located
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage
@@ -51,15 +53,45 @@ class DrainRoute(Struct, frozen=True):
         return CopyPlace(storage, self.names.name(step))
 
 
+class Copies:
+    """The usual way: each step is copied whole, as it is, the newest first."""
+
+    def __init__(self, route: DrainRoute, pace: Pace) -> None:
+        """Copy steps of a route at a pace."""
+        self._route = route
+        self._pace = pace
+
+    async def add(self, step: int) -> None:
+        """Do nothing."""
+
+    async def next(self, backlog: DrainBacklog) -> int | None:
+        """Return the step that is next in the backlog."""
+        return next(iter(backlog.order), None)
+
+    async def drain(self, step: int) -> Drained:
+        """Copy a step."""
+        route = self._route
+        source, target = (route.place(root, step) for root in (route.source, route.target))
+        return await drain_step(step, source, target, self._pace)
+
+    async def ended(self, drained: Drained) -> None:
+        """Do nothing."""
+
+    async def tidy(self) -> None:
+        """Sweep the target."""
+        await self._route.target.sweep()
+
+
+MakeWay = Callable[[DrainRoute, Pace], Way]
+
+
 class Drainer:
     """Drains the steps that are asked for; made by `draining`. Used on one event loop."""
 
-    def __init__(
-        self, route: DrainRoute, told: Told, bytes_per_second: float | None, most_waiting: int
-    ) -> None:
+    def __init__(self, route: DrainRoute, way: Way, told: Told, most_waiting: int) -> None:
         self._route = route
+        self._way = way
         self._told = told
-        self._pace = paced(bytes_per_second)
         self._backlog = DrainBacklog(most_waiting)
         self._holds = Holds(route.source)
         self._failures = 0
@@ -98,6 +130,7 @@ class Drainer:
             where = redact(f"{self._route.source.location}/{name}")
             await self._end(Drained(step, "deleted", reason=f"{where} is not there"))
             return False
+        await self._way.add(step)
         self._backlog.add(step)
         self._asked = _told_again(self._asked)
         await self._shorten()
@@ -123,8 +156,7 @@ class Drainer:
     async def work(self) -> None:
         """Drain what is asked for, for ever."""
         while True:
-            step = self._backlog.begin()
-            if step is None:
+            if not self._backlog.waiting:
                 asked = self._asked
                 if self._is_prepared:
                     # Not before the first drain, which may go on with what is there.
@@ -132,16 +164,19 @@ class Drainer:
                 await asked.wait()
                 continue
             try:
-                drained = await self._drain(step)
+                drained = await self._drain_next()
             except StorageError as error:
                 self._backlog.fail()
                 await self._shorten()
                 self._say_failing(error)
                 await self._pause()
-            else:
-                self._say_working()
-                self._backlog.end()
-                await self._end(drained)
+                continue
+            if drained is None:
+                self._backlog.put_back()
+                continue
+            self._say_working()
+            self._backlog.end()
+            await self._end(drained)
 
     async def keep(self) -> None:
         """Keep the steps that wait from being deleted, for ever."""
@@ -151,14 +186,17 @@ class Drainer:
         """Let all steps go, also when cancelled."""
         await self._holds.drop_all()
 
-    async def _drain(self, step: int) -> Drained:
-        route = self._route
+    async def _drain_next(self) -> Drained | None:
+        """Drain the step that can be; None if it waits again, or none waits any more."""
+        step = await self._way.next(self._backlog)
+        if step is None:
+            return None
+        self._backlog.begin(step)
         if not self._is_prepared:
             # Once only: where a disk that was mounted is gone, its directory must not be made anew.
-            await route.target.prepare()
+            await self._route.target.prepare()
             self._is_prepared = True
-        source, target = (route.place(root, step) for root in (route.source, route.target))
-        return await drain_step(step, source, target, self._pace)
+        return await self._way.drain(step)
 
     async def _end(self, drained: Drained) -> None:
         """Tell what has become of a step, and let it go."""
@@ -170,6 +208,11 @@ class Drainer:
                 drained.reason,
             )
         self._told(drained)
+        try:
+            await self._way.ended(drained)
+        except StorageError as error:
+            # It is tried again with the next step.
+            logger.debug("what has become of step %d was not noted: %s", drained.step, error)
         await self._holds.drop(drained.step)
         self._ended = _told_again(self._ended)
 
@@ -196,7 +239,7 @@ class Drainer:
         if not self._may_have_left:
             return
         try:
-            await self._route.target.sweep()
+            await self._way.tidy()
         except StorageError as error:
             logger.debug("what dead writers left was not removed: %s", error)
         else:
@@ -236,6 +279,7 @@ async def draining(
     *,
     bytes_per_second: float | None = None,
     most_waiting: int = MOST_WAITING,
+    way: MakeWay = Copies,
 ) -> AsyncIterator[Drainer]:
     """Drain steps for as long as the body runs.
 
@@ -244,6 +288,7 @@ async def draining(
         told: Told once of each step that was asked for, on this loop; it must not block.
         bytes_per_second: How many bytes are moved a second at most; None for no limit.
         most_waiting: How many steps may wait.
+        way: How they get there.
 
     Yields:
         What takes the requests.
@@ -263,7 +308,8 @@ async def draining(
         ```
     """
     refuse_same(route.source, route.target)
-    drainer = Drainer(route, told, bytes_per_second, most_waiting)
+    made = way(route, paced(bytes_per_second))
+    drainer = Drainer(route, made, told, most_waiting)
     with located():
         try:
             async with anyio.create_task_group() as tasks:

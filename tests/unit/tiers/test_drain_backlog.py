@@ -30,12 +30,14 @@ class Waiting(RuleBasedStateMachine):
     @precondition(lambda self: self.under_way is None)
     @rule()
     def begin(self) -> None:
-        step = self.backlog.begin()
-        if not self.failures:
-            assert step is None
+        order = self.backlog.order
+        assert sorted(order) == sorted(self.failures)
+        if not order:
             return
         fewest = min(self.failures.values())
-        assert step == max(s for s, count in self.failures.items() if count == fewest)
+        step = max(s for s, count in self.failures.items() if count == fewest)
+        assert order[0] == step
+        self.backlog.begin(step)
         self.under_way = step, self.failures.pop(step)
 
     @precondition(lambda self: self.under_way is not None)
@@ -46,6 +48,13 @@ class Waiting(RuleBasedStateMachine):
         self.backlog.fail()
         self.failures[step] = count + 1
         self.under_way = None
+
+    @rule()
+    def put_back(self) -> None:
+        self.backlog.put_back()
+        if self.under_way is not None:
+            self.failures.update([self.under_way])
+            self.under_way = None
 
     @precondition(lambda self: self.under_way is not None)
     @rule()
@@ -82,7 +91,10 @@ def test_a_step_that_always_fails_keeps_no_other() -> None:
         backlog.add(step)
     drained = []
     for _ in range(5):
-        found = backlog.begin()
+        if not backlog.order:
+            break
+        found = backlog.order[0]
+        backlog.begin(found)
         if found == 3:
             backlog.fail()
         else:
