@@ -45,6 +45,7 @@ FLOORS = [
     {"_steps.factory"},
     {"_conversion", "_inspection"},
     {"_tiers.drains"},
+    {"_tiers.joins"},
     {"_tiers"},
     {"_api", "tiers"},
     {"sync", "types"},
@@ -207,6 +208,7 @@ def test_threads_are_asked_for_in_one_place() -> None:
         "ckpt._inspection.times.recorded_trace",
         "ckpt._inspection.machine.disk",
         "ckpt._tiers.drains.drainer",
+        "ckpt._tiers.joins.way",
     ],
 )
 def test_tools_can_read_manifests_without_jax(module: str) -> None:

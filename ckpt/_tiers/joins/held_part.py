@@ -1,0 +1,75 @@
+"""A part of a step as it lies on the disk of its process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from ckpt._conversion.copies.place import CopyPlace
+from ckpt._format.digests import digest
+from ckpt._format.manifest import Manifest
+from ckpt._format.manifest_head import FILE_NAME, HEAD_BYTES, MAX_BYTES, FileEntry, peek
+from ckpt._format.step_files.step_part import MOST_PART_BYTES, PART_FILE, decode_part
+from ckpt.errors import CorruptCheckpointError
+from ckpt.storage._base import Storage
+from ckpt.storage._manifests import lies_in, read_manifest
+
+
+class HeldPart(Struct, frozen=True):
+    """A part of a step.
+
+    Attributes:
+        place: Where it is.
+        manifest: Its manifest.
+        files: What the joined step takes of it.
+        report: What is in these files.
+    """
+
+    place: CopyPlace
+    manifest: Manifest
+    files: Mapping[str, FileEntry]
+    report: bytes
+
+
+async def read_part(place: CopyPlace, step: int, process: int, count: int) -> HeldPart:
+    """Read what is needed to join a part.
+
+    Args:
+        place: Where it is.
+        step: The step.
+        process: Which part it is.
+        count: How many there are.
+
+    Raises:
+        StepNotFoundError: It is not there any more.
+        CorruptCheckpointError: It is damaged, or is no such part.
+        UnsupportedFormatError: It is of a later format.
+        StorageError: The storage refused.
+    """
+    manifest = await read_manifest(place.storage, place.name, step=step)
+    where = f"{place.location}/{PART_FILE}"
+    entry = manifest.files.get(PART_FILE)
+    if entry is None or not manifest.save:
+        raise CorruptCheckpointError(
+            f"{where} is missing: {place.location} is not a part that can be joined with others"
+        )
+    data = await place.storage.read(lies_in(place.name, manifest), PART_FILE, MOST_PART_BYTES)
+    if data is None or digest(data) != entry.digest:
+        raise CorruptCheckpointError(f"{where} is damaged, so the step cannot be joined")
+    part = decode_part(data, where)
+    if (part.process, part.count) != (process, count):
+        raise CorruptCheckpointError(
+            f"{where} is part {part.process} of {part.count}; expected part {process} of {count}"
+        )
+    unknown = [path for path in part.files if path not in manifest.files]
+    if unknown:
+        raise CorruptCheckpointError(f"{where} names {unknown[0]!r:.200}, which the part lacks")
+    files = {path: manifest.files[path] for path in part.files}
+    return HeldPart(place, manifest, files, part.report)
+
+
+async def save_at(storage: Storage, step_dir: str) -> str:
+    """Return the id of the save that a step directory is of; empty if it has none, or is none."""
+    (head,) = await storage.read_each([step_dir], FILE_NAME, MAX_BYTES, HEAD_BYTES, peek)
+    return "" if head is None else head.save

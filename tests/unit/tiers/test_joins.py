@@ -1,0 +1,384 @@
+"""Joins: parts of steps meet in a root, whatever keepers choose, fail at, and whoever is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import shutil
+import uuid
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import numpy as np
+import pytest
+
+import ckpt
+from ckpt._tiers.drains import drainer as drainer_module
+from ckpt._tiers.joins import board
+from ckpt._tiers.joins.notes import LEADS, PARTS
+from ckpt.storage._resolve import open_root
+from ckpt.testing.faults import Fail, FaultyFiles, FileOperation
+from tests.support.drained_roots import attempts
+from tests.support.joined_roots import (
+    Keepers,
+    assert_joined,
+    made_parts,
+    no_notes,
+    notes_of,
+    quick_notes,
+)
+
+__all__ = ["quick_notes"]
+
+pytestmark = pytest.mark.usefixtures("quick_notes")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("saved")
+    made_parts(root, 3, 1, 2, 3)
+    return root
+
+
+@pytest.fixture(params=["disk", "memory"])
+def far(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    return tmp_path / "far" if request.param == "disk" else f"memory://{uuid.uuid4().hex}/far"
+
+
+@pytest.fixture
+def keepers(saved: Path, tmp_path: Path, far: Any) -> Keepers:
+    shutil.copytree(saved, tmp_path / "near")
+    return Keepers([tmp_path / "near" / str(process) for process in range(3)], far)
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drainer_module, "pause_after", lambda failures: 0.001)
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    while not happened():  # noqa: ASYNC110
+        await anyio.sleep(0.001)
+
+
+def written(far: Path) -> int:
+    """The bytes of the arrays and items in a root, some of which may go at this moment."""
+    total = 0
+    for path in far.glob("3.*/**/*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def damage(part: Path, step: int) -> None:
+    file = next(path for path in (part / str(step)).rglob("*.bin"))
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def warnings(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    return sum(
+        text in record.getMessage()
+        for record in caplog.records
+        if record.levelno == logging.WARNING
+    )
+
+
+def test_the_parts_become_one_step_whatever_is_asked_for_first(keepers: Keepers) -> None:
+    with ckpt.sync.CheckpointManager(keepers.parts[0]) as mgr:
+        mgr.pin(2, "paper")
+    keepers.all_drain(1, 2, 3)
+    for outcomes in keepers.outcomes:
+        assert sorted(outcomes) == [(1, "copied"), (2, "copied"), (3, "copied")]
+    assert all(each.nbytes >= 3_200_000 for told in keepers.told for each in told)
+    assert_joined(keepers.far, keepers.parts, 1, 2, 3)
+    no_notes(keepers.far)
+    with ckpt.sync.CheckpointManager(keepers.far, read_only=True) as mgr:
+        assert [each.name for each in mgr.pins()[2]] == ["paper"]
+
+
+def test_a_step_that_is_there_is_passed_over(keepers: Keepers) -> None:
+    keepers.all_drain(2)
+    keepers.all_drain(2, 1)
+    for told in keepers.told:
+        again = next(each for each in told[1:] if each.step == 2)
+        assert (again.outcome, again.nbytes) in (("there", 0), ("copied", 0))
+    assert_joined(keepers.far, keepers.parts, 1, 2)
+
+
+def test_another_step_of_the_number_stays(keepers: Keepers) -> None:
+    with ckpt.sync.CheckpointManager(keepers.far) as mgr:
+        mgr.save(1, {"mine": np.ones(3)}).result()
+    keepers.all_drain(1)
+    assert keepers.outcomes == [[(1, "blocked")]] * 3
+    with ckpt.sync.CheckpointManager(keepers.far, read_only=True) as mgr:
+        assert list(mgr.restore(1)) == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("process", "how"),
+    [(0, "damaged"), (0, "deleted"), (1, "damaged"), (1, "deleted"), (1, "manifest")],
+)
+def test_a_part_that_will_not_come_ends_the_step_everywhere(
+    keepers: Keepers, process: int, how: str
+) -> None:
+    part = keepers.parts[process]
+
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            drainers = [await stack.enter_async_context(keepers.keeper(n)) for n in range(3)]
+            if how == "damaged":
+                damage(part, 2)
+            elif how == "manifest":
+                path = part / "2" / "ckpt.json"
+                path.write_bytes(path.read_bytes()[:-40])
+            await drainers[process].request(2)
+            if how == "deleted":
+                shutil.rmtree(part / "2")
+            for n in range(3):
+                if n != process:
+                    await drainers[n].request(2)
+                await drainers[n].request(3)
+            for drainer in drainers:
+                assert await drainer.finish() == []
+
+    keepers.run(main)
+    outcome = "deleted" if how == "deleted" else "damaged"
+    for n, told in enumerate(keepers.told):
+        ended = {each.step: each for each in told}
+        assert ended[3].outcome == "copied"
+        assert ended[2].outcome == outcome
+        reason = ended[2].reason or ""
+        assert str(part) in reason
+        if n != process and process:
+            assert f"process {process} of 3: " in reason
+    assert_joined(keepers.far, keepers.parts, 3)
+
+
+def test_too_many_steps_given_up_by_one_are_given_up_by_all(keepers: Keepers) -> None:
+    async def main() -> None:
+        async with (
+            keepers.keeper(0) as leader,
+            keepers.keeper(2) as other,
+            keepers.keeper(1, most_waiting=2) as follower,
+        ):
+            for step in (1, 2, 3):
+                await follower.request(step)
+            assert follower.left == [3, 2]
+            for step in (1, 2, 3):
+                await leader.request(step)
+                await other.request(step)
+            for each in (leader, other, follower):
+                assert await each.finish() == []
+
+    keepers.run(main)
+    for told in keepers.told:
+        ended = {each.step: each for each in told}
+        assert [ended[step].outcome for step in (1, 2, 3)] == ["given up", "copied", "copied"]
+        assert "too many newer steps wait" in (ended[1].reason or "")
+    last = next(each for each in keepers.told[2] if each.step == 1)
+    assert "process 1 of 3: " in (last.reason or "")
+    assert_joined(keepers.far, keepers.parts, 2, 3)
+
+
+def test_steps_given_up_by_the_leader_are_given_up_by_all(keepers: Keepers) -> None:
+    async def main() -> None:
+        async with keepers.keeper(0, most_waiting=1) as leader, keepers.keeper(1) as other:
+            await other.request(2)
+            for step in (1, 2, 3):
+                await leader.request(step)
+            await until(lambda: bool(keepers.told[1]))
+
+    keepers.run(main)
+    assert keepers.outcomes[1] == [(2, "given up")]
+
+
+def test_a_follower_that_says_nothing_is_named_and_others_wait_no_longer(
+    keepers: Keepers,
+    no_pauses: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(board, "SILENT_SECONDS", 0.3)
+
+    async def main() -> None:
+        async with keepers.keeper(0) as leader, keepers.keeper(1) as first:
+            for each in (leader, first):
+                await each.request(3)
+            await until(lambda: warnings(caplog, "process 2 of 3 said nothing") == 1)
+            for each in (leader, first):
+                await each.request(2)
+            async with keepers.keeper(2) as second:
+                # It has the older one, which is as new to the leader as the other one was.
+                await second.request(2)
+                assert await second.finish() == []
+                assert leader.left == [3]
+                # It comes late.
+                await second.request(3)
+                for each in (leader, first, second):
+                    assert await each.finish() == []
+
+    keepers.run(main)
+    assert warnings(caplog, "process 2 of 3 said nothing") == 1
+    assert_joined(keepers.far, keepers.parts, 2, 3)
+    no_notes(keepers.far)
+
+
+def test_a_leader_that_says_nothing_is_named(
+    keepers: Keepers,
+    no_pauses: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(board, "SILENT_SECONDS", 0.3)
+
+    async def main() -> None:
+        async with keepers.keeper(1) as follower:
+            await follower.request(3)
+            await until(lambda: warnings(caplog, "process 0 of 3") == 1)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(keepers.drain, 0, 3)
+                tasks.start_soon(keepers.drain, 2, 3)
+                assert await follower.finish() == []
+
+    keepers.run(main)
+    assert_joined(keepers.far, keepers.parts, 3)
+
+
+# One piece a moment: a part takes a second.
+SLOW = {"bytes_per_second": 4e6}
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_keeper_that_dies_while_it_copies_is_followed_by_another(
+    keepers: Keepers, process: int, no_pauses: None
+) -> None:
+    is_disk = isinstance(keepers.far, Path)
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            for other in {0, 1, 2} - {process}:
+                tasks.start_soon(keepers.drain, other, 3)
+            async with keepers.keeper(process, **SLOW) as drainer:
+                await drainer.request(3)
+                if is_disk:
+                    # The other two are done, and some of this one.
+                    await until(lambda: written(keepers.far) > 8_900_000)
+                else:
+                    await anyio.sleep(0.6)
+            await keepers.drain(process, 3)
+
+    keepers.run(main)
+    assert keepers.outcomes == [[(3, "copied")]] * 3
+    if is_disk:
+        # Whole files were taken over.
+        assert keepers.told[process][0].nbytes < 3_200_000
+    assert_joined(keepers.far, keepers.parts, 3)
+    no_notes(keepers.far)
+    if is_disk:
+        assert attempts(keepers.far) == []
+
+
+def test_two_keepers_of_each_part_do_not_disturb_each_other(keepers: Keepers) -> None:
+    """Those of a run that has ended copy what is left while those of the next one begin."""
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            for process in [0, 1, 2] * 2:
+                tasks.start_soon(keepers.drain, process, 2, 3)
+
+    keepers.run(main)
+    for told in keepers.told:
+        assert sorted(each.step for each in told) == [2, 2, 3, 3]
+        assert all(each.is_safe for each in told)
+    assert_joined(keepers.far, keepers.parts, 2, 3)
+
+
+def test_an_end_that_was_missed_is_found_in_the_root(keepers: Keepers) -> None:
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            for process in range(3):
+                tasks.start_soon(keepers.drain, process, 3)
+        storage = open_root(keepers.far)
+        for name in (await notes_of(keepers.far))[0]:
+            await storage.drop_note(f"{LEADS}/{name}")
+        await keepers.drain(1, 3)
+
+    keepers.run(main)
+    assert keepers.outcomes[1] == [(3, "copied"), (3, "there")]
+
+
+def test_notes_that_no_keeper_needs_are_swept(
+    keepers: Keepers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        storage = open_root(keepers.far)
+        await storage.prepare()
+        await storage.put_note(f"{LEADS}/old.lead", b"{}", replace=True)
+        for name in ("dead.attempt.1.alive", "dead.attempt.2.done", "other.-.1.refused", "what"):
+            await storage.put_note(f"{PARTS}/{name}", b"{}", replace=True)
+        notes = board.Board(storage)
+        await notes.sweep()
+        # A refusal may come before the lead, and what is not ours stays.
+        assert await notes_of(keepers.far) == (["old.lead"], ["other.-.1.refused", "what"])
+        monkeypatch.setattr(board, "KEPT_SECONDS", -1)
+        await notes.sweep()
+        assert await notes_of(keepers.far) == ([], ["what"])
+
+    keepers.run(main)
+
+
+def test_a_root_that_is_away_is_tried_again(saved: Path, tmp_path: Path, no_pauses: None) -> None:
+    """For all keepers, at any moment, several times over."""
+    keepers = Keepers([saved / str(each) for each in range(3)], tmp_path / "far")
+    is_down, met = False, 0
+
+    def plan(operation: FileOperation) -> Fail | None:
+        nonlocal met
+        if not is_down:
+            return None
+        met += 1
+        return Fail(errno.ESTALE)
+
+    async def main() -> None:
+        nonlocal is_down
+        async with anyio.create_task_group() as tasks:
+            for each in range(3):
+                tasks.start_soon(partial(keepers.drain, each, 2, 3, **SLOW))
+            for pause in (0.05, 0.3, 0.4, 0.5):
+                await anyio.sleep(pause)
+                is_down = True
+                await anyio.sleep(0.03)
+                is_down = False
+
+    with FaultyFiles(tmp_path / "far", plan, sync=False):
+        keepers.run(main)
+    assert met
+    for outcomes in keepers.outcomes:
+        assert sorted(step for step, _ in outcomes) == [2, 3]
+        assert all(each.is_safe for told in keepers.told for each in told)
+    assert_joined(keepers.far, keepers.parts, 2, 3)
+
+
+def test_keepers_that_wait_for_nothing_ask_the_root_for_nothing(
+    saved: Path, tmp_path: Path
+) -> None:
+    keepers = Keepers([saved / str(each) for each in range(3)], tmp_path / "far")
+
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            drainers = [await stack.enter_async_context(keepers.keeper(n)) for n in range(3)]
+            for drainer in drainers:
+                await drainer.request(1)
+            for drainer in drainers:
+                assert await drainer.finish() == []
+            with FaultyFiles(tmp_path / "far", sync=False) as files:
+                # Many times as long as the pauses between looks.
+                await anyio.sleep(0.5)
+            assert files.operations == []
+
+    keepers.run(main)
