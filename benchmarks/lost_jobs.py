@@ -41,7 +41,7 @@ class KilledJob:
 
     Attributes:
         processes: Which processes get `kill -9`.
-        hosts: Whose memory is lost at the same time.
+        hosts: Whose memory is lost at the same time, or when the keepers of that job have written.
         terminates: Whether the whole job gets SIGTERM instead, and `kill -9` five seconds later.
     """
 
@@ -59,6 +59,9 @@ WAYS = {
         (0, 1, 2, 3), (0, 2)
     ),
     "all processes, by SIGTERM and five seconds later": KilledJob(terminates=True),
+    "all processes, by SIGTERM, and then all hosts with their memory": KilledJob(
+        hosts=(0, 1, 2, 3), terminates=True
+    ),
     "one process and its peer, with the memory of both hosts": KilledJob((1, 2), (1, 2)),
 }
 
@@ -73,13 +76,14 @@ def lost(way: KilledJob, place: Path, memory: Path) -> tuple[int, float]:
             began = time.perf_counter()
             for number in way.processes:
                 os.kill(processes[number], signal.SIGKILL)
-            for number in way.hosts:
-                shutil.rmtree(memory / f"host-{number}", ignore_errors=True)
             if not way.terminates:
+                _lose(memory, way.hosts)
                 start = int(_read_to(job.stdout, "resumed at step")[-1])
                 return KILLED_AT + 1 - start, time.perf_counter() - began
             job.terminate()
+            # Until the keepers have closed it, too.
             rest = job.stdout.read()
+            _lose(memory, way.hosts)
         finally:
             _end(job)
     last = max([KILLED_AT, *(int(each[5:]) for each in rest.split("\n") if each[:5] == "step ")])
@@ -92,6 +96,11 @@ def lost(way: KilledJob, place: Path, memory: Path) -> tuple[int, float]:
             return max(last + 1 - start, 0), time.perf_counter() - began
         finally:
             _end(job)
+
+
+def _lose(memory: Path, hosts: Sequence[int]) -> None:
+    for number in hosts:
+        shutil.rmtree(memory / f"host-{number}", ignore_errors=True)
 
 
 def _started(place: Path, memory: Path) -> subprocess.Popen[str]:

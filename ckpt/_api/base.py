@@ -21,9 +21,10 @@ from ckpt._steps.saves.backlog import BacklogPolicy
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.service import RootService
 from ckpt._steps.watcher import Watcher, WatchOptions
-from ckpt._tiers.factory import RunParts, Service, check_tiers, with_tiers
+from ckpt._tiers.factory import RunParts, Service, check_tiers, disks_of, with_tiers
 from ckpt._tiers.settings import SharedMemory, Tier
 from ckpt.coordination._base import Coordinator
+from ckpt.coordination._peers import Peers
 from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike
 from ckpt.policies._deletion import Deletion
@@ -148,9 +149,7 @@ class ManagerBase:
         given: object = metadata
         if metadata is not None and not isinstance(given, Mapping):
             raise invalid("metadata", metadata, "a mapping of names to JSON values")
-        given_tiers = check_tiers(
-            tiers, read_only=read_only, processes=1 if peers is None else peers.count
-        )
+        given_tiers = check_tiers(tiers, read_only=read_only, job=job_of(coordinator))
         # It may be gone through only once.
         signals = Preemption(preemption_signals).signals
         self._given, self._timeouts = root, timeouts
@@ -162,6 +161,7 @@ class ManagerBase:
             place: Storage,
             kept: PreservationPolicyLike | Mapping[str, PreservationPolicyLike] | None,
             deleted: Deletion | None,
+            processes: Peers | None,
         ) -> RootService:
             return RootService(
                 self._loop,
@@ -177,17 +177,22 @@ class ManagerBase:
                 missing="empty" if read_only and create else "error",
                 timeouts=timeouts,
                 preemption=preemption,
-                peers=peers,
+                peers=processes,
             )
 
-        service = serve(storage, preservation, deletion)
+        service = serve(storage, preservation, deletion, peers)
         self._service: Service = service
         if given_tiers is not None:
             job = job_of(coordinator)
             where = storage.location
             run = RunParts(self._loop, engine, root, where, names, timeouts, signals, job)
             near = [
-                serve(open_root(tier.path, timeouts), tier.preservation, None)
+                serve(
+                    open_root(tier.path, timeouts),
+                    tier.preservation,
+                    None,
+                    make_peers(disks_of(run), timeouts, where, engine),
+                )
                 for tier in given_tiers.near
             ]
             self._service = with_tiers(given_tiers, service, near, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -27,11 +28,12 @@ from ckpt._tiers.snapshot_peers import CopiedSteps, SnapshotPeers
 from ckpt._tiers.tier_drains import TierDrains
 from ckpt._tiers.tier_fetches import TierFetches
 from ckpt.coordination._base import Coordinator
-from ckpt.coordination._jobs import OwnDisks
+from ckpt.coordination._jobs import OwnDisks, has_own_disks
 from ckpt.errors import InvalidArgumentError
 from ckpt.policies._preservation import LatestN
 from ckpt.step_names import StepNames
-from ckpt.storage._resolve import PathLike
+from ckpt.storage._local.config import Local
+from ckpt.storage._resolve import PathLike, local_path
 
 logger = logging.getLogger("ckpt")
 
@@ -58,8 +60,8 @@ class RunParts(Struct, frozen=True):
     job: Coordinator
 
 
-def check_tiers(tiers: object, *, read_only: bool, processes: int) -> Tiers | None:
-    """Return the tiers that a manager is to have, or None.
+def check_tiers(tiers: object, *, read_only: bool, job: Coordinator) -> Tiers | None:
+    """Return the tiers that a manager is to have, or None; in a job, the places of this process.
 
     Raises:
         InvalidArgumentError: These cannot be the tiers of such a manager.
@@ -91,12 +93,45 @@ def check_tiers(tiers: object, *, read_only: bool, processes: int) -> Tiers | No
             "tiers=: with read_only=True nothing is saved, and steps are read from the root. Leave "
             "one of the two out"
         )
-    if processes > 1 and near:
-        raise InvalidArgumentError(
-            f"tiers=: a Tier takes the saves of one process, and this job has {processes}. Leave "
-            "it out, and save() to the root"
-        )
+    if job.process_count > 1 and near:
+        near = [_of_process(near, job)]
     return Tiers(memory[0] if memory else None, tuple(near))
+
+
+def _of_process(near: Sequence[Tier], job: Coordinator) -> Tier:
+    """Return the tier of one process of a job, which has a folder of its own in it.
+
+    Raises:
+        InvalidArgumentError: The processes of a job cannot have these.
+    """
+    count = job.process_count
+    if has_own_disks(job):
+        raise InvalidArgumentError(
+            "tiers=: steps are copied from a Tier to a root that all processes of the job see, and "
+            "here each has a root of its own (OwnDisks). Leave one of the two out"
+        )
+    if len(near) > 1:
+        raise InvalidArgumentError(
+            f"tiers=: in a job of several processes, as this one of {count}, there is one Tier at "
+            f"most between memory and the root, and {len(near)} were given"
+        )
+    tier = near[0]
+    path = local_path(tier.path)
+    if path is None:
+        raise invalid(
+            "path",
+            tier.path,
+            "a directory: in a job of several processes, each keeps its part of a step there",
+            of="Tier",
+        )
+    own = path / f"process_{job.process_index}-of-{count}"
+    given = tier.path if isinstance(tier.path, Local) else Local(path)
+    return dataclasses.replace(tier, path=dataclasses.replace(given, path=own))
+
+
+def disks_of(run: RunParts) -> Coordinator:
+    """Return the job of a run, each process of which has a place of its own for its steps."""
+    return OwnDisks(run.job, f"tier of {run.location}") if run.job.process_count > 1 else run.job
 
 
 def with_tiers(
@@ -123,6 +158,9 @@ def with_tiers(
     snapshots = None
     if memory_settings is not None:
         job = run.job
+        if has_own_disks(job):
+            # Parts can be joined only in a root that all processes see.
+            memory_settings = dataclasses.replace(memory_settings, flush=False)
         at = folder_of(
             memory_settings.directory,
             service.storage.location,
@@ -132,11 +170,11 @@ def with_tiers(
         folder = SharedFolder(at)
         snapshots = Snapshots(
             str(folder.path),
-            # What one process of several has is not a step.
-            memory_settings.flush and job.process_count == 1,
+            memory_settings.flush,
             memory_settings.grace_seconds,
             memory_settings.first,
             memory_settings.kept_seconds,
+            (job.process_index, job.process_count),
         )
     setup = Setup(
         os.getpid(),
@@ -145,7 +183,13 @@ def with_tiers(
         run.timeouts.exit,
         snapshots,
         tuple(
-            Link(places[number], places[number + 1], tier.bytes_per_second, tier.most_waiting)
+            Link(
+                places[number],
+                places[number + 1],
+                tier.bytes_per_second,
+                tier.most_waiting,
+                (run.job.process_index, run.job.process_count),
+            )
             for number, tier in enumerate(tiers.near)
         ),
     )
@@ -176,8 +220,10 @@ def with_tiers(
     if near:
         pairs = list(zip(near, tiers.near, strict=True))
         drains = TierDrains(pairs, service, keeper)
-        fetches = TierFetches(near[0], keeper)
-        parts += [drains, fetches]
+        parts.append(drains)
+        if run.job.process_count == 1:
+            fetches = TierFetches(near[0], keeper)
+            parts.append(fetches)
     return TieredService(service, near, memory, drains, fetches, keeper, run.timeouts.exit)
 
 

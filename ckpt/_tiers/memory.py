@@ -315,9 +315,21 @@ class MemoryTier:
     @property
     def flushes(self) -> bool:
         """Whether the last snapshot is written when the run fails."""
-        # What one process of several has is not a step.
-        is_alone = self.service.root.processes.count == 1
-        return self._is_open and self._settings.flush and is_alone
+        return self._is_open and self._settings.flush
+
+    @property
+    def is_of_job(self) -> bool:
+        """Whether other processes have parts of the snapshots."""
+        return self.service.root.processes.count > 1
+
+    def leave(self) -> None:
+        """Leave the last snapshot to the keeper, which writes it together with those of others."""
+        self._is_open = False
+        logger.info(
+            "the last snapshot is written to %s once all processes of the job have ended",
+            redact(self._root_storage.location),
+        )
+        self._folder.leave()
 
     def close(self, *, failed: bool, ended: bool) -> None:
         """Give the memory back, unless that is all there is of the last snapshot.

@@ -33,7 +33,7 @@ from ckpt._tiers.memory import MemoryTier
 from ckpt._tiers.reader import TieredReader, TierSteps
 from ckpt._tiers.tier_drains import TierDrains
 from ckpt._tiers.tier_fetches import TierFetches
-from ckpt.errors import StepNotFoundError
+from ckpt.errors import CheckpointError, InvalidArgumentError, StepNotFoundError
 from ckpt.storage._base import Storage
 
 logger = logging.getLogger("ckpt")
@@ -85,7 +85,7 @@ class TieredService:
         self._saver.saves.on_committed = self._committed
         if drains is not None:
             self._saver.saves.is_drained = True
-            self._saver.saves.may_tidy = self._may_tidy
+            self._saver.saves.may_tidy = self._send_on
         if memory is not None:
             memory.service.saves.prepare = self._make_way
         for each in self._all:
@@ -147,9 +147,18 @@ class TieredService:
         if self._memory is not None:
             await self._memory.make_way(step)
 
-    async def _may_tidy(self, step: int) -> bool:
-        await self.open()
-        return self._drains is not None and await self._drains.may_tidy(0, step)
+    async def _send_on(self, step: int) -> bool:
+        """Have a step copied on before its tier is tidied."""
+        assert self._drains is not None
+        try:
+            await self.open()
+            await self._drains.send_on(0, step)
+        except CheckpointError as error:
+            logger.warning(
+                "step %d stays at %s for now: %s", step, redact(self._saver.storage.location), error
+            )
+            return False
+        return True
 
     async def _tiers(self) -> Sequence[TierSteps]:
         await self.open()
@@ -178,7 +187,7 @@ class TieredService:
         if self._drains is not None:
             await self._drains.open()
             latest = await self._root.reader.latest_step()
-            if latest is not None:
+            if latest is not None and self._root.root.processes.owns_root:
                 # Steps that arrived when the run before had ended.
                 await self._root.root.preserve(latest)
 
@@ -198,6 +207,12 @@ class TieredService:
     async def prefetch(self, step: int | None) -> StepInfo:
         """Have a step at the nearest place on a storage; see the managers."""
         if self._fetches is None:
+            count = self._root.root.processes.count
+            if count > 1 and len(self._services) > 1:
+                raise InvalidArgumentError(
+                    f"prefetch(): a step is copied back whole, and in this job each of {count} "
+                    "processes keeps its part. restore() reads it from the root"
+                )
             raise no_tier()
         number, holders = await self.reader.holders(None if step is None else check_step(step))
         # The nearest place on a storage is 0; memory is nearer.
@@ -320,12 +335,17 @@ class TieredService:
         if self.loop.is_forked:
             # The keeper and the memory of a fork are those of its parent.
             return done
-        flush = failed and self._memory is not None and self._memory.flushes
-        if self._keeper.is_started:
+        memory = self._memory
+        flush = failed and memory is not None and memory.flushes
+        if flush and memory is not None and memory.is_of_job:
+            # The others may not know yet that this process has failed.
+            memory.leave()
+            self._keeper.leave()
+        elif self._keeper.is_started:
             seconds = self._exit_seconds + _LAST_WORDS_SECONDS
             ended = self._keeper.close(flush=flush, timeout=seconds)
-            if self._memory is not None:
-                self._memory.close(failed=failed, ended=ended)
+            if memory is not None:
+                memory.close(failed=failed, ended=ended)
         if self._drains is not None:
             left = self._drains.given_up()
             if left:

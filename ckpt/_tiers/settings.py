@@ -88,9 +88,11 @@ class SharedMemory:
             times, or up to six while copies are slow. None is half of the memory of the machine.
         flush: Whether the last snapshot is written to the root when the process dies, when it gets
             SIGTERM or one of the manager's `preemption_signals`, and when an exception leaves the
-            block of the manager. Steps of the root that are newer make that unnecessary.
+            block of the manager. Steps of the root that are newer make that unnecessary. In a job
+            that is done once it has come to all processes, by the keepers of all together.
         grace_seconds: How long this host lives on after such a signal. If that is too short for
-            all items, by the speed of earlier saves, those of `first` are written first.
+            all items, by the speed of earlier saves, those of `first` are written first; not in
+            jobs of several processes.
         first: Names of items, in the order in which they matter when time is short.
         kept_seconds: How long a snapshot waits, after its process has died, for one that is started
             again. Then its memory is given back.
@@ -145,10 +147,12 @@ class Tier:
 
     Saves are committed at the nearest tier. From there the keeper copies them on, to the next tier
     or to the root, while training continues: compared with their digests, and visible there only
-    when they are whole.
+    when they are whole. In a job of several processes each saves its part to a folder of its own,
+    `process_I-of-N`, and their keepers make one step of the root of all parts.
 
     Attributes:
-        path: A directory, a URL, or a store of `ckpt.storage`, as the root of a manager.
+        path: A directory, a URL, or a store of `ckpt.storage`, as the root of a manager. In a job
+            it is a directory.
         preservation: Which steps stay here: a policy of `ckpt.policies`. Steps that still wait to
             be copied on stay, too. None keeps all.
         drain: Which steps are copied on: a save policy of `ckpt.policies`, such as

@@ -1,7 +1,8 @@
 """`TierDrains`: which steps of the tiers are copied on, and what has become of them.
 
-The trainer decides, since policies are functions of Python; its keeper copies, and tells. A step is
-held at its tier before the retention there runs: that waits until the keeper has said so.
+The trainer decides, since policies are functions of Python; its keeper copies, and tells. In a job
+the primary decides for all, and each keeper copies the part of its process. The retention of a tier
+leaves what its keeper does not hold yet.
 """
 
 from __future__ import annotations
@@ -10,15 +11,11 @@ import contextlib
 import logging
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from functools import partial
-
-import anyio
 
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, StepInfo, arrived, stays
 from ckpt._redaction import redact
-from ckpt._runtime.futures import settled
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.service import RootService
 from ckpt._tiers.drains.drain import missing
@@ -31,9 +28,6 @@ from ckpt.policies._context import SavedStep
 from ckpt.policies._save_policies import refusal_of
 
 logger = logging.getLogger("ckpt")
-
-# A keeper that lives says within milliseconds that it holds a step.
-_HELD_SECONDS = 20.0
 
 
 class TierDrains:
@@ -51,8 +45,6 @@ class TierDrains:
         self._guard = threading.Lock()
         # By tier, steps that the keeper has been told of, and has not copied yet.
         self._told: list[dict[int, Step]] = [{} for _ in tiers]
-        # By tier and step: who waits until the keeper holds it.
-        self._held: dict[tuple[int, int], Future[None]] = {}
         # By tier, steps that its retention must leave, and that the keeper does not hold yet.
         self._unheld: list[set[int]] = [set() for _ in tiers]
         # By step, the commits that wait for the root.
@@ -61,47 +53,58 @@ class TierDrains:
         self._previous: list[dict[int, SavedStep]] = [{} for _ in tiers]
         # What the keeper has not copied in the end, also of steps that only then were to go on.
         self._left: tuple[int, ...] = ()
+        for link, service in enumerate(self._services):
+            service.root.retention.spared = partial(self._waiting, link)
 
     async def open(self) -> None:
         """Tell the keeper what earlier runs have left to be copied."""
         await run_in_thread(self._keeper.start)
         for link, (service, target) in enumerate(zip(self._services, self._targets, strict=True)):
             self._previous[link] = await target.reader.saved_steps()
-            left = await missing(service.storage, target.storage, None, service.root.names)
-            if left and target is not self._root:
-                # What was prefetched from the root is there, and is not copied to tiers between.
-                left = await missing(service.storage, self._root.storage, left, service.root.names)
-            here = await service.root.index.refresh()
-            new = {step: here[step] for step in sorted(left) if step in here}
-            there = await target.root.index.refresh()
-            # What the next place has deleted is not brought back.
-            gone = target.root.retention.would_delete(dict(sorted((there | new).items())))
-            saved = await service.reader.saved_steps()
-            found = [step for step in new if step not in gone and step in saved]
-            steps = [await self._step(link, saved[step]) for step in found]
+            what = f"looking for steps that are not in {redact(target.storage.location)}"
+            act = partial(self._left_by_others, link)
+            found = await service.root.processes.on_primary("drains", link, what, act)
             # The newest first, but for what only counts in the end.
-            for step in reversed(steps):
-                self._keeper.tell(step)
+            for number, wanted in reversed([(int(n), bool(w)) for n, w in found]):
+                self._keeper.tell(self._noted(link, number, wanted=wanted))
 
-    async def _step(self, link: int, saved: SavedStep) -> Step:
-        """Return what the keeper is told of a step, which from then on is on its way."""
-        service, tier = self._services[link], self._settings[link]
-        wanted = True
-        if tier.drain is not None:
+    async def _left_by_others(self, link: int) -> list[tuple[int, bool]]:
+        """Return the steps that the next place lacks, ascending, and whether it is to have them."""
+        service, target = self._services[link], self._targets[link]
+        left = await missing(service.storage, target.storage, None, service.root.names)
+        if left and target is not self._root:
+            # What was prefetched from the root is there, and is not copied to tiers between.
+            left = await missing(service.storage, self._root.storage, left, service.root.names)
+        here = await service.root.index.refresh()
+        new = {step: here[step] for step in sorted(left) if step in here}
+        there = await target.root.index.refresh()
+        # What the next place has deleted is not brought back.
+        gone = target.root.retention.would_delete(dict(sorted((there | new).items())))
+        found = {step: each for step, each in new.items() if step not in gone}
+        steps = await service.root.retention.saved_steps(found)
+        return [(each.step, await self._is_wanted(link, each)) for each in steps]
+
+    async def _is_wanted(self, link: int, saved: SavedStep) -> bool:
+        """Ask the policy whether a step is copied on."""
+        drain = self._settings[link].drain
+        if drain is not None:
             previous = [each for _, each in sorted(self._previous[link].items())]
-            context = service.saves.history.context(saved.step)
-            refusal = await run_in_thread(refusal_of, tier.drain, saved.step, previous, context)
-            wanted = refusal is None
-        if wanted:
-            self._previous[link][saved.step] = saved
-            with self._guard:
-                self._unheld[link].add(saved.step)
-        step = Step(link, saved.step, service.root.names.name(saved.step), wanted)
+            context = self._services[link].saves.history.context(saved.step)
+            if await run_in_thread(refusal_of, drain, saved.step, previous, context) is not None:
+                return False
+        self._previous[link][saved.step] = saved
+        return True
+
+    def _noted(self, link: int, number: int, *, wanted: bool) -> Step:
+        """Return what the keeper is told of a step, which from then on is on its way."""
+        step = Step(link, number, self._services[link].root.names.name(number), wanted)
         with self._guard:
+            if wanted:
+                self._unheld[link].add(number)
             told = self._told[link]
-            told[saved.step] = step
+            told[number] = step
             # Of those that stay, only the newest matters in the end.
-            for other in [n for n, each in told.items() if not each.is_wanted and n < saved.step]:
+            for other in [n for n, each in told.items() if not each.is_wanted and n < number]:
                 del told[other]
         return step
 
@@ -117,30 +120,39 @@ class TierDrains:
             step_dir = self._services[0].root.names.name(info.step)
             self._keeper.tell(Step(0, info.step, step_dir, is_wanted=False))
 
-    async def may_tidy(self, link: int, number: int) -> bool:
-        """Have a step copied on; tell whether it is held, so that its tier may be tidied."""
+    async def send_on(self, link: int, number: int) -> None:
+        """Have a step of a tier copied on, if the policy wants that; before the tier is tidied.
+
+        The primary of a job decides. The step stays until the keeper holds it.
+
+        Raises:
+            CheckpointError: It could not be decided.
+        """
         service = self._services[link]
-        saved = (await service.reader.saved_steps()).get(number)
-        if saved is None:
-            # It was deleted meanwhile.
+
+        async def decide() -> bool | None:
+            found = (await service.root.index.refresh()).get(number)
+            if found is None:
+                # It was deleted meanwhile.
+                return None
+            (saved,) = await service.root.retention.saved_steps({number: found})
+            return await self._is_wanted(link, saved)
+
+        what = f"deciding where step {number} is copied to"
+        wanted = await service.root.processes.on_primary(f"drain-{link}", number, what, decide)
+        if wanted is None:
             with self._guard:
                 self._unheld[link].discard(number)
-            return False
+            return
         await run_in_thread(self._keeper.start)
-        held: Future[None] = Future()
-        step = await self._step(link, saved)
-        with self._guard:
-            self._held[link, number] = held
-        self._keeper.tell(step)
-        if step.is_wanted:
-            with anyio.move_on_after(_HELD_SECONDS):
-                await settled(held)
-        else:
+        self._keeper.tell(self._noted(link, number, wanted=bool(wanted)))
+        if not wanted:
             self._say_refused(link, number)
+
+    def _waiting(self, link: int) -> set[int]:
+        """Return the steps that the keeper does not hold yet; called by the retention."""
         with self._guard:
-            self._held.pop((link, number), None)
-            # Steps are committed one after the other, and held in any order.
-            return not self._unheld[link]
+            return set(self._unheld[link])
 
     def _say_refused(self, link: int, number: int) -> None:
         """End the wait for a step that stays where it is."""
@@ -160,9 +172,6 @@ class TierDrains:
         if isinstance(message, Held):
             with self._guard:
                 self._unheld[message.link].discard(message.step)
-                held = self._held.pop((message.link, message.step), None)
-            if held is not None:
-                held.set_result(None)
         elif isinstance(message, Closed):
             self._left = message.left
         elif isinstance(message, Moved):
@@ -174,13 +183,10 @@ class TierDrains:
         with self._guard:
             self._told[link].pop(message.step, None)
             self._unheld[link].discard(message.step)
-            held = self._held.pop((link, message.step), None)
             if not is_last and not message.problem:
                 self._unheld[link + 1].add(message.step)
             ends = is_last or bool(message.problem)
             commits = self._commits.pop(message.step, []) if ends else []
-        if held is not None:
-            held.set_result(None)
         for commit in commits:
             if message.problem:
                 stays(commit, message.problem)
@@ -202,9 +208,10 @@ class TierDrains:
     async def _arrived(self, link: int, number: int) -> None:
         """A step is at the next place: it may go on from there, and that place may be tidied."""
         target = self._targets[link]
-        if link + 1 < len(self._services) and not await self.may_tidy(link + 1, number):
-            return
-        await target.root.preserve(check_step(number))
+        if link + 1 < len(self._services):
+            await self.send_on(link + 1, number)
+        if target.root.processes.owns_root:
+            await target.root.preserve(check_step(number))
 
     def given_up(self) -> list[int]:
         """Return the steps that were not copied on, and tell those that wait for them."""

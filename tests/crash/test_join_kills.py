@@ -11,7 +11,7 @@ from tests.reliability.joins import at_random
 
 @pytest.mark.timeout(300)
 def test_a_kill_at_a_random_moment_of_a_join_loses_nothing(tmp_path: Path) -> None:
-    at_random(tmp_path, 6, seed=1).check(faults=1)
+    at_random(tmp_path, 8, seed=1).check(faults=1)
 
 
 # More of them: `nox -s reliability`.

@@ -19,8 +19,8 @@ __all__ = ["at_random"]
 KEEPER = PROGRAMS / "join_until_killed.py"
 COUNT, STEPS = 3, (1, 2)
 # How many keepers are killed before all of them may come to their end.
-ROUNDS = 6
-LONGEST_S = 1.2
+ROUNDS = 4
+LONGEST_S = 0.8
 
 
 def at_random(directory: Path, count: int, seed: int = 0) -> Tally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
 import anyio
 
@@ -127,6 +127,8 @@ class Retention:
         self._now_ns = now_ns
         # The step that was acknowledged last, or None; set by the saves.
         self.newest: int | None = None
+        # Returns steps that stay whatever the policy says.
+        self.spared: Callable[[], Collection[int]] = tuple
         # That of the line about each deletion.
         self.log_level = logging.INFO
         # Made on the engine's loop. Held while steps are deleted after a commit, so that those of
@@ -197,7 +199,7 @@ class Retention:
         """
         steps = await self.saved_steps(found) if steps is None else steps
         # What is not known of a step now is no reason to delete it.
-        always: set[int | None] = {self.newest, *self._ailing.unread}
+        always: set[int | None] = {self.newest, *self.spared(), *self._ailing.unread}
         if self._keeps_latest:
             always.add(max(found, default=None))
         now = self._now_ns() / 1e9

@@ -13,7 +13,7 @@ from ckpt._tiers.joins.notes import (
     Lead,
     Led,
     PartNote,
-    Refused,
+    Refusal,
     encoded,
     lead_name,
     lead_of,
@@ -94,9 +94,9 @@ class Board:
         """Renew a sign of life; False if there is none any more."""
         return await self._storage.touch_note(note.name)
 
-    async def put(self, note: PartNote, content: bytes | Refused) -> None:
+    async def put(self, note: PartNote, content: bytes | Refusal) -> None:
         """Put a note of a part."""
-        data = encoded(content) if isinstance(content, Refused) else content
+        data = encoded(content) if isinstance(content, Refusal) else content
         await self._storage.put_note(note.name, data, replace=True)
 
     async def read(self, note: PartNote) -> bytes | None:

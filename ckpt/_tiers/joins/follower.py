@@ -19,8 +19,8 @@ from ckpt._tiers.drains.drain import Drained, MovedBytes
 from ckpt._tiers.drains.drainer import DrainRoute
 from ckpt._tiers.joins import board as times
 from ckpt._tiers.joins.board import Board, silent_error
-from ckpt._tiers.joins.held_part import HeldPart, read_part, save_at
-from ckpt._tiers.joins.notes import Ended, Kind, Lead, Led, PartNote, Refused
+from ckpt._tiers.joins.notes import Ended, Kind, Lead, Led, PartNote, Refusal
+from ckpt._tiers.joins.stored_part import StoredPart, read_part, save_at
 from ckpt.errors import (
     CorruptCheckpointError,
     StepDeletedError,
@@ -70,7 +70,7 @@ class Follower:
         self._board = Board(route.target)
         self._waiting: dict[int, _Waiting] = {}
         # What is still to be refused, and what was refused, by save.
-        self._unsaid: dict[str, Refused] = {}
+        self._unsaid: dict[str, Refusal] = {}
         self._refused: set[str] | None = None
         self._found: Lead | None = None
         # When something of what waits was last heard, and when the root was last looked at.
@@ -147,7 +147,7 @@ class Follower:
         """Tell the leader that a step will not come, unless it knows that."""
         waiting = self._waiting.pop(drained.step, None)
         if waiting is not None and waiting.save and not waiting.is_known:
-            self._unsaid[waiting.save] = Refused(drained.outcome, drained.reason)
+            self._unsaid[waiting.save] = Refusal(drained.outcome, drained.reason)
             await self._refuse()
 
     async def tidy(self) -> None:
@@ -207,7 +207,9 @@ class Follower:
             return Ended(step, "there")
         return None
 
-    async def _serve(self, part: HeldPart, led: Led, waiting: _Waiting, moved: MovedBytes) -> None:
+    async def _serve(
+        self, part: StoredPart, led: Led, waiting: _Waiting, moved: MovedBytes
+    ) -> None:
         """Copy the files of a part into an attempt, and report them, unless it ends before."""
         save, storage = waiting.save, self._route.target
         if not await self._may_begin(save, led, waiting):
@@ -249,7 +251,7 @@ class Follower:
         return True
 
     async def _copy(
-        self, part: HeldPart, target: CopyPlace, attempt: Attempt, led: Led, moved: MovedBytes
+        self, part: StoredPart, target: CopyPlace, attempt: Attempt, led: Led, moved: MovedBytes
     ) -> bool:
         """Copy the files of a part; False if the attempt has ended before."""
         copier = StepCopier(moved, pace=self._pace, goes_on=True)

@@ -28,8 +28,8 @@ from ckpt._tiers.drains.drain import Drained, MovedBytes, Outcome
 from ckpt._tiers.drains.drainer import DrainRoute
 from ckpt._tiers.joins import board as times
 from ckpt._tiers.joins.board import Board, silent_error
-from ckpt._tiers.joins.held_part import HeldPart, read_part, save_at
 from ckpt._tiers.joins.notes import Ended, Led, PartNote, refusal_of
+from ckpt._tiers.joins.stored_part import StoredPart, read_part, save_at
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -175,7 +175,7 @@ class Leader:
         )
 
     async def _joined(
-        self, step: int, part: HeldPart, target: CopyPlace, moved: MovedBytes
+        self, step: int, part: StoredPart, target: CopyPlace, moved: MovedBytes
     ) -> Ended:
         """Join a step, unless it is there."""
         storage, save = target.storage, part.manifest.save
@@ -219,7 +219,7 @@ class Leader:
         return Ended(step, "copied")
 
     async def _write(
-        self, part: HeldPart, target: CopyPlace, attempt: Attempt, moved: MovedBytes
+        self, part: StoredPart, target: CopyPlace, attempt: Attempt, moved: MovedBytes
     ) -> Mapping[str, int]:
         """Write an attempt together with the keepers of the other parts; return its files."""
         storage, manifest = target.storage, part.manifest
@@ -241,7 +241,7 @@ class Leader:
         return sizes(step.manifest, step.encoded)
 
     async def _copy(
-        self, part: HeldPart, target: CopyPlace, attempt: Attempt, moved: MovedBytes
+        self, part: StoredPart, target: CopyPlace, attempt: Attempt, moved: MovedBytes
     ) -> None:
         copier = StepCopier(moved, pace=self._pace, goes_on=True)
         try:

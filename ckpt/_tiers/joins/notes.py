@@ -6,7 +6,7 @@ folder `.ckpt-join-parts`:
 - `SAVE.ATTEMPT.N.alive`: it writes its files into this attempt.
 - `SAVE.ATTEMPT.N.done`: they are all there. The note is the report of the part.
 - `SAVE.ATTEMPT.N.again`: it cannot go on in this attempt.
-- `SAVE.-.N.refused`: the part will not come; the note is a `Refused`.
+- `SAVE.-.N.refused`: the part will not come; the note is a `Refusal`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Ended(Struct, frozen=True, tag="ended"):
         return self.outcome in ("copied", "there")
 
 
-class Refused(Struct, frozen=True):
+class Refusal(Struct, frozen=True):
     """A part that will not come.
 
     Attributes:
@@ -79,7 +79,7 @@ class Refused(Struct, frozen=True):
 
 Lead: TypeAlias = Led | Ended
 _LEADS = msgspec.json.Decoder(Lead)
-_REFUSALS = msgspec.json.Decoder(Refused)
+_REFUSALS = msgspec.json.Decoder(Refusal)
 
 
 class PartNote(Struct, frozen=True):
@@ -124,7 +124,7 @@ def save_of(file: str) -> str | None:
     return file.removesuffix(_LEAD) if file.endswith(_LEAD) else None
 
 
-def encoded(record: Lead | Refused) -> bytes:
+def encoded(record: Lead | Refusal) -> bytes:
     """Return the content of a note."""
     return msgspec.json.encode(record)
 
@@ -137,9 +137,9 @@ def lead_of(data: bytes | None) -> Lead | None:
         return None
 
 
-def refusal_of(data: bytes | None) -> Refused:
+def refusal_of(data: bytes | None) -> Refusal:
     """Return what a refusal says, also if it cannot be read."""
     try:
         return _REFUSALS.decode(data or b"")
     except INVALID:
-        return Refused("damaged", "its note cannot be read")
+        return Refusal("damaged", "its note cannot be read")

@@ -17,6 +17,7 @@ from anyio.abc import TaskGroup
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tiers.keeper.flush import Hurry, flush
+from ckpt._tiers.keeper.flush_of_job import JobPart, flush_of_job
 from ckpt._tiers.keeper.links import Links, linked
 from ckpt._tiers.keeper.messages import (
     Claimed,
@@ -53,6 +54,8 @@ _LOOK_SECONDS = 0.5
 _TRIES, _PAUSE_SECONDS = 6, 5.0
 # So often while the snapshot waits for another trainer.
 _LATER_SECONDS = 60.0
+# After this the output of a trainer is closed, though keepers still wait for each other.
+_HUSH_SECONDS = 30.0
 
 
 class Keeper:
@@ -113,28 +116,76 @@ class Keeper:
 
     async def _end_alone(self) -> None:
         """The trainer has died: write what is left, and give its memory back in the end."""
+        snapshots = self._snapshots
+        if snapshots is None or not snapshots.is_of_job:
+            is_left = await self._write_alone()
+        elif not await self._write_with_others(snapshots):
+            return
+        else:
+            # What not all have written in this time is of no use any more.
+            is_left = False
+        # A reader of the trainer's output waits until every process has closed it.
+        _close_output()
+        if snapshots is not None:
+            await self._keep_memory(snapshots, is_left=is_left)
+
+    async def _write_alone(self) -> bool:
+        """Write the last snapshot; tell whether that is still to be done."""
         done = None
         for turn in range(_TRIES):
             done = await self._flush(self._ends_at())
+            if done is not None:
+                self._say_written(done)
             if done is None or not done.problem:
                 break
-            _say(f"step {done.step} could not be written: {done.problem}")
             if turn < _TRIES - 1:
                 await anyio.sleep(_PAUSE_SECONDS)
-        if done is not None and not done.problem:
-            _say(f"wrote step {done.step} to {redact(self._target.location)}")
-            if done.passed_over:
-                _say(f"a newer snapshot is damaged: {done.passed_over}")
-        left = await self._links.finish(self._setup.exit_seconds)
-        if left:
-            _say(f"steps {left} were not copied on in time")
-        # A reader of the trainer's output waits until every process has closed it.
-        _close_output()
-        snapshots = self._snapshots
-        if snapshots is None:
-            return
+        await self._finish_links()
+        return done is not None and bool(done.problem)
+
+    async def _write_with_others(self, snapshots: Snapshots) -> bool:
+        """Write the last snapshot of a job with all keepers; False if a trainer is back."""
+
+        async def write() -> None:
+            ends, said = time.monotonic() + snapshots.kept_seconds, ""
+            while True:
+                done = await self._flush(ends)
+                if done is None:
+                    return
+                if done.problem != said or not done.problem:
+                    self._say_written(done)
+                said = done.problem
+                if not said or time.monotonic() + _PAUSE_SECONDS >= ends:
+                    return
+                # A storage that fails is tried again.
+                await anyio.sleep(_PAUSE_SECONDS)
+
+        async def hush() -> None:
+            # The others may not end for a long time, and a reader of the output waits.
+            await anyio.sleep(_HUSH_SECONDS)
+            _close_output()
+
+        is_back = False
+
+        async def look() -> None:
+            nonlocal is_back
+            while not is_back:
+                await anyio.sleep(_LOOK_SECONDS)
+                is_back = await run_in_thread(_is_owned_again, Path(snapshots.folder), self._claim)
+            tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(hush)
+            tasks.start_soon(look)
+            async with anyio.create_task_group() as works:
+                works.start_soon(write)
+                works.start_soon(self._finish_links)
+            tasks.cancel_scope.cancel()
+        return not is_back
+
+    async def _keep_memory(self, snapshots: Snapshots, *, is_left: bool) -> None:
+        """Wait for a trainer that is started again, and give the memory back if none comes."""
         folder, ends = Path(snapshots.folder), time.monotonic() + snapshots.kept_seconds
-        is_left = done is not None and bool(done.problem)
         next_try = time.monotonic() + _LATER_SECONDS
         while time.monotonic() < ends:
             await anyio.sleep(_LOOK_SECONDS)
@@ -150,6 +201,20 @@ class Keeper:
             if found is not None and found.note.get("pid") in (None, self._setup.trainer):
                 await run_in_thread(found.remove)
 
+    async def _finish_links(self) -> None:
+        left = await self._links.finish(self._setup.exit_seconds)
+        if left:
+            _say(f"steps {left} were not copied on in time")
+
+    def _say_written(self, done: Flushed) -> None:
+        if done.problem:
+            which = "the last snapshot" if done.step < 0 else f"step {done.step}"
+            _say(f"{which} could not be written: {done.problem}")
+            return
+        _say(f"wrote step {done.step} to {redact(self._target.location)}")
+        if done.passed_over:
+            _say(f"a newer snapshot is damaged: {done.passed_over}")
+
     @property
     def _writes_at_close(self) -> bool:
         wanted = self._close is not None and self._close.flush
@@ -164,15 +229,23 @@ class Keeper:
         snapshots = self._snapshots
         if snapshots is None or not snapshots.flush:
             return None
-        hurry = Hurry(ends_at, self._rate, snapshots.first)
         async with self._flushing:
             try:
-                done = await flush(Path(snapshots.folder), self._target, self._newest, hurry)
+                done = await self._flush_now(snapshots, ends_at)
             except (CheckpointError, OSError) as error:
                 return Flushed(-1, problem=str(error))
             if done is not None and not done.problem:
                 self._newest = max(self._newest, done.step)
             return done
+
+    async def _flush_now(self, snapshots: Snapshots, ends_at: float | None) -> Flushed | None:
+        folder = Path(snapshots.folder)
+        if not snapshots.is_of_job:
+            hurry = Hurry(ends_at, self._rate, snapshots.first)
+            return await flush(folder, self._target, self._newest, hurry)
+        left = self._setup.exit_seconds if ends_at is None else ends_at - time.monotonic()
+        part = JobPart(folder, *snapshots.process)
+        return await flush_of_job(part, self._target, self._newest, max(left, 0.0))
 
     async def _notice(self) -> None:
         """A signal came: write what there is, whatever the trainer is doing."""
@@ -264,6 +337,8 @@ class Keeper:
     async def _watch_signals(self, writes: TaskGroup) -> None:
         # Some schedulers tell every process of a job.
         with anyio.open_signal_receiver(signal.SIGTERM) as received:
+            # It was blocked from the beginning on.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             async for _ in received:
                 writes.start_soon(self._notice)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -117,15 +118,20 @@ class KeeperClient:
             places = [str(Path(ckpt.__file__).parents[1]), environment.get("PYTHONPATH", "")]
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
             fds = [theirs.fileno(), tap.heard.fileno()]
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "ckpt._tiers.keeper", *map(str, fds)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=fds,
-                # Signals to the group of the trainer, such as Ctrl-C, are not for the keeper.
-                start_new_session=True,
-                cwd="/",
-                env=environment,
-            )
+            # What a scheduler tells all processes of a job waits until the keeper can hear it.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "ckpt._tiers.keeper", *map(str, fds)],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=fds,
+                    # Signals to the group of the trainer, such as Ctrl-C, are not for the keeper.
+                    start_new_session=True,
+                    cwd="/",
+                    env=environment,
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         # At once: what it imports costs the most.
         give_way(self._process.pid)
         self._socket = ours
@@ -169,6 +175,11 @@ class KeeperClient:
             if self._process is not None:
                 self._process.kill()
                 self._process.wait()
+
+    def leave(self) -> None:
+        """Leave the keeper to itself: it goes on as if this process had died."""
+        with self._guard:
+            self._drop()
 
     def tap_signals(self) -> None:
         """Let the keeper hear of signals at once; does so in the main thread only."""

@@ -77,7 +77,7 @@ async def flush(folder: Path, target: Storage, after: int, hurry: Hurry) -> Flus
         own = folder / f"{FLUSHING}{os.getpid()}"
         began = time.monotonic()
         try:
-            if not await run_in_thread(_link, folder / STEPS / step_dir, own / step_dir):
+            if not await run_in_thread(link_step, folder / STEPS / step_dir, own / step_dir):
                 tried.discard(step_dir)
                 continue
             source = CopyPlace(LocalStorage(own, Timeouts()), step_dir)
@@ -95,7 +95,7 @@ async def flush(folder: Path, target: Storage, after: int, hurry: Hurry) -> Flus
             await run_in_thread(shutil.rmtree, own, True)
 
 
-def _link(source: Path, target: Path) -> bool:
+def link_step(source: Path, target: Path) -> bool:
     """Give a step a second name, so that it stays while it is copied; False if it is gone."""
     shutil.rmtree(target, ignore_errors=True)
     try:

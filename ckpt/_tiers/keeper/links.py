@@ -11,9 +11,11 @@ import anyio
 from anyio.abc import TaskGroup
 
 from ckpt._tiers.drains.drain import Drained
-from ckpt._tiers.drains.drainer import Drainer, DrainRoute, draining
+from ckpt._tiers.drains.drainer import Copies, Drainer, DrainRoute, draining
+from ckpt._tiers.joins.way import joining
 from ckpt._tiers.keeper.fetches import Fetches
 from ckpt._tiers.keeper.messages import Fetch, FromKeeper, Held, Link, Moved, Step, place_of_json
+from ckpt._tiers.keeper.told_names import ToldNames
 from ckpt.errors import StorageError
 from ckpt.storage._resolve import open_root
 
@@ -28,7 +30,7 @@ class Links:
         self._told = told
         self._fetches = Fetches(links, tasks, told)
         self._drainers: list[Drainer] = []
-        self._names = [_ToldNames() for _ in range(count)]
+        self._names = [ToldNames() for _ in range(count)]
         # By tier, the newest step that is not wanted at the next place, unless in the end.
         self._unwanted: list[Step | None] = [None] * count
         self._requested: list[set[int]] = [set() for _ in range(count)]
@@ -97,23 +99,8 @@ async def linked(links: Sequence[Link], told: Callable[[FromKeeper], None]) -> A
                     partial(found._drained, number),
                     bytes_per_second=link.bytes_per_second,
                     most_waiting=link.most_waiting,
+                    way=Copies if link.process[1] == 1 else joining(*link.process),
                 )
             )
             found._drainers.append(drainer)
         yield found
-
-
-class _ToldNames:
-    """Names of steps as the trainer has told them: it may have made them by a function."""
-
-    def __init__(self) -> None:
-        self._names: dict[int, str] = {}
-
-    def add(self, step: int, name: str) -> None:
-        self._names[step] = name
-
-    def name(self, step: int) -> str:
-        return self._names[step]
-
-    def step(self, name: str) -> int | None:
-        return next((step for step, each in self._names.items() if each == name), None)

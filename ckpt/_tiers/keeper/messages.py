@@ -29,6 +29,8 @@ class Snapshots(Struct, frozen=True):
         first: As of `SharedMemory`.
         grace_seconds: As of `SharedMemory`.
         kept_seconds: As of `SharedMemory`.
+        process: Number of the process whose snapshots these are, and how many there are. Of
+            several, each has a part of a snapshot.
     """
 
     folder: str
@@ -36,6 +38,12 @@ class Snapshots(Struct, frozen=True):
     grace_seconds: float
     first: tuple[str, ...]
     kept_seconds: float
+    process: tuple[int, int] = (0, 1)
+
+    @property
+    def is_of_job(self) -> bool:
+        """Whether these are parts of snapshots."""
+        return self.process[1] > 1
 
 
 class Link(Struct, frozen=True):
@@ -46,12 +54,15 @@ class Link(Struct, frozen=True):
         target: The next place, likewise.
         bytes_per_second: As of `Tier`.
         most_waiting: As of `Tier`.
+        process: Number of the process whose steps these are, and how many there are. Of several,
+            each has a part of a step.
     """
 
     source: dict[str, Any]
     target: dict[str, Any]
     bytes_per_second: float | None
     most_waiting: int
+    process: tuple[int, int] = (0, 1)
 
 
 class Setup(Struct, frozen=True, tag="setup"):

@@ -37,7 +37,8 @@ def manager(root: Path, memory: Path, **options: Any) -> ckpt.sync.CheckpointMan
 
 
 def files_below(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
+    # Steps are removed meanwhile: that of `pathlib` raises where a directory goes.
+    return [Path(top, name) for top, _, names in os.walk(folder) for name in names]
 
 
 def test_a_killed_process_goes_on_from_its_last_snapshot(tmp_path: Path, memory: Path) -> None:

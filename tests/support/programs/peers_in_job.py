@@ -9,6 +9,7 @@ The JSON is an object:
                "wait" waits until all parts are on peers
     wait_for   `commits` or `nothing` before the next one is taken; else all parts are on peers
     no_peers   whether snapshots have no copies at all
+    flush      whether the last one is written to the root in the end
     distance   as of `PeerCopies`
     addresses  likewise, of each process
     endpoints  of a store, one for each process; None for a root on a disk
@@ -89,7 +90,9 @@ peers = ckpt.tiers.PeerCopies(
     distance=given.get("distance"),
 )
 memory = ckpt.tiers.SharedMemory(
-    directory=str(host), peers=None if given.get("no_peers") else peers
+    directory=str(host),
+    peers=None if given.get("no_peers") else peers,
+    flush=bool(given.get("flush")),
 )
 limits = ckpt.Timeouts(coordination=30.0)
 with ckpt.sync.CheckpointManager(root, tiers=[memory], timeouts=limits) as mgr:

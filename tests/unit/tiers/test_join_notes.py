@@ -15,7 +15,7 @@ from ckpt._tiers.joins.notes import (
     Lead,
     Led,
     PartNote,
-    Refused,
+    Refusal,
     encoded,
     lead_name,
     lead_of,
@@ -56,10 +56,10 @@ def test_what_a_lead_says_is_read(lead: Lead) -> None:
 @given(st.binary())
 def test_a_note_that_cannot_be_read_is_no_error(data: bytes) -> None:
     lead_of(data)
-    assert isinstance(refusal_of(data), Refused)
+    assert isinstance(refusal_of(data), Refusal)
 
 
 def test_a_refusal_is_read() -> None:
-    refused = Refused("damaged", "because")
+    refused = Refusal("damaged", "because")
     assert refusal_of(msgspec.json.encode(refused)) == refused
     assert lead_of(None) is None

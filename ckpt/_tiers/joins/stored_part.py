@@ -16,7 +16,7 @@ from ckpt.storage._base import Storage
 from ckpt.storage._manifests import lies_in, read_manifest
 
 
-class HeldPart(Struct, frozen=True):
+class StoredPart(Struct, frozen=True):
     """A part of a step.
 
     Attributes:
@@ -32,7 +32,7 @@ class HeldPart(Struct, frozen=True):
     report: bytes
 
 
-async def read_part(place: CopyPlace, step: int, process: int, count: int) -> HeldPart:
+async def read_part(place: CopyPlace, step: int, process: int, count: int) -> StoredPart:
     """Read what is needed to join a part.
 
     Args:
@@ -66,7 +66,7 @@ async def read_part(place: CopyPlace, step: int, process: int, count: int) -> He
     if unknown:
         raise CorruptCheckpointError(f"{where} names {unknown[0]!r:.200}, which the part lacks")
     files = {path: manifest.files[path] for path in part.files}
-    return HeldPart(place, manifest, files, part.report)
+    return StoredPart(place, manifest, files, part.report)
 
 
 async def save_at(storage: Storage, step_dir: str) -> str:

@@ -1,0 +1,69 @@
+"""Offers: which steps each keeper of a job could bring, so that all bring the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from ckpt._format.manifest_head import INVALID
+from ckpt.storage._base import Storage
+
+_OFFERS = ".ckpt-join-offers"
+# A keeper that offers something says so this often; what is older is of one that has ended.
+OFFER_SIGN_SECONDS, _STALE_SECONDS = 5.0, 30.0
+_NOTE_BYTES = 64 << 10
+
+# Steps by their save: a step that was saved anew is another one.
+Steps = Mapping[str, int]
+_STEPS = msgspec.json.Decoder(dict[str, int])
+
+
+class Offers:
+    """The offers in a root. All methods raise `StorageError` if the root refuses."""
+
+    def __init__(self, storage: Storage, process: int, count: int) -> None:
+        """Use the notes of this root, as one of so many processes."""
+        self._storage = storage
+        self._process, self._count = process, count
+        self._names = [f"{_OFFERS}/{number}-of-{count}" for number in range(count)]
+
+    async def put(self, steps: Steps) -> None:
+        """Offer steps in place of those before."""
+        name = self._names[self._process]
+        await self._storage.put_note(name, msgspec.json.encode(dict(steps)), replace=True)
+
+    async def sign(self) -> None:
+        """Show that the offer still stands."""
+        await self._storage.touch_note(self._names[self._process])
+
+    async def drop(self) -> None:
+        """Take the offer back."""
+        await self._storage.drop_note(self._names[self._process], durable=False)
+
+    async def missing(self) -> list[int]:
+        """Return the processes that offer nothing at the moment."""
+        ages = await self._storage.notes(_OFFERS)
+        return [
+            process
+            for process, name in enumerate(self._names)
+            if ages.get(name.removeprefix(f"{_OFFERS}/"), _STALE_SECONDS) >= _STALE_SECONDS
+        ]
+
+    async def newest(self, but: Collection[int]) -> int | None:
+        """Return the newest step that all offer, but for some; None if there is none."""
+        offers = [await self._read(name) for name in self._names]
+        common = set.intersection(*(set(each.items()) for each in offers))
+        return max((step for _, step in common if step not in but), default=None)
+
+    async def _read(self, name: str) -> Steps:
+        data = await self._storage.read_note(name, _NOTE_BYTES)
+        try:
+            return {} if data is None else _STEPS.decode(data)
+        except INVALID:
+            return {}
+
+
+def as_offer(steps: Collection[tuple[int, str]]) -> Steps:
+    """Return steps and their saves as an offer."""
+    return {save: step for step, save in steps if save}

@@ -1,0 +1,183 @@
+"""The last snapshot of a job goes to the root: the keepers of all its processes join their parts.
+
+Each offers the snapshots that it has. The keeper of process 0 leads the newest that all of them
+have; see `ckpt._tiers.joins`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import anyio
+from msgspec import Struct
+
+from ckpt._runtime.threads import run_in_thread
+from ckpt._settings import Timeouts
+from ckpt._tiers.drains.drain import Drained
+from ckpt._tiers.drains.drainer import Drainer, DrainRoute, draining
+from ckpt._tiers.joins.offers import OFFER_SIGN_SECONDS, Offers, as_offer
+from ckpt._tiers.joins.way import joining
+from ckpt._tiers.keeper.flush import link_step
+from ckpt._tiers.keeper.messages import Flushed
+from ckpt._tiers.keeper.told_names import ToldNames
+from ckpt._tiers.peers.parts import STEPS, snapshots_in
+from ckpt._tiers.shared_folder import FLUSHING
+from ckpt.errors import StorageError
+from ckpt.storage._base import Storage
+from ckpt.storage._local.storage import LocalStorage
+
+_LOOK_SECONDS = 1.0
+
+
+class JobPart(Struct, frozen=True):
+    """What a keeper has of the snapshots of a job.
+
+    Attributes:
+        folder: The folder with them.
+        process: Number of its process.
+        count: How many there are.
+    """
+
+    folder: Path
+    process: int
+    count: int
+
+
+async def flush_of_job(
+    part: JobPart, target: Storage, after: int, seconds: float
+) -> Flushed | None:
+    """Bring the newest snapshot that all processes have to the root, with the keepers of all.
+
+    Args:
+        part: What this keeper has.
+        target: The root.
+        after: The greatest step of the root.
+        seconds: How long to wait for the others at most.
+
+    Returns:
+        What has become of it; None if the root has all that there is here.
+
+    Raises:
+        StorageError: A storage refused.
+
+    Cancellation: nothing is half there.
+    """
+    flush = _Flush(part, target, after)
+    if not await flush.look():
+        return None
+    try:
+        async with draining(
+            DrainRoute(LocalStorage(flush.own, Timeouts()), target, flush.names),
+            flush.told,
+            way=joining(part.process, part.count),
+        ) as drainer:
+            with anyio.move_on_after(seconds):
+                await flush.run(drainer)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await flush.end()
+    return flush.result(seconds)
+
+
+class _Flush:
+    """One flush, while it is under way."""
+
+    def __init__(self, part: JobPart, target: Storage, after: int) -> None:
+        self._part = part
+        self._after = after
+        self._offers = Offers(target, part.process, part.count)
+        # Snapshots by links, so that a trainer that goes on may remove its own.
+        self.own: Path = part.folder / f"{FLUSHING}{os.getpid()}"
+        self.names: ToldNames = ToldNames()
+        self._steps: dict[int, str] = {}
+        self._absent: list[int] = []
+        self._drained: Drained | None = None
+        self._is_over = anyio.Event()
+
+    async def look(self) -> bool:
+        """Link what is there, and offer it; tell whether there is anything."""
+        steps = self._part.folder / STEPS
+        found = [each for each in await run_in_thread(snapshots_in, steps) if each.save]
+        known = dict(self._steps)
+        for each in found:
+            if each.step <= self._after or self._steps.get(each.step) == each.save:
+                continue
+            source, link = steps / each.step_dir, self.own / each.step_dir
+            if await run_in_thread(link_step, source, link):
+                self._steps[each.step] = each.save
+                self.names.add(each.step, each.step_dir)
+        if self._steps != known:
+            await self._offers.put(as_offer([*self._steps.items()]))
+        return bool(self._steps)
+
+    async def run(self, drainer: Drainer) -> None:
+        """Take part until a step is in the root."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._sign)
+            tasks.start_soon(self._lead if self._part.process == 0 else self._follow, drainer)
+            await self._is_over.wait()
+            tasks.cancel_scope.cancel()
+
+    async def _sign(self) -> None:
+        while True:
+            await anyio.sleep(OFFER_SIGN_SECONDS)
+            await self._offers.sign()
+
+    async def _lead(self, drainer: Drainer) -> None:
+        """Lead the newest snapshot that all have, once all have said what they have."""
+        tried: set[int] = set()
+        while True:
+            self._absent = await self._offers.missing()
+            newest = None if self._absent else await self._offers.newest(tried)
+            if newest in self._steps and not drainer.left:
+                # An older one follows only if this one is damaged somewhere.
+                tried.add(newest)
+                await drainer.request(newest)
+            await anyio.sleep(_LOOK_SECONDS)
+            await self.look()
+
+    async def _follow(self, drainer: Drainer) -> None:
+        """Bring whatever is led."""
+        asked: set[tuple[int, str]] = set()
+        while True:
+            for step, save in list(self._steps.items()):
+                if (step, save) not in asked:
+                    asked.add((step, save))
+                    await drainer.request(step)
+            await anyio.sleep(_LOOK_SECONDS)
+            await self.look()
+
+    def told(self, drained: Drained) -> None:
+        """Take what has become of a step."""
+        if self._drained is None or not self._drained.is_safe:
+            self._drained = drained
+        if drained.is_safe:
+            self._is_over.set()
+
+    async def end(self) -> None:
+        """Take the offer back, and remove the links."""
+        await run_in_thread(shutil.rmtree, self.own, True)
+        try:
+            await self._offers.drop()
+        except StorageError:
+            # It is stale in a moment.
+            return
+
+    def result(self, seconds: float) -> Flushed:
+        """Return what has become of it."""
+        drained = self._drained
+        if drained is not None and drained.is_safe:
+            return Flushed(drained.step, drained.seconds, drained.nbytes)
+        if drained is not None:
+            return Flushed(drained.step, problem=drained.reason or drained.outcome)
+        count, newest = self._part.count, max(self._steps)
+        if self._absent:
+            shown = ", ".join(map(str, self._absent))
+            why = f"the keepers of processes {shown} of {count} offered no snapshot"
+        elif self._part.process == 0:
+            why = f"the {count} processes have no snapshot in common"
+        else:
+            why = f"process 0 of {count}, which decides what is written, has not written it"
+        return Flushed(newest, problem=f"{why} within {seconds:.0f} s")

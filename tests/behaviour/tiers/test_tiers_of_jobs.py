@@ -1,0 +1,193 @@
+"""Several processes save to disks of their own, and their keepers make one step of the root."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckpt
+import ckpt.sync
+from ckpt._settings import Timeouts
+from ckpt.coordination import OwnDisks
+from ckpt.errors import InvalidArgumentError, NotInRootError
+from ckpt.policies import FixedInterval, LatestN
+from ckpt.testing.compare import differences
+from ckpt.tiers import Tier
+from tests.support.simulated_job import FAR, closed, coordinators, together
+from tests.support.snapshots import PATIENCE_S
+
+
+# Arrays of numpy, which all processes have alike.
+def state_of(step: int) -> dict[str, Any]:
+    return {"b": np.full(3, step, np.int8), "step": step, "w": np.arange(200_000) + step}
+
+
+Managers = Sequence[ckpt.sync.CheckpointManager]
+
+
+def managers(base: Path, count: int = 2, **options: Any) -> list[ckpt.sync.CheckpointManager]:
+    tier = Tier(base / "disk", **options.pop("tier", {}))
+    return [
+        ckpt.sync.CheckpointManager(
+            base / "root",
+            coordinator=job,
+            tiers=[tier],
+            timeouts=Timeouts(coordination=FAR),
+            **options,
+        )
+        for job in coordinators(count)
+    ]
+
+
+def steps_of(root: Path) -> list[int]:
+    """Return the steps of a root, all of which must be whole and hold what their number says."""
+    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+        steps = mgr.all_steps()
+        for step in steps:
+            assert mgr.verify(step, deep=True).ok
+            assert differences(state_of(step), mgr.restore(step)) == []
+        return steps
+
+
+def parts_at(base: Path, process: int) -> list[int]:
+    names = (path.name for path in disk(base, process).iterdir())
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def disk(base: Path, process: int, count: int = 2) -> Path:
+    return base / "disk" / f"process_{process}-of-{count}"
+
+
+def saved(mgrs: Managers, step: int) -> list[Any]:
+    """Have all save a step; return the commits."""
+    commits = together(*(lambda m=m: m.save(step, state_of(step)) for m in mgrs))
+    for commit in commits:
+        commit.result(PATIENCE_S)
+    return commits
+
+
+def test_the_parts_of_all_become_a_step_of_the_root(tmp_path: Path) -> None:
+    mgrs = managers(tmp_path, 3)
+    for step in range(3):
+        commits = saved(mgrs, step)
+        for process, commit in enumerate(commits):
+            assert commit.result().path == str(disk(tmp_path, process, 3) / str(step))
+            commit.in_root.result(PATIENCE_S)
+        assert step in steps_of(tmp_path / "root")
+        # Any program can read it, and it is whole.
+        assert differences(state_of(step), ckpt.sync.load(tmp_path / "root" / str(step))) == []
+    places = together(*(lambda m=m: m.metadata(1).info.tiers for m in mgrs))
+    assert places == [
+        (str(disk(tmp_path, process, 3)), str(tmp_path / "root")) for process in range(3)
+    ]
+    closed(mgrs)
+    with ckpt.sync.CheckpointManager(tmp_path / "root") as mgr:
+        assert mgr.all_steps() == [0, 1, 2]
+        assert mgr.verify(2, deep=True).ok
+    # Nothing of the meetings stays but what has become of the steps.
+    assert not list((tmp_path / "root").glob(".ckpt-join-parts/*"))
+
+
+def test_a_job_goes_on_from_its_disks(tmp_path: Path) -> None:
+    mgrs = managers(tmp_path)
+    for step in range(2):
+        for commit in saved(mgrs, step):
+            commit.in_root.result(PATIENCE_S)
+    closed(mgrs)
+    # What is read comes from the disks.
+    for path in (tmp_path / "root" / "1").glob("default/d/*"):
+        path.write_bytes(b"")
+    mgrs = managers(tmp_path)
+    found = together(*(lambda m=m: m.resume(lambda: state_of(0)) for m in mgrs))
+    assert [start for start, _ in found] == [2, 2]
+    assert [differences(state_of(1), state) for _, state in found] == [[], []]
+    closed(mgrs)
+
+
+def test_a_disk_that_is_lost_is_made_up_for_by_the_root(tmp_path: Path) -> None:
+    mgrs = managers(tmp_path)
+    for commit in saved(mgrs, 4):
+        commit.in_root.result(PATIENCE_S)
+    closed(mgrs)
+    shutil.rmtree(disk(tmp_path, 1))
+    mgrs = managers(tmp_path)
+    found = together(*(lambda m=m: m.resume(lambda: state_of(0)) for m in mgrs))
+    assert [start for start, _ in found] == [5, 5]
+    assert [differences(state_of(4), state) for _, state in found] == [[], []]
+    for commit in saved(mgrs, 5):
+        commit.in_root.result(PATIENCE_S)
+    closed(mgrs)
+    assert steps_of(tmp_path / "root") == [4, 5]
+
+
+def test_the_primary_decides_what_is_copied_on(tmp_path: Path) -> None:
+    tier = {"drain": FixedInterval(3), "preservation": LatestN(2)}
+    mgrs = managers(tmp_path, tier=tier, preservation=LatestN(3))
+    commits = [saved(mgrs, step) for step in range(8)]
+    for step in (0, 3, 6):
+        for commit in commits[step]:
+            commit.in_root.result(PATIENCE_S)
+    for commit in commits[4]:
+        with pytest.raises(NotInRootError, match="drain="):
+            commit.in_root.result(PATIENCE_S)
+    together(*(m.wait_until_finished for m in mgrs))
+    closed(mgrs)
+    # The newest goes on when the run ends.
+    assert 7 in steps_of(tmp_path / "root")
+    assert set(steps_of(tmp_path / "root")) <= {0, 3, 6, 7}
+    assert len(steps_of(tmp_path / "root")) <= 4
+    assert parts_at(tmp_path, 0) == parts_at(tmp_path, 1)
+    assert set(parts_at(tmp_path, 0)) >= {6, 7}
+
+
+def test_what_a_run_has_left_is_copied_by_the_next(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    mgrs = managers(tmp_path)
+    for commit in saved(mgrs, 1):
+        commit.in_root.result(PATIENCE_S)
+    closed(mgrs)
+    shutil.rmtree(root / "1")
+    mgrs = managers(tmp_path)
+    assert together(*(m.all_steps for m in mgrs)) == [[1], [1]]
+    closed(mgrs)
+    assert steps_of(root) == [1]
+    assert differences(state_of(1), ckpt.sync.load(root / "1")) == []
+
+
+def test_what_a_job_cannot_have(tmp_path: Path) -> None:
+    jobs = coordinators(2)
+
+    def refused(*tiers: Tier, job: Any = jobs[0]) -> str:
+        with pytest.raises(InvalidArgumentError) as caught:
+            ckpt.sync.CheckpointManager(tmp_path / "root", coordinator=job, tiers=list(tiers))
+        return str(caught.value)
+
+    assert "one Tier at most" in refused(Tier(tmp_path / "a"), Tier(tmp_path / "b"))
+    assert "expected a directory" in refused(Tier("s3://bucket/run"))
+    assert "OwnDisks" in refused(Tier(tmp_path / "a"), job=OwnDisks(jobs[0]))
+    mgrs = managers(tmp_path)
+    for commit in saved(mgrs, 1):
+        commit.in_root.result(PATIENCE_S)
+    with pytest.raises(InvalidArgumentError, match="prefetch"):
+        mgrs[0].prefetch(1)
+    closed(mgrs)
+
+
+def test_arrays_of_all_kinds_come_back(tmp_path: Path) -> None:
+    mgrs = managers(tmp_path)
+    state = {
+        "same": np.arange(300_000, dtype=np.int16),
+        "other": [np.float32(3), 4, None, "text", 2.5],
+    }
+    for step in range(3):
+        state["other"] = [np.float32(step), step, None, "text", 2.5]
+        commits = together(*(lambda m=m, s=step: m.save(s, state) for m in mgrs))
+        for commit in commits:
+            commit.in_root.result(PATIENCE_S)
+    closed(mgrs)
+    assert differences(state, ckpt.sync.load(tmp_path / "root" / "2")) == []
