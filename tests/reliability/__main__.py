@@ -53,6 +53,7 @@ CAMPAIGNS = (
     Campaign("a trainer starts beside a keeper that writes", "snapshots.beside_keepers", 100),
     Campaign("kill -9 of a job that takes snapshots, and a host is lost", "peers.at_random", 100),
     Campaign("kill -9 of a whole job that takes snapshots", "job_ends.at_random", 100),
+    Campaign("kill -9 of keepers that join the parts of a step", "joins.at_random", 200),
     Campaign("power cut (ext4)", "power.cuts", 60),
     Campaign(
         "states a power cut may leave, by the record of one save", "crash_states.power_cuts", 3000

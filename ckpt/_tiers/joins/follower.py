@@ -41,6 +41,7 @@ class _Waiting(Struct):
     Attributes:
         save: Its save; empty if that cannot be read.
         seen: The bytes of the lead when it was last looked at; None if there was none.
+        stale: The bytes of an end that does not count any more; None if there is none.
         is_new: Whether it was not looked at yet.
         is_known: Whether the leader knows that it has ended here.
         served: The attempts for which nothing is left to do.
@@ -51,6 +52,7 @@ class _Waiting(Struct):
 
     save: str
     seen: bytes | None = None
+    stale: bytes | None = None
     is_new: bool = True
     is_known: bool = False
     served: set[str] = set()
@@ -193,19 +195,24 @@ class Follower:
             waiting.seen, self._heard = found.data, anyio.current_time()
         is_new, waiting.is_new = waiting.is_new, False
         lead = found.lead
-        if isinstance(lead, Ended):
+        if is_new and isinstance(lead, Ended) and lead.is_safe:
+            # In an earlier run, perhaps, and deleted since.
+            waiting.stale = None if await self._is_in_root(step, waiting.save) else found.data
+        if isinstance(lead, Ended) and found.data != waiting.stale:
             # An end from before is that of an earlier run, perhaps: its leader may be followed by
             # one that takes the step up again, and must not wait for this part.
             waiting.is_known = not is_new
             return lead
-        if lead is not None and lead.attempt not in waiting.served:
+        if isinstance(lead, Led) and lead.attempt not in waiting.served:
             return lead
-        name = self._route.names.name(step)
-        if in_root and await save_at(self._route.target, name) == waiting.save:
+        if in_root and await self._is_in_root(step, waiting.save):
             # What was noted of it was missed.
             waiting.is_known = True
             return Ended(step, "there")
         return None
+
+    async def _is_in_root(self, step: int, save: str) -> bool:
+        return await save_at(self._route.target, self._route.names.name(step)) == save
 
     async def _serve(
         self, part: StoredPart, led: Led, waiting: _Waiting, moved: MovedBytes
