@@ -135,9 +135,12 @@ def rows(rounds: int) -> list[tuple[str, ...]]:
     found: dict[str, list[tuple[int, float]]] = {name: [] for name in WAYS}
     for _ in range(rounds):
         for name, way in WAYS.items():
+            # Keepers may still be writing there when they are removed.
             with (
-                tempfile.TemporaryDirectory(prefix="bench-") as place,
-                tempfile.TemporaryDirectory(prefix="bench-", dir="/dev/shm") as memory,
+                tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as place,
+                tempfile.TemporaryDirectory(
+                    prefix="bench-", dir="/dev/shm", ignore_cleanup_errors=True
+                ) as memory,
             ):
                 found[name].append(lost(way, Path(place, "run"), Path(memory)))
     return [
