@@ -27,7 +27,7 @@ from ckpt.storage._base import Storage
 # and after how many seconds without that another keeper of the same part takes its place.
 SILENT_SECONDS, SIGN_SECONDS, STALE_SECONDS = 300.0, 10.0, 35.0
 # How often notes are looked at: less and less often while nothing changes.
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 3.0
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 3.0
 # How often those that wait look whether the root has the step, though no note says so.
 LOOK_SECONDS = 30.0
 # How long it stays known what has become of a step.

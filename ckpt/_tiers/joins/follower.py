@@ -198,7 +198,9 @@ class Follower:
         if is_new and isinstance(lead, Ended) and lead.is_safe:
             # In an earlier run, perhaps, and deleted since.
             waiting.stale = None if await self._is_in_root(step, waiting.save) else found.data
-        if isinstance(lead, Ended) and found.data != waiting.stale:
+        elif found.data != waiting.stale:
+            waiting.stale = None
+        if isinstance(lead, Ended) and waiting.stale is None:
             # An end from before is that of an earlier run, perhaps: its leader may be followed by
             # one that takes the step up again, and must not wait for this part.
             waiting.is_known = not is_new

@@ -28,7 +28,7 @@ from ckpt.errors import StorageError
 from ckpt.storage._base import Storage
 from ckpt.storage._local.storage import LocalStorage
 
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 0.5
 
 
 class JobPart(Struct, frozen=True):
