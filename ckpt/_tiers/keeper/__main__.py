@@ -117,17 +117,19 @@ class Keeper:
     async def _end_alone(self) -> None:
         """The trainer has died: write what is left, and give its memory back in the end."""
         snapshots = self._snapshots
-        if snapshots is None or not snapshots.is_of_job:
-            is_left = await self._write_alone()
-        elif not await self._write_with_others(snapshots):
+        if snapshots is not None and snapshots.is_of_job:
+            ends = time.monotonic() + snapshots.kept_seconds
+            if await self._write_with_others(snapshots, ends):
+                _close_output()
+                # What not all have written in this time is of no use any more.
+                await self._keep_memory(snapshots, ends, is_left=False)
             return
-        else:
-            # What not all have written in this time is of no use any more.
-            is_left = False
+        is_left = await self._write_alone()
         # A reader of the trainer's output waits until every process has closed it.
         _close_output()
         if snapshots is not None:
-            await self._keep_memory(snapshots, is_left=is_left)
+            ends = time.monotonic() + snapshots.kept_seconds
+            await self._keep_memory(snapshots, ends, is_left=is_left)
 
     async def _write_alone(self) -> bool:
         """Write the last snapshot; tell whether that is still to be done."""
@@ -143,11 +145,11 @@ class Keeper:
         await self._finish_links()
         return done is not None and bool(done.problem)
 
-    async def _write_with_others(self, snapshots: Snapshots) -> bool:
+    async def _write_with_others(self, snapshots: Snapshots, ends: float) -> bool:
         """Write the last snapshot of a job with all keepers; False if a trainer is back."""
 
         async def write() -> None:
-            ends, said = time.monotonic() + snapshots.kept_seconds, ""
+            said = ""
             while True:
                 done = await self._flush(ends)
                 if done is None:
@@ -183,10 +185,9 @@ class Keeper:
             tasks.cancel_scope.cancel()
         return not is_back
 
-    async def _keep_memory(self, snapshots: Snapshots, *, is_left: bool) -> None:
+    async def _keep_memory(self, snapshots: Snapshots, ends: float, *, is_left: bool) -> None:
         """Wait for a trainer that is started again, and give the memory back if none comes."""
-        folder, ends = Path(snapshots.folder), time.monotonic() + snapshots.kept_seconds
-        next_try = time.monotonic() + _LATER_SECONDS
+        folder, next_try = Path(snapshots.folder), time.monotonic() + _LATER_SECONDS
         while time.monotonic() < ends:
             await anyio.sleep(_LOOK_SECONDS)
             if await run_in_thread(_is_owned_again, folder, self._claim):
