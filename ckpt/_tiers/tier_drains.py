@@ -65,11 +65,14 @@ class TierDrains:
             act = partial(self._left_by_others, link)
             found = await service.root.processes.on_primary("drains", link, what, act)
             # The newest first, but for what only counts in the end.
-            for number, wanted in reversed([(int(n), bool(w)) for n, w in found]):
-                self._keeper.tell(self._noted(link, number, wanted=wanted))
+            for number, wanted, save in reversed(found):
+                self._keeper.tell(self._noted(link, number, save, wanted=wanted))
 
-    async def _left_by_others(self, link: int) -> list[tuple[int, bool]]:
-        """Return the steps that the next place lacks, ascending, and whether it is to have them."""
+    async def _left_by_others(self, link: int) -> list[tuple[int, bool, str]]:
+        """Return the steps that the next place lacks, ascending.
+
+        With each comes whether it is to have it, and the save that it is of.
+        """
         service, target = self._services[link], self._targets[link]
         left = await missing(service.storage, target.storage, None, service.root.names)
         if left and target is not self._root:
@@ -82,7 +85,9 @@ class TierDrains:
         gone = target.root.retention.would_delete(dict(sorted((there | new).items())))
         found = {step: each for step, each in new.items() if step not in gone}
         steps = await service.root.retention.saved_steps(found)
-        return [(each.step, await self._is_wanted(link, each)) for each in steps]
+        return [
+            (each.step, await self._is_wanted(link, each), found[each.step].save) for each in steps
+        ]
 
     async def _is_wanted(self, link: int, saved: SavedStep) -> bool:
         """Ask the policy whether a step is copied on."""
@@ -95,9 +100,9 @@ class TierDrains:
         self._previous[link][saved.step] = saved
         return True
 
-    def _noted(self, link: int, number: int, *, wanted: bool) -> Step:
+    def _noted(self, link: int, number: int, save: str, *, wanted: bool) -> Step:
         """Return what the keeper is told of a step, which from then on is on its way."""
-        step = Step(link, number, self._services[link].root.names.name(number), wanted)
+        step = Step(link, number, self._services[link].root.names.name(number), wanted, save)
         with self._guard:
             if wanted:
                 self._unheld[link].add(number)
@@ -130,22 +135,23 @@ class TierDrains:
         """
         service = self._services[link]
 
-        async def decide() -> bool | None:
+        async def decide() -> tuple[bool, str] | None:
             found = (await service.root.index.refresh()).get(number)
             if found is None:
                 # It was deleted meanwhile.
                 return None
             (saved,) = await service.root.retention.saved_steps({number: found})
-            return await self._is_wanted(link, saved)
+            return await self._is_wanted(link, saved), found.save
 
         what = f"deciding where step {number} is copied to"
-        wanted = await service.root.processes.on_primary(f"drain-{link}", number, what, decide)
-        if wanted is None:
+        decided = await service.root.processes.on_primary(f"drain-{link}", number, what, decide)
+        if decided is None:
             with self._guard:
                 self._unheld[link].discard(number)
             return
+        wanted, save = decided
         await run_in_thread(self._keeper.start)
-        self._keeper.tell(self._noted(link, number, wanted=bool(wanted)))
+        self._keeper.tell(self._noted(link, number, save, wanted=wanted))
         if not wanted:
             self._say_refused(link, number)
 

@@ -31,6 +31,8 @@ logger = logging.getLogger("ckpt")
 
 _PLAIN = Standard()
 MOST_WAITING = 16
+# To say what has become of a step.
+_LAST_WORDS_SECONDS = 10.0
 
 Told = Callable[[Drained], None]
 
@@ -61,7 +63,7 @@ class Copies:
         self._route = route
         self._pace = pace
 
-    async def add(self, step: int) -> None:
+    async def add(self, step: int, save: str) -> None:
         """Do nothing."""
 
     async def next(self, backlog: DrainBacklog) -> int | None:
@@ -107,7 +109,7 @@ class Drainer:
         """The steps that wait or are being drained, the newest first."""
         return self._backlog.left
 
-    async def request(self, step: int) -> bool:
+    async def request(self, step: int, save: str = "") -> bool:
         """Have a step drained.
 
         From the moment in which this returns the step is held, and its root may be tidied. Of too
@@ -116,6 +118,8 @@ class Drainer:
 
         Args:
             step: A committed step of the source.
+            save: The save that it is of, where that is known: what has become of a step that is
+                not there can be said of its save alone.
 
         Returns:
             False if there is no such step, which `told` has heard.
@@ -126,11 +130,12 @@ class Drainer:
         Cancellation: the step may be drained all the same.
         """
         name = self._route.names.name(step)
-        if not await self._holds.take(step, name):
+        is_held = await self._holds.take(step, name)
+        await self._way.add(step, save)
+        if not is_held:
             where = redact(f"{self._route.source.location}/{name}")
             await self._end(Drained(step, "deleted", reason=f"{where} is not there"))
             return False
-        await self._way.add(step)
         self._backlog.add(step)
         self._asked = _told_again(self._asked)
         await self._shorten()
@@ -188,14 +193,14 @@ class Drainer:
 
     async def _drain_next(self) -> Drained | None:
         """Drain the step that can be; None if it waits again, or none waits any more."""
-        step = await self._way.next(self._backlog)
-        if step is None:
-            return None
-        self._backlog.begin(step)
         if not self._is_prepared:
             # Once only: where a disk that was mounted is gone, its directory must not be made anew.
             await self._route.target.prepare()
             self._is_prepared = True
+        step = await self._way.next(self._backlog)
+        if step is None:
+            return None
+        self._backlog.begin(step)
         return await self._way.drain(step)
 
     async def _end(self, drained: Drained) -> None:
@@ -209,7 +214,9 @@ class Drainer:
             )
         self._told(drained)
         try:
-            await self._way.ended(drained)
+            # Others wait to hear of it, also if this drainer is being left.
+            with anyio.move_on_after(_LAST_WORDS_SECONDS, shield=True):
+                await self._way.ended(drained)
         except StorageError as error:
             # It is tried again with the next step.
             logger.debug("what has become of step %d was not noted: %s", drained.step, error)

@@ -11,8 +11,8 @@ from ckpt._tiers.drains.drain import Drained
 class Way(Protocol):
     """How steps get to the target. All methods raise `StorageError` if a storage refuses."""
 
-    async def add(self, step: int) -> None:
-        """Take notice of a step that is held, and will wait from now on."""
+    async def add(self, step: int, save: str) -> None:
+        """Take notice of a step that was asked for, of this save if that is not empty."""
 
     async def next(self, backlog: DrainBacklog) -> int | None:
         """Wait until one of the steps that wait can be drained; None if none waits any more."""

@@ -41,9 +41,10 @@ class _Waiting(Struct):
     Attributes:
         save: Its save; empty if that cannot be read.
         seen: The bytes of the lead when it was last looked at; None if there was none.
-        stale: The bytes of an end that does not count any more; None if there is none.
         is_new: Whether it was not looked at yet.
         is_known: Whether the leader knows that it has ended here.
+        doubted: The bytes of an end that the root does not bear out, and until when that is not
+            taken; None if there is none.
         served: The attempts for which nothing is left to do.
         begun: Those in which this keeper has begun to write.
         nbytes: Bytes that were copied.
@@ -52,9 +53,9 @@ class _Waiting(Struct):
 
     save: str
     seen: bytes | None = None
-    stale: bytes | None = None
     is_new: bool = True
     is_known: bool = False
+    doubted: tuple[bytes | None, float] | None = None
     served: set[str] = set()
     begun: set[str] = set()
     nbytes: int = 0
@@ -78,13 +79,12 @@ class Follower:
         # When something of what waits was last heard, and when the root was last looked at.
         self._heard = self._looked = 0.0
 
-    async def add(self, step: int) -> None:
+    async def add(self, step: int, save: str) -> None:
         """Take notice of a step."""
         try:
-            save = await save_at(self._route.source, self._route.names.name(step))
+            save = await save_at(self._route.source, self._route.names.name(step)) or save
         except StorageError as error:
             logger.debug("step %d cannot be read: %s", step, error)
-            save = ""
         if not self._waiting:
             self._heard = self._looked = anyio.current_time()
         if step not in self._waiting or self._waiting[step].save != save:
@@ -195,12 +195,14 @@ class Follower:
             waiting.seen, self._heard = found.data, anyio.current_time()
         is_new, waiting.is_new = waiting.is_new, False
         lead = found.lead
-        if is_new and isinstance(lead, Ended) and lead.is_safe:
-            # In an earlier run, perhaps, and deleted since.
-            waiting.stale = None if await self._is_in_root(step, waiting.save) else found.data
-        elif found.data != waiting.stale:
-            waiting.stale = None
-        if isinstance(lead, Ended) and waiting.stale is None:
+        if waiting.doubted is not None and found.data != waiting.doubted[0]:
+            waiting.doubted = None
+        if isinstance(lead, Ended):
+            if is_new and lead.is_safe and not await self._is_in_root(step, waiting.save):
+                # It was removed there since, and the leader may take it up again.
+                waiting.doubted = found.data, anyio.current_time() + times.STALE_SECONDS
+            if waiting.doubted is not None and anyio.current_time() < waiting.doubted[1]:
+                return None
             # An end from before is that of an earlier run, perhaps: its leader may be followed by
             # one that takes the step up again, and must not wait for this part.
             waiting.is_known = not is_new

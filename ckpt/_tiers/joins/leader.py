@@ -90,11 +90,12 @@ class Leader:
         self._attempts: set[str] = set()
         self._swept = -math.inf
 
-    async def add(self, step: int) -> None:
+    async def add(self, step: int, save: str) -> None:
         """Remember which save a step is of, for what has to be said once it is gone."""
         route = self._route
+        self._saves[step] = save
         try:
-            self._saves[step] = await save_at(route.source, route.names.name(step))
+            self._saves[step] = await save_at(route.source, route.names.name(step)) or save
         except StorageError as error:
             logger.debug("step %d cannot be read: %s", step, error)
 

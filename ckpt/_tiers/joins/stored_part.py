@@ -62,10 +62,13 @@ async def read_part(place: CopyPlace, step: int, process: int, count: int) -> St
         raise CorruptCheckpointError(
             f"{where} is part {part.process} of {part.count}; expected part {process} of {count}"
         )
-    unknown = [path for path in part.files if path not in manifest.files]
+    # Items that were deleted since are in the part file still.
+    dropped = {each.item for each in manifest.dropped}
+    wanted = [path for path in part.files if path.partition("/")[0] not in dropped]
+    unknown = [path for path in wanted if path not in manifest.files]
     if unknown:
         raise CorruptCheckpointError(f"{where} names {unknown[0]!r:.200}, which the part lacks")
-    files = {path: manifest.files[path] for path in part.files}
+    files = {path: manifest.files[path] for path in wanted}
     return StoredPart(place, manifest, files, part.report)
 
 

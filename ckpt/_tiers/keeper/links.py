@@ -53,7 +53,7 @@ class Links:
     async def _request(self, step: Step) -> None:
         self._requested[step.link].add(step.step)
         try:
-            held = await self._drainers[step.link].request(step.step)
+            held = await self._drainers[step.link].request(step.step, step.save)
         except StorageError as error:
             self._told(Moved(step.link, step.step, step.step_dir, problem=error.message))
             return

@@ -115,12 +115,14 @@ class Step(Struct, frozen=True, tag="step"):
         step: The step.
         step_dir: Its directory.
         is_wanted: Whether it is to be copied on; otherwise only if it is the newest in the end.
+        save: The save that it is of; empty if that is not known.
     """
 
     link: int
     step: int
     step_dir: str
     is_wanted: bool
+    save: str = ""
 
 
 class Close(Struct, frozen=True, tag="close"):

@@ -125,6 +125,24 @@ def test_a_disk_that_is_lost_is_made_up_for_by_the_root(tmp_path: Path) -> None:
     assert steps_of(tmp_path / "root") == [4, 5]
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_disk_that_is_lost_with_a_part_that_waits_keeps_no_step_waiting(
+    process: int, tmp_path: Path
+) -> None:
+    mgrs = managers(tmp_path)
+    for commit in saved(mgrs, 4):
+        commit.in_root.result(PATIENCE_S)
+    closed(mgrs)
+    shutil.rmtree(tmp_path / "root" / "4")
+    shutil.rmtree(disk(tmp_path, process))
+    mgrs = managers(tmp_path)
+    assert together(*(m.all_steps for m in mgrs)) == [[], []]
+    for commit in saved(mgrs, 5):
+        commit.in_root.result(PATIENCE_S)
+    closed(mgrs)
+    assert steps_of(tmp_path / "root") == [5]
+
+
 def test_the_primary_decides_what_is_copied_on(tmp_path: Path) -> None:
     tier = {"drain": FixedInterval(3), "preservation": LatestN(2)}
     mgrs = managers(tmp_path, tier=tier, preservation=LatestN(3))

@@ -19,8 +19,12 @@ import pytest
 
 import ckpt
 from ckpt._tiers.drains import drainer as drainer_module
+from ckpt._tiers.drains.drain import Drained
+from ckpt._tiers.drains.drainer import DrainRoute, draining
 from ckpt._tiers.joins import board
 from ckpt._tiers.joins.notes import LEADS, PARTS
+from ckpt._tiers.joins.stored_part import save_at
+from ckpt._tiers.joins.way import joining
 from ckpt.storage._resolve import open_root
 from ckpt.testing.faults import Fail, FaultyFiles, FileOperation
 from tests.support.drained_roots import attempts
@@ -382,3 +386,82 @@ def test_keepers_that_wait_for_nothing_ask_the_root_for_nothing(
             assert files.operations == []
 
     keepers.run(main)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_part_that_is_gone_before_its_keeper_hears_of_it(
+    keepers: Keepers, process: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk was replaced, say: no other keeper waits for it."""
+    shutil.rmtree(keepers.parts[process] / "3")
+
+    async def drain(each: int) -> None:
+        save = await save_at(open_root(keepers.parts[2]), "3")
+        async with keepers.keeper(each) as drainer:
+            await drainer.request(3, save)
+            await drainer.request(2)
+            assert await drainer.finish() == []
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            for each in range(3):
+                tasks.start_soon(drain, each)
+
+    keepers.run(main)
+    for outcomes in keepers.outcomes:
+        assert sorted(outcomes) == [(2, "copied"), (3, "deleted")]
+    assert warnings(caplog, f"{keepers.parts[process]}/3 is not there") == 3
+    assert_joined(keepers.far, keepers.parts, 2)
+
+
+def test_items_that_were_deleted_from_all_parts_are_not_in_the_step(keepers: Keepers) -> None:
+    for part in keepers.parts:
+        with ckpt.sync.CheckpointManager(part) as mgr:
+            mgr.delete(3, item="reader_1")
+    keepers.all_drain(3)
+    assert keepers.outcomes == [[(3, "copied")]] * 3
+    with ckpt.sync.CheckpointManager(keepers.far, read_only=True) as mgr:
+        assert mgr.verify(3, deep=True).ok
+        assert "reader_1" not in mgr.metadata(3).items
+        assert [each.item for each in mgr.metadata(3).info.dropped] == ["reader_1"]
+
+
+def test_an_end_is_noted_though_the_leader_is_left_at_once(keepers: Keepers) -> None:
+    async def lead() -> None:
+        with anyio.CancelScope() as scope:
+            route = DrainRoute(open_root(keepers.parts[0]), open_root(keepers.far))
+
+            def told(drained: Drained) -> None:
+                scope.cancel()
+
+            async with draining(route, told, way=joining(0, 3)) as drainer:
+                await drainer.request(3)
+                await anyio.sleep_forever()
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lead)
+            for each in (1, 2):
+                tasks.start_soon(keepers.drain, each, 3)
+
+    keepers.run(main)
+    assert keepers.outcomes[1:] == [[(3, "copied")]] * 2
+    no_notes(keepers.far)
+
+
+def test_a_step_that_the_root_has_lost_is_joined_again(keepers: Keepers) -> None:
+    """Though it is noted that it was copied, and followers look before it is led anew."""
+    keepers.all_drain(3)
+
+    async def main() -> None:
+        storage = open_root(keepers.far)
+        await storage.remove("3")
+        async with anyio.create_task_group() as tasks:
+            for each in (1, 2):
+                tasks.start_soon(keepers.drain, each, 3)
+            await anyio.sleep(0.1)
+            assert [len(told) for told in keepers.told[1:]] == [1, 1]
+            tasks.start_soon(keepers.drain, 0, 3)
+
+    keepers.run(main)
+    assert_joined(keepers.far, keepers.parts, 3)
