@@ -157,6 +157,7 @@ class TieredService:
             logger.warning(
                 "step %d stays at %s for now: %s", step, redact(self._saver.storage.location), error
             )
+            self._drains.undecided(step, error)
             return False
         return True
 

@@ -168,6 +168,13 @@ class TierDrains:
         for commit in commits:
             stays(commit, "the policy drain= of its tier does not want it there")
 
+    def undecided(self, number: int, error: CheckpointError) -> None:
+        """End the wait for a step of the nearest tier of which it could not be decided."""
+        with self._guard:
+            commits = self._commits.pop(number, [])
+        for commit in commits:
+            stays(commit, f"{error.message}. The next run decides again")
+
     def greeting(self) -> list[ToKeeper]:
         """Return what a new keeper has to know: the steps that are not copied yet."""
         with self._guard:

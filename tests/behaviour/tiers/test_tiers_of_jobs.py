@@ -163,6 +163,17 @@ def test_the_primary_decides_what_is_copied_on(tmp_path: Path) -> None:
     assert set(parts_at(tmp_path, 0)) >= {6, 7}
 
 
+def test_a_policy_that_fails_lets_no_process_wait(tmp_path: Path) -> None:
+    def fails(*given: Any) -> bool:
+        raise RuntimeError("on purpose")
+
+    mgrs = managers(tmp_path, tier={"drain": fails})
+    for commit in saved(mgrs, 1):
+        with pytest.raises(NotInRootError, match="on purpose"):
+            commit.in_root.result(PATIENCE_S)
+    closed(mgrs)
+
+
 def test_what_a_run_has_left_is_copied_by_the_next(tmp_path: Path) -> None:
     root = tmp_path / "root"
     mgrs = managers(tmp_path)
