@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 from ckpt._arguments import invalid, number_of_seconds, true_or_false, whole_number
@@ -17,6 +18,8 @@ PathLike = str | os.PathLike[str] | Local | S3 | GCS
 # Where no other machine can reach this one.
 LOOPBACK = "127.0.0.1"
 _LARGEST_PORT = 65535
+# Of one process of a job in the directory of a tier; how many there are is the group.
+PART_FOLDER = re.compile(r"process_[0-9]+-of-([0-9]+)")
 # A longer notice than any system gives.
 _LONGEST_GRACE_SECONDS = 86400.0
 _LONGEST_KEPT_SECONDS = 7 * 86400.0

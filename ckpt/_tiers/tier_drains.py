@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, StepInfo, arrived, stays
@@ -21,11 +22,12 @@ from ckpt._steps.service import RootService
 from ckpt._tiers.drains.drain import missing
 from ckpt._tiers.keeper.client import KeeperClient
 from ckpt._tiers.keeper.messages import Closed, Held, Moved, Step, ToKeeper, Told
-from ckpt._tiers.settings import Tier
+from ckpt._tiers.settings import PART_FOLDER, Tier
 from ckpt._tree.table import size_text
 from ckpt.errors import CheckpointError
 from ckpt.policies._context import SavedStep
 from ckpt.policies._save_policies import refusal_of
+from ckpt.storage._local.storage import LocalStorage
 
 logger = logging.getLogger("ckpt")
 
@@ -59,6 +61,8 @@ class TierDrains:
     async def open(self) -> None:
         """Tell the keeper what earlier runs have left to be copied."""
         await run_in_thread(self._keeper.start)
+        for service in self._services:
+            await run_in_thread(_say_parts_of_others, service)
         for link, (service, target) in enumerate(zip(self._services, self._targets, strict=True)):
             self._previous[link] = await target.reader.saved_steps()
             what = f"looking for steps that are not in {redact(target.storage.location)}"
@@ -236,3 +240,27 @@ class TierDrains:
         for commit in commits:
             stays(commit, "the run has ended before it was copied; the next one goes on with it")
         return left
+
+
+def _say_parts_of_others(service: RootService) -> None:
+    """Name the steps at a tier that only a job of another size can have in the root. Blocks."""
+    processes = service.root.processes
+    if processes.process or not isinstance(service.storage, LocalStorage):
+        return
+    own = Path(service.storage.location)
+    top = own if processes.count == 1 else own.parent
+    found = {
+        match[1]
+        for path in sorted(top.glob("process_*-of-*"))
+        if (match := PART_FOLDER.fullmatch(path.name)) and int(match[1]) != processes.count
+        if any(service.root.names.step(each.name) is not None for each in path.iterdir())
+    }
+    for count in sorted(found):
+        logger.warning(
+            "%s has steps of a job of %s processes, and this one has %d: it does not read them, or "
+            "copy on those that wait. Start a job of %s to have them in the root, or remove them",
+            top,
+            count,
+            processes.count,
+            count,
+        )

@@ -27,15 +27,19 @@ class Offers:
         self._storage = storage
         self._process, self._count = process, count
         self._names = [f"{_OFFERS}/{number}-of-{count}" for number in range(count)]
+        self._own: Steps = {}
 
     async def put(self, steps: Steps) -> None:
         """Offer steps in place of those before."""
+        self._own = dict(steps)
         name = self._names[self._process]
-        await self._storage.put_note(name, msgspec.json.encode(dict(steps)), replace=True)
+        await self._storage.put_note(name, msgspec.json.encode(self._own), replace=True)
 
     async def sign(self) -> None:
         """Show that the offer still stands."""
-        await self._storage.touch_note(self._names[self._process])
+        if not await self._storage.touch_note(self._names[self._process]):
+            # The keeper of an earlier run has taken its own back.
+            await self.put(self._own)
 
     async def drop(self) -> None:
         """Take the offer back."""
@@ -50,11 +54,12 @@ class Offers:
             if ages.get(name.removeprefix(f"{_OFFERS}/"), _STALE_SECONDS) >= _STALE_SECONDS
         ]
 
-    async def newest(self, but: Collection[int]) -> int | None:
-        """Return the newest step that all offer, but for some; None if there is none."""
+    async def newest(self, but: Collection[str]) -> str | None:
+        """Return the save of the newest step that all offer, without some; None if none is left."""
         offers = [await self._read(name) for name in self._names]
         common = set.intersection(*(set(each.items()) for each in offers))
-        return max((step for _, step in common if step not in but), default=None)
+        left = [(step, save) for save, step in common if save not in but]
+        return max(left)[1] if left else None
 
     async def _read(self, name: str) -> Steps:
         data = await self._storage.read_note(name, _NOTE_BYTES)

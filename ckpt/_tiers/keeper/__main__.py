@@ -106,13 +106,26 @@ class Keeper:
             watches.start_soon(self._watch_signals, writes)
             await self._is_over.wait()
             watches.cancel_scope.cancel()
-        if self._close is not None:
+        if self._close is None:
+            await self._end_alone()
+        else:
+            await self._end_well()
+
+    async def _end_well(self) -> None:
+        """The trainer has closed this keeper: write what is left while it waits for that."""
+
+        async def write(ends_at: float | None) -> None:
             if self._writes_at_close:
-                self.tell(await self._flush(None) or Flushed(-1))
+                self.tell(await self._flush(ends_at) or Flushed(-1))
+
+        async with anyio.create_task_group() as tasks:
+            if self._snapshots is not None and self._snapshots.is_of_job:
+                # The other processes may have had no signal, and their keepers do not come.
+                tasks.start_soon(write, self._ends_at())
+            else:
+                await write(None)
             left = await self._links.finish(self._setup.exit_seconds)
-            self.tell(Closed(tuple(left)))
-            return
-        await self._end_alone()
+        self.tell(Closed(tuple(left)))
 
     async def _end_alone(self) -> None:
         """The trainer has died: write what is left, and give its memory back in the end."""
@@ -205,7 +218,7 @@ class Keeper:
     async def _finish_links(self) -> None:
         left = await self._links.finish(self._setup.exit_seconds)
         if left:
-            _say(f"steps {left} were not copied on in time")
+            _say(f"steps {', '.join(map(str, left))} were not copied on in time")
 
     def _say_written(self, done: Flushed) -> None:
         if done.problem:

@@ -127,14 +127,15 @@ class _Flush:
 
     async def _lead(self, drainer: Drainer) -> None:
         """Lead the newest snapshot that all have, once all have said what they have."""
-        tried: set[int] = set()
+        tried: set[str] = set()
         while True:
             self._absent = await self._offers.missing()
             newest = None if self._absent else await self._offers.newest(tried)
-            if newest in self._steps and not drainer.left:
+            step = next((n for n, save in self._steps.items() if save == newest), None)
+            if newest is not None and step is not None and not drainer.left:
                 # An older one follows only if this one is damaged somewhere.
                 tried.add(newest)
-                await drainer.request(newest)
+                await drainer.request(step, newest)
             await anyio.sleep(_LOOK_SECONDS)
             await self.look()
 
@@ -145,7 +146,7 @@ class _Flush:
             for step, save in list(self._steps.items()):
                 if (step, save) not in asked:
                     asked.add((step, save))
-                    await drainer.request(step)
+                    await drainer.request(step, save)
             await anyio.sleep(_LOOK_SECONDS)
             await self.look()
 

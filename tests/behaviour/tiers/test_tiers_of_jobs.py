@@ -188,6 +188,24 @@ def test_what_a_run_has_left_is_copied_by_the_next(tmp_path: Path) -> None:
     assert differences(state_of(1), ckpt.sync.load(root / "1")) == []
 
 
+def test_parts_of_a_job_of_another_size_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mgrs = managers(tmp_path)
+    saved(mgrs, 1)
+    closed(mgrs)
+    mgrs = managers(tmp_path, 3)
+    assert together(*(m.all_steps for m in mgrs)) == [[1]] * 3
+    closed(mgrs)
+    with ckpt.sync.CheckpointManager(tmp_path / "root", tiers=[Tier(tmp_path / "disk")]) as mgr:
+        assert mgr.all_steps() == [1]
+    said = [
+        each.message for each in caplog.records if "steps of a job of 2 processes" in each.message
+    ]
+    assert ["this one has 3" in each for each in said] == [True, False]
+    assert all(str(tmp_path / "disk") in each for each in said)
+
+
 def test_what_a_job_cannot_have(tmp_path: Path) -> None:
     jobs = coordinators(2)
 
