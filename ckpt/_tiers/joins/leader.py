@@ -115,7 +115,9 @@ class Leader:
                 save = self._saves[step] = part.manifest.save
                 await self._give_way(save, step)
                 ended = await self._joined(step, part, target, moved)
-                await copy_pins(source.storage, step, target)
+                # The retention of the root may have deleted it already.
+                with contextlib.suppress(StepNotFoundError):
+                    await copy_pins(source.storage, step, target)
         except StorageError:
             raise
         except _OutdoneError:
