@@ -24,9 +24,13 @@ def memory() -> Iterator[Path]:
         yield folder
 
 
-def killed(count: int, root: Path, memory: Path) -> list[Any]:
-    """Run a job that is killed after its second snapshot; return what its processes told."""
-    with started(count, PROGRAM, root, memory, "wait", devices_per_process=DEVICES[count]) as job:
+def killed(count: int, root: Path, memory: Path, *more: str) -> list[Any]:
+    """Run a job that is killed after its second snapshot; return what its processes told.
+
+    With `flush`, its keepers have written that when this returns.
+    """
+    told = root, memory, "wait", *more
+    with started(count, PROGRAM, *told, devices_per_process=DEVICES[count]) as job:
         for child in job.children:
             child.reached("the end")
         for child in job.children:
@@ -55,30 +59,36 @@ def test_a_job_that_is_started_again_goes_on_from_memory(
         assert each["steps"] == [0, 2, 3]
     for each in ended(count, root, memory):
         assert (each["start"], each["right"]) == (4, True)
-    # What no process can write alone is not written; a clean end gives the memory back.
+    # Snapshots are not written unless that is asked for; a clean end gives the memory back.
     with ckpt.sync.CheckpointManager(root) as mgr:
         assert mgr.all_steps() == [0, 2, 4]
     assert list(memory.iterdir()) == []
 
 
-def test_a_job_that_has_lost_a_memory_goes_on_from_its_root(tmp_path: Path, memory: Path) -> None:
+@pytest.mark.parametrize(("more", "start"), [((), 1), (("flush",), 2)])
+def test_a_job_that_has_lost_a_memory_goes_on_from_its_root(
+    more: tuple[str, ...], start: int, tmp_path: Path, memory: Path
+) -> None:
     root = tmp_path / "run"
-    killed(2, root, memory)
+    killed(2, root, memory, *more)
     [user] = memory.iterdir()
     assert user.name == f"ckpt-{os.getuid()}"
     folders = sorted(user.iterdir())
     assert len(folders) == 2
     shutil.rmtree(folders[1])
     for each in killed(2, root, memory):
-        assert (each["start"], each["right"]) == (1, True)
+        assert (each["start"], each["right"]) == (start, True)
         assert each["places"] == [str(root)]
 
 
-def test_a_job_of_another_size_goes_on_from_its_root(tmp_path: Path, memory: Path) -> None:
+@pytest.mark.parametrize(("more", "start"), [((), 1), (("flush",), 2)])
+def test_a_job_of_another_size_goes_on_from_its_root(
+    more: tuple[str, ...], start: int, tmp_path: Path, memory: Path
+) -> None:
     root = tmp_path / "run"
-    killed(4, root, memory)
+    killed(4, root, memory, *more)
     for each in ended(2, root, memory):
-        assert (each["start"], each["right"]) == (1, True)
+        assert (each["start"], each["right"]) == (start, True)
 
 
 def test_if_one_process_has_no_memory_none_has(tmp_path: Path, memory: Path) -> None:

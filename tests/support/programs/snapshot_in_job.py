@@ -1,8 +1,8 @@
-"""One process of a job that takes snapshots: `snapshot_in_job.py ROOT DIRECTORY THEN`.
+"""One process of a job that takes snapshots: `snapshot_in_job.py ROOT DIRECTORY THEN [flush]`.
 
 It tells the step that `resume` has given, and whether the state is that of this step; takes the
 snapshots of two more steps, saves the first of them, and then ends (`end`), or waits to be killed
-(`wait`).
+(`wait`). With `flush` its keepers write the last snapshot then.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import ckpt.sync
 from tests.support.parts_of_states import is_right, state_of
 from tests.support.real_jobs import at, tell
 
-root, directory, then = sys.argv[1:4]
+root, directory, then, *more = sys.argv[1:]
 jnp.zeros(1).block_until_ready()
-memory = ckpt.tiers.SharedMemory(directory=directory)
+memory = ckpt.tiers.SharedMemory(directory=directory, flush="flush" in more)
 # A host that is lost takes its memory along: here each process has a folder of its own.
 limits = ckpt.Timeouts(coordination=30.0)
 with ckpt.sync.CheckpointManager(root, tiers=[memory], timeouts=limits) as mgr:
