@@ -249,16 +249,18 @@ def _say_parts_of_others(service: RootService) -> None:
         return
     own = Path(service.storage.location)
     top = own if processes.count == 1 else own.parent
-    found = {
-        match[1]
-        for path in sorted(top.glob("process_*-of-*"))
-        if (match := PART_FOLDER.fullmatch(path.name)) and int(match[1]) != processes.count
-        if any(service.root.names.step(each.name) is not None for each in path.iterdir())
-    }
-    for count in sorted(found):
+    counts: set[int] = set()
+    for path in top.glob("process_*-of-*"):
+        match = PART_FOLDER.fullmatch(path.name)
+        # What cannot be listed is not read by this job, either.
+        with contextlib.suppress(OSError):
+            names = [each.name for each in path.iterdir()]
+            if match and any(service.root.names.step(name) is not None for name in names):
+                counts.add(int(match[1]))
+    for count in sorted(counts - {processes.count}):
         logger.warning(
-            "%s has steps of a job of %s processes, and this one has %d: it does not read them, or "
-            "copy on those that wait. Start a job of %s to have them in the root, or remove them",
+            "%s has steps of a job of %d processes, and this one has %d: it does not read them, or "
+            "copy on those that wait. Start a job of %d to have them in the root, or remove them",
             top,
             count,
             processes.count,

@@ -10,8 +10,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import anyio
 from msgspec.structs import replace
@@ -49,12 +49,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ckpt")
 
 
-Join: TypeAlias = "Callable[[Manifest, Sequence[bytes], Attempt], JoinedStep]"
-"""Makes one step of the manifest of part 0 and the reports of all; called in a thread."""
-
-
-def joined(first: Manifest, reports: Sequence[bytes], attempt: Attempt) -> JoinedStep:
-    """Make the step that an attempt will become; see `joined_step`."""
+def _joined_step(first: Manifest, reports: Sequence[bytes], attempt: Attempt) -> JoinedStep:
+    """Make the step that an attempt will become, in a thread; see `joined_step`."""
     # Here, since a keeper does without jax until there is something to join.
     from ckpt._conversion.joined.joined_step import JoinPlace, joined_step
 
@@ -76,12 +72,11 @@ class _OutdoneError(CheckpointError):
 class Leader:
     """Leads the parts of steps into the root: the `Way` of part 0."""
 
-    def __init__(self, route: DrainRoute, pace: Pace, count: int, join: Join = joined) -> None:
+    def __init__(self, route: DrainRoute, pace: Pace, count: int) -> None:
         """Lead that many parts."""
         self._route = route
         self._pace = pace
         self._count = count
-        self._join = join
         self._board = Board(route.target)
         self._saves: dict[int, str] = {}
         # What is still to be said of saves.
@@ -159,11 +154,12 @@ class Leader:
             _EndedError: It has brought it to its end.
         """
         seen, heard = await self._board.lead(save), anyio.current_time()
-        first = seen
+        first, pause = seen, times.FIRST_PAUSE_SECONDS
         while isinstance(seen.lead, Led) and await self._may_live(seen.lead):
             if anyio.current_time() - heard > times.STALE_SECONDS:
                 return
-            await anyio.sleep(times.FIRST_PAUSE_SECONDS)
+            await anyio.sleep(pause)
+            pause = min(2 * pause, times.LONGEST_PAUSE_SECONDS)
             before, seen = seen, await self._board.lead(save)
             if seen.data != before.data:
                 heard = anyio.current_time()
@@ -235,7 +231,7 @@ class Leader:
             async with anyio.create_task_group() as both:
                 both.start_soon(self._copy, part, target, attempt, moved)
                 reports = await self._reports(manifest.save, led)
-            step = await run_in_thread(self._join, manifest, [part.report, *reports], attempt)
+            step = await run_in_thread(_joined_step, manifest, [part.report, *reports], attempt)
             async with anyio.create_task_group() as writes:
                 for path, data in step.files.items():
                     writes.start_soon(storage.write, attempt, path, data)

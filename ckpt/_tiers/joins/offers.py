@@ -25,7 +25,7 @@ class Offers:
     def __init__(self, storage: Storage, process: int, count: int) -> None:
         """Use the notes of this root, as one of so many processes."""
         self._storage = storage
-        self._process, self._count = process, count
+        self._process = process
         self._names = [f"{_OFFERS}/{number}-of-{count}" for number in range(count)]
         self._own: Steps = {}
 
@@ -67,8 +67,3 @@ class Offers:
             return {} if data is None else _STEPS.decode(data)
         except INVALID:
             return {}
-
-
-def as_offer(steps: Collection[tuple[int, str]]) -> Steps:
-    """Return steps and their saves as an offer."""
-    return {save: step for step, save in steps if save}

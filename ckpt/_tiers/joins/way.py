@@ -6,16 +6,15 @@ from ckpt._conversion.copies.step_copy import Pace
 from ckpt._tiers.drains.drainer import DrainRoute, MakeWay
 from ckpt._tiers.drains.way import Way
 from ckpt._tiers.joins.follower import Follower
-from ckpt._tiers.joins.leader import Join, Leader, joined
+from ckpt._tiers.joins.leader import Leader
 
 
-def joining(process: int, count: int, join: Join = joined) -> MakeWay:
+def joining(process: int, count: int) -> MakeWay:
     """Return the way in which the parts of steps are joined, for `draining`.
 
     Args:
         process: The number of the process whose disk is drained.
         count: How many processes there are.
-        join: Makes one step of all parts.
 
     Example:
         ```python
@@ -27,7 +26,7 @@ def joining(process: int, count: int, join: Join = joined) -> MakeWay:
 
     def make(route: DrainRoute, pace: Pace) -> Way:
         if process == 0:
-            return Leader(route, pace, count, join)
+            return Leader(route, pace, count)
         return Follower(route, pace, process, count)
 
     return make

@@ -17,7 +17,7 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Timeouts
 from ckpt._tiers.drains.drain import Drained
 from ckpt._tiers.drains.drainer import Drainer, DrainRoute, draining
-from ckpt._tiers.joins.offers import OFFER_SIGN_SECONDS, Offers, as_offer
+from ckpt._tiers.joins.offers import OFFER_SIGN_SECONDS, Offers
 from ckpt._tiers.joins.way import joining
 from ckpt._tiers.keeper.flush import link_step
 from ckpt._tiers.keeper.messages import Flushed
@@ -65,9 +65,9 @@ async def flush_of_job(
     Cancellation: nothing is half there.
     """
     flush = _Flush(part, target, after)
-    if not await flush.look():
-        return None
     try:
+        if not await flush.look():
+            return None
         async with draining(
             DrainRoute(LocalStorage(flush.own, Timeouts()), target, flush.names),
             flush.told,
@@ -109,7 +109,7 @@ class _Flush:
                 self._steps[each.step] = each.save
                 self.names.add(each.step, each.step_dir)
         if self._steps != known:
-            await self._offers.put(as_offer([*self._steps.items()]))
+            await self._offers.put({save: step for step, save in self._steps.items()})
         return bool(self._steps)
 
     async def run(self, drainer: Drainer) -> None:
@@ -159,6 +159,8 @@ class _Flush:
 
     async def end(self) -> None:
         """Take the offer back, and remove the links."""
+        if not self._steps:
+            return
         await run_in_thread(shutil.rmtree, self.own, True)
         try:
             await self._offers.drop()

@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
 import ckpt
 import ckpt.sync
 from ckpt._settings import Timeouts
+from ckpt._tiers.keeper.flush_of_job import JobPart, flush_of_job
 from ckpt.coordination import OwnDisks
-from ckpt.errors import InvalidArgumentError, NotInRootError
+from ckpt.errors import InvalidArgumentError, NotInRootError, StorageError
 from ckpt.policies import FixedInterval, LatestN
+from ckpt.storage._local.storage import LocalStorage
 from ckpt.testing.compare import differences
 from ckpt.tiers import Tier
 from tests.support.simulated_job import FAR, closed, coordinators, together
@@ -194,6 +197,8 @@ def test_parts_of_a_job_of_another_size_are_named(
     mgrs = managers(tmp_path)
     saved(mgrs, 1)
     closed(mgrs)
+    # Of no job.
+    (tmp_path / "disk" / "process_0-of-7").write_text("")
     mgrs = managers(tmp_path, 3)
     assert together(*(m.all_steps for m in mgrs)) == [[1]] * 3
     closed(mgrs)
@@ -204,6 +209,20 @@ def test_parts_of_a_job_of_another_size_are_named(
     ]
     assert ["this one has 3" in each for each in said] == [True, False]
     assert all(str(tmp_path / "disk") in each for each in said)
+
+
+def test_a_flush_that_cannot_be_offered_leaves_nothing(tmp_path: Path) -> None:
+    mgrs = managers(tmp_path)
+    saved(mgrs, 1)
+    closed(mgrs)
+    memory, root = tmp_path / "memory", tmp_path / "other"
+    shutil.copytree(disk(tmp_path, 0), memory / "steps")
+    root.mkdir()
+    (root / ".ckpt-join-offers").write_text("in the way")
+    target = LocalStorage(root, Timeouts())
+    with pytest.raises(StorageError, match="ckpt-join-offers"):
+        anyio.run(flush_of_job, JobPart(memory, 0, 2), target, -1, 5.0)
+    assert [path.name for path in memory.iterdir()] == ["steps"]
 
 
 def test_what_a_job_cannot_have(tmp_path: Path) -> None:
