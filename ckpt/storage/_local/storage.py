@@ -96,7 +96,8 @@ class LocalStorage:
         self._timeouts = timeouts
         self._create = create
         self._mode = mode
-        self._prepared = False
+        # Device and inode of the root since it was prepared.
+        self._identity: tuple[int, int] | None = None
 
     @property
     def location(self) -> str:
@@ -136,18 +137,19 @@ class LocalStorage:
         with translated("sync the directories that hold", self._root):
             for path in missing:
                 posix.fsync_directory(path.parent)
-            if not missing and not self._prepared:
+            if not missing and self._identity is None:
                 # The process that made it may have died before that was durable. If the directory
                 # above may not be opened, another user made the root long ago.
                 with contextlib.suppress(PermissionError):
                     posix.fsync_directory(self._root.parent)
-        self._prepared = True
+        self._identity = _identity_of(self._root)
 
     async def step_dirs(self) -> list[str]:
         with translated("list the directory", self._root):
             return await self._in_thread(self._list_step_dirs)
 
     def _list_step_dirs(self) -> list[str]:
+        self._refuse_another_root()
         try:
             with os.scandir(self._root) as found:
                 return [
@@ -246,8 +248,25 @@ class LocalStorage:
 
     async def begin(self, step_dir: str) -> Attempt:
         with translated("begin an attempt at", self._root / step_dir):
-            return await self._in_thread(
-                attempts.begin, self._root, step_dir, self._timeouts.lease, self._mode
+            return await self._in_thread(self._begin, step_dir)
+
+    def _begin(self, step_dir: str) -> Attempt:
+        self._refuse_another_root()
+        return attempts.begin(self._root, step_dir, self._timeouts.lease, self._mode)
+
+    def _refuse_another_root(self) -> None:
+        """Raise if the root that was prepared is not there any more."""
+        now = _identity_of(self._root)
+        # A file system that is mounted again may have another device, and the same inodes; some
+        # have no inodes that last.
+        if self._identity is not None and (
+            now is None or all(one != other for one, other in zip(now, self._identity, strict=True))
+        ):
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"the directory {self._root} was removed or unmounted since it was opened, and is "
+                "not made anew: its steps would be missing. Put it back, or open it again to begin "
+                "without them",
             )
 
     async def join(self, step_dir: str, attempt: str) -> Attempt:
@@ -546,6 +565,13 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str
 
 # `aiofiles.open` would take three hops to a thread for what is one here: to open, read and close.
 _wrapped_call = wrap(_call)
+
+
+def _identity_of(root: Path) -> tuple[int, int] | None:
+    with contextlib.suppress(FileNotFoundError):
+        found = os.stat(root)
+        return found.st_dev, found.st_ino
+    return None
 
 
 def _local(attempt: Attempt) -> LocalAttempt:
