@@ -79,6 +79,13 @@ def json_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def grouped_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return metrics of a manifest as they were passed, if some are in groups; else None."""
+    if metrics is None or not any(isinstance(each, Mapping) for each in metrics.values()):
+        return None
+    return json_metrics(metrics)
+
+
 def _plain(metrics: Mapping[str, Any], above: str, levels: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in metrics.items():

@@ -11,14 +11,14 @@ import errno
 import logging
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from msgspec import Struct
 
 from ckpt._arguments import check_step
 from ckpt._format.history import DroppedItem
 from ckpt._format.manifest_head import FILE_NAME, HEAD_BYTES, MAX_BYTES, Summary, peek
-from ckpt._format.metrics import flat_metrics
+from ckpt._format.metrics import flat_metrics, grouped_metrics
 from ckpt._format.step_files.item_file_names import is_item_name
 from ckpt._redaction import redact
 from ckpt._steps.opened import OpenedStep, open_step
@@ -58,7 +58,7 @@ class IndexedStep(Struct, frozen=True):
         attempt: Random id of the attempt that wrote it.
         created_ns: When its save began, in Unix nanoseconds.
         committed_ns: When it was committed, in Unix nanoseconds.
-        metrics: The metrics it was saved with, or None.
+        metrics: The metrics it was saved with, by name, or None.
         save: As in `Manifest`.
         stored_bytes: Bytes of its files, of the manifest, too; None of what another library wrote.
         is_foreign: Whether Orbax wrote it, not this library.
@@ -66,6 +66,7 @@ class IndexedStep(Struct, frozen=True):
         unequal_leaves: As in `Summary`.
         items: Names of its items; none where they are not known.
         dropped: The items that were taken out of it after it was committed.
+        groups: Its metrics as they were passed, if some are in groups.
     """
 
     step: int
@@ -81,6 +82,7 @@ class IndexedStep(Struct, frozen=True):
     unequal_leaves: int = 0
     items: tuple[str, ...] = ()
     dropped: tuple[DroppedItem, ...] = ()
+    groups: Mapping[str, Any] | None = None
 
 
 class PassedOver(Struct, frozen=True):
@@ -475,6 +477,7 @@ class StepIndex:
             look: Given the candidates, descending, returns its answer; None to list again.
         """
         known: list[str] | None = None
+            groups=grouped_metrics(summary.metrics),
         while (candidates := await self._candidates()) != known:
             answer = await look(candidates)
             if answer is not None:

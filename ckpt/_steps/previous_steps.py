@@ -31,6 +31,7 @@ def saved_step(indexed: IndexedStep) -> SavedStep:
         indexed.metrics,
         indexed.nonfinite_leaves,
         indexed.unequal_leaves,
+        groups=indexed.groups,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,13 +14,15 @@ class SavedStep:
     Attributes:
         step: The step.
         time: When its save began, in Unix seconds.
-        metrics: The metrics it was saved with, or None.
+        metrics: The metrics it was saved with, by name (`train/loss` where they are in groups), or
+            None.
         nonfinite_leaves: How many leaves have NaN or infinite values; None if that is not known,
             as of a step that was saved without vital signs.
         unequal_leaves: How many leaves had replicas that were not equal, as far as that is known.
         nonfinite: The leaf paths of the former, where they are known, as they are for preservation
             policies; in a step of several items each after the name of its item: `model/params.w`.
         unequal: The leaf paths of the latter.
+        groups: The metrics as they were passed, if some are in groups: `{"train": {"loss": 0.5}}`.
         unknown_leaves: How many arrays have no vital signs, at least, in a step whose `nonfinite`
             is known: one that has some is not known to be healthy even if those are allowed.
     """
@@ -32,6 +35,7 @@ class SavedStep:
     nonfinite: tuple[str, ...] = ()
     unequal: tuple[str, ...] = ()
     unknown_leaves: int = 0
+    groups: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

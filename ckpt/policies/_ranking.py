@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ckpt._arguments import invalid, shown, true_or_false, whole_number
 from ckpt.errors import InvalidArgumentError
@@ -13,7 +13,7 @@ from ckpt.policies._answers import ask, name_of
 from ckpt.policies._context import SavedStep
 from ckpt.policies._preservation import AnyPreservation
 
-Metric = str | Callable[[Mapping[str, float]], float | None]
+Metric = str | Callable[[Mapping[str, Any]], float | None]
 Mode = Literal["min", "max"]
 
 
@@ -25,9 +25,10 @@ class BestN:
 
     Attributes:
         n: How many.
-        metric: The name of a metric; or a function that takes the metrics of a step and returns a
-            number. A step lacks the metric if it was saved without it, or if the function raises
-            KeyError or returns None.
+        metric: The name of a metric; or a function that takes the metrics of a step, as they were
+            passed to `save`, and returns a number. A step lacks the metric if it was saved without
+            it, or if the function raises KeyError or returns None; the first one is named in a
+            warning.
         mode: Whether the smallest (`"min"`) or the greatest (`"max"`) number is best. There is no
             default: the wrong one would delete the best steps.
         keep_without_metrics: Also keep every step that lacks the metric. Otherwise such steps rank
@@ -112,7 +113,7 @@ def ranking_of(policy: object) -> BestN | None:
         assert ckpt.policies.ranking_of(policy).metric == "loss"
         ```
     """
-    found = _rankings(policy)
+    found = rankings_in(policy)
     first = found[0] if found else None
     return first if all(_is_alike(each, first) for each in found) else None
 
@@ -121,13 +122,14 @@ def _is_alike(one: BestN, other: BestN | None) -> bool:
     return other is not None and (one.metric, one.mode) == (other.metric, other.mode)
 
 
-def _rankings(policy: object) -> list[BestN]:
+def rankings_in(policy: object) -> list[BestN]:
+    """Return every `BestN` among the members of a preservation policy."""
     if isinstance(policy, BestN):
         return [policy]
     members: Iterable[object] = policy.policies if isinstance(policy, AnyPreservation) else ()
     if isinstance(policy, Mapping):
         members = policy.values()
-    return [each for member in members for each in _rankings(member)]
+    return [each for member in members for each in rankings_in(member)]
 
 
 # What compares greater is better: no metric, NaN, numbers.
@@ -136,7 +138,7 @@ _NAN = (1, 0.0)
 
 
 def _rank(saved: SavedStep, metric: Metric, mode: Mode) -> tuple[int, float]:
-    value = _value(saved, metric)
+    value = value_of(saved, metric)
     if value is None:
         return _WITHOUT
     if math.isnan(value):
@@ -144,13 +146,18 @@ def _rank(saved: SavedStep, metric: Metric, mode: Mode) -> tuple[int, float]:
     return (2, value if mode == "max" else -value)
 
 
-def _value(saved: SavedStep, metric: Metric) -> float | None:
+def value_of(saved: SavedStep, metric: Metric) -> float | None:
+    """Return the number by which a step is ranked; None if it has none.
+
+    Raises:
+        InvalidArgumentError: As by `best_of`.
+    """
     if saved.metrics is None:
         return None
     if isinstance(metric, str):
         value: object = saved.metrics.get(metric)
     else:
-        value = ask(metric, _looked_up, metric, saved.metrics)
+        value = ask(metric, _looked_up, metric, saved.groups or saved.metrics)
     if value is None:
         return None
     try:
@@ -165,7 +172,7 @@ def _value(saved: SavedStep, metric: Metric) -> float | None:
 
 
 def _looked_up(
-    metric: Callable[[Mapping[str, float]], float | None], metrics: Mapping[str, float]
+    metric: Callable[[Mapping[str, Any]], float | None], metrics: Mapping[str, Any]
 ) -> float | None:
     try:
         # A copy, as the steps are asked again after the next commit.

@@ -21,6 +21,7 @@ from ckpt._steps.previous_steps import AilingLeaves, saved_step
 from ckpt._steps.removal.noted_policy import note_policy
 from ckpt._steps.removal.superfluous import Superfluous, keeps_all, superfluous_by
 from ckpt._steps.unreadable import shortened
+from ckpt._tree.suggestions import near_miss
 from ckpt.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -35,6 +36,7 @@ from ckpt.policies._context import SavedStep
 from ckpt.policies._deletion import Deletion, trash_of
 from ckpt.policies._health import allowed_by, health_of, last_resort, why_not_healthy
 from ckpt.policies._preservation import PreserveAll
+from ckpt.policies._ranking import Metric, rankings_in, value_of
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import while_read
 
@@ -122,6 +124,7 @@ class Retention:
         # The step that was said to stay because the newest one is unhealthy.
         self._said_last: int | None = None
         self._said_unused: set[str] = set()
+        self._said_unranked: set[Metric] = set()
         self._trash = trash_of(deletion)
         self._observers = observers
         self._now_ns = now_ns
@@ -195,9 +198,13 @@ class Retention:
         Args:
             found: The steps.
             steps: The same as policies see them, of `saved_steps`; None reads them.
-            says_spared: Whether to warn of steps of Orbax that stay, and of that healthy one.
+            says_spared: Whether to warn of steps of Orbax that stay, of that healthy one, and of
+                one without the metric by which it is ranked.
         """
         steps = await self.saved_steps(found) if steps is None else steps
+        if says_spared:
+            # In a thread, since the metric may be a function of the user's.
+            await run_in_thread(self._say_unranked, steps)
         # What is not known of a step now is no reason to delete it.
         always: set[int | None] = {self.newest, *self.spared(), *self._ailing.unread}
         if self._keeps_latest:
@@ -265,6 +272,26 @@ class Retention:
             where,
             listed,
         )
+
+    def _say_unranked(self, steps: Sequence[SavedStep]) -> None:
+        """Say once of each metric that the step that was saved last does not have it."""
+        last = next((each for each in steps if each.step == self.newest), None)
+        for ranking in rankings_in(self._policy):
+            metric = ranking.metric
+            if last is None or metric in self._said_unranked or value_of(last, metric) is not None:
+                continue
+            self._said_unranked.add(metric)
+            names = sorted(last.metrics or ())
+            hint = near_miss(metric, names) if isinstance(metric, str) else ""
+            logger.warning(
+                "%s: BestN(%r) has no value for step %d, %s%s. Steps without a value %s",
+                redact(self._storage.location),
+                metric,
+                last.step,
+                f"whose metrics are {', '.join(map(repr, names))}" if names else "without metrics",
+                hint,
+                "are all kept" if ranking.keep_without_metrics else "rank last",
+            )
 
     def _say_unused(self, found: Mapping[int, IndexedStep]) -> None:
         """Say once of each pattern of the policy that no step has an item for it."""

@@ -44,7 +44,7 @@ def test_each_has_the_name_of_its_groups(tmp_path: Path) -> None:
         assert math.isnan(found.pop("eval/seen"))
         assert found == FLAT_OF_1
         assert mgr.best_step("eval/loss", "min") == 2
-        assert mgr.best_step(lambda m: m["train/loss"] + m["plain"], "max") == 3
+        assert mgr.best_step(lambda m: m["train"]["loss"] + m["plain"], "max") == 3
         with pytest.raises(errors.InvalidArgumentError, match="there is 'eval/loss'"):
             mgr.best_step("loss", "min")
     for info in ckpt.sync.watch(tmp_path, until=3):
