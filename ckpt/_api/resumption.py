@@ -130,6 +130,14 @@ def _name(function: Callable[[], Any]) -> str:
 def fresh_state(init: Any, items: Mapping[str, Any] | None) -> Any:
     """Return the state of a run that begins: what was given, or what the given functions return."""
     _check_given(init, items)
+    given = {"": init} if items is None else items
+    for name, each in given.items():
+        if isinstance(each, type):
+            what = f"item {name!r}" if name else "init"
+            raise InvalidArgumentError(
+                f"resume(): {what} is the class {each.__name__}, and a new run needs an object: "
+                f"{each.__name__}(...), or a function that returns one"
+            )
     if items is None:
         return init() if is_function(init) else init
     return {name: each() if is_function(each) else each for name, each in items.items()}

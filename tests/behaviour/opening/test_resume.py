@@ -126,6 +126,17 @@ def test_several_items_and_objects_with_a_state(tmp_path: Path) -> None:
         assert found["config"] == {"lr": 0.5}
 
 
+def test_a_new_run_needs_objects_and_no_classes(tmp_path: Path) -> None:
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        with pytest.raises(
+            errors.InvalidArgumentError, match=r"item 'data' is the class Counter.*Counter\("
+        ):
+            mgr.resume(items={"model": {"n": 1}, "data": Counter})
+        with pytest.raises(errors.InvalidArgumentError, match="init is the class Counter"):
+            mgr.resume(Counter)
+        assert mgr.all_steps() == []
+
+
 @pytest.mark.parametrize("damage", [flip_array, flip_rest])
 def test_a_damaged_newest_step_does_not_end_the_run(
     damage: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
