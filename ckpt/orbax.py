@@ -133,7 +133,7 @@ class NameFormat:
             is_committed = (directory / _SUCCESS).exists() if in_store else directory.is_dir()
             return step_lib.Metadata(step, directory) if is_committed else None
         # A step that was renamed does not count.
-        if summary is None or summary.step != step:
+        if summary is None or summary.step not in (None, step):
             return None
         return step_lib.Metadata(step, directory / summary.folder)
 

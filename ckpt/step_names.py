@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from ckpt._arguments import invalid, shown, whole_number
+from ckpt._arguments import invalid, one_of, shown, whole_number
 from ckpt.errors import InvalidArgumentError
 
 __all__ = ["Composite", "Standard", "StepNames", "checked"]
@@ -40,7 +40,7 @@ class StepNames(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Standard:
-    """Decimal numbers, optionally padded with zeros, and with a prefix and `_` in front.
+    """Decimal numbers, optionally padded with zeros, and with a prefix and a separator in front.
 
     `Standard("ckpt", 8)` names step 100 `ckpt_00000100`, as Orbax does with `step_prefix="ckpt"`
     and `step_format_fixed_length=8`.
@@ -48,10 +48,11 @@ class Standard:
     Attributes:
         prefix: The text before the `_`; empty for the number alone.
         digits: The least number of digits; 0 does not pad.
+        separator: What stands between the prefix and the number: `_` or `-`.
 
     Raises:
-        InvalidArgumentError: `prefix` cannot begin the name of a directory, or `digits` is not a
-            whole number from 0 to 19.
+        InvalidArgumentError: `prefix` cannot begin the name of a directory, `digits` is not a whole
+            number from 0 to 19, or `separator` is another one.
 
     Example:
         ```python
@@ -62,6 +63,7 @@ class Standard:
 
     prefix: str = ""
     digits: int = 0
+    separator: str = "_"
 
     def __post_init__(self) -> None:
         prefix: object = self.prefix
@@ -71,14 +73,16 @@ class Standard:
             raise invalid("prefix", prefix, what, of="Standard")
         digits = whole_number("digits", self.digits, of="Standard", least=0, most=_MOST_DIGITS)
         object.__setattr__(self, "digits", digits)
+        one_of("separator", self.separator, ("_", "-"), of="Standard")
 
     def name(self, step: int) -> str:
         """Return the name of the directory that `step` is written to."""
-        return f"{self.prefix}_{step:0{self.digits}d}" if self.prefix else f"{step:0{self.digits}d}"
+        front = f"{self.prefix}{self.separator}" if self.prefix else ""
+        return f"{front}{step:0{self.digits}d}"
 
     def step(self, name: str) -> int | None:
         """Return the step that has this name, or None."""
-        number = name.removeprefix(f"{self.prefix}_") if self.prefix else name
+        number = name.removeprefix(f"{self.prefix}{self.separator}") if self.prefix else name
         if not _NUMBER.match(number):
             return None
         step = int(number)

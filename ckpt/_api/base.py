@@ -103,7 +103,8 @@ class ManagerBase:
                 a save that has not begun to write, whose commit becomes falsy. (A save with
                 `force=True` is never skipped.)
             read_only: Refuse everything that writes; for evaluators.
-            create: Create the root if it does not exist. With False, opening the manager fails.
+            create: Create the root if it does not exist. With False, opening the manager fails,
+                also if all steps that are there have other names than `step_names` says.
             permission_mode: Permissions of new directories, such as 0o750; files get the same
                 without the execute bits. None leaves both to the umask.
             preemption_signals: Signals that announce the end of the run, such as
@@ -179,6 +180,7 @@ class ManagerBase:
                 preemption=preemption,
                 peers=processes,
             )
+                must_exist=not create,
 
         service = serve(storage, preservation, deletion, peers)
         self._service: Service = service

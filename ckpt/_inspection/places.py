@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import errno
-import re
 from collections.abc import Iterable
 
 from msgspec import Struct
 
 from ckpt._format.manifest_head import FILE_NAME
 from ckpt._steps.index import StepIndex
+from ckpt._steps.misplaced import convention
 from ckpt._steps.opened import OpenedStep, open_step
 from ckpt.errors import InvalidArgumentError, NotACheckpointError, StepNotFoundError, StorageError
 from ckpt.step_names import Composite, Standard, StepNames
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import no_manifest
 from ckpt.storage._resolve import local_path, open_root, open_step_dir
-
-_NAMED = re.compile(r"^([A-Za-z][A-Za-z0-9_.-]*)_([0-9]{1,19})\Z")
 
 
 class RunRoot(Struct, frozen=True):
@@ -183,24 +181,16 @@ async def _names_in(storage: Storage) -> StepNames:
         if error.errno != errno.ENOENT:
             raise
         raise StepNotFoundError(f"there is no directory {storage.location}") from None
-    named = [name for name in found if _NAMED.match(name)]
+    kinds = {name: kind for name in found if (kind := convention(name)) is not None}
+    named = [name for name, kind in kinds.items() if kind.prefix]
     stamps = await storage.stamps(named, FILE_NAME) if named else []
-    padded = [name for name in found if name.isdecimal() and name[0] == "0" and len(name) > 1]
-    conventions = {
-        convention
-        for name in [*_present(named, stamps), *padded]
-        for convention in (_convention(name),)
-    }
+    padded = [name for name, kind in kinds.items() if kind.digits and not kind.prefix]
+    conventions = {kinds[name] for name in [*_present(named, stamps), *padded]}
     return Composite(Standard(), *sorted(conventions, key=str)) if conventions else Standard()
 
 
 def _present(names: Iterable[str], stamps: Iterable[object]) -> list[str]:
     return [name for name, stamp in zip(names, stamps, strict=True) if stamp is not None]
-
-
-def _convention(name: str) -> Standard:
-    prefix, _, number = name.rpartition("_")
-    return Standard(prefix, len(number) if number[0] == "0" and len(number) > 1 else 0)
 
 
 class StepPlace(Struct, frozen=True):
@@ -228,21 +218,18 @@ def step_place(path: str) -> StepPlace | None:
     A link is not followed: what is changed is what was named.
     """
     storage, name = open_step_dir(path)
-    if not name.isdecimal() and not _NAMED.match(name):
-        return None
     # Only this kind of name: a step of another kind, and of the same number, is another one.
-    names = _convention(name)
-    step = names.step(name)
-    if step is None:
+    names = convention(name)
+    step = None if names is None else names.step(name)
+    if names is None or step is None:
         return None
     return StepPlace(RunRoot(storage, names, StepIndex(storage, names)), step, name)
 
 
 def names_of(step_dirs: Iterable[str]) -> StepNames:
     """Return names that fit these step directories."""
-    fitting = [name for name in step_dirs if name.isdecimal() or _NAMED.match(name)]
-    conventions = sorted({_convention(name) for name in fitting}, key=str)
-    return Composite(Standard(), *conventions)
+    conventions = {kind for name in step_dirs if (kind := convention(name)) is not None}
+    return Composite(Standard(), *sorted(conventions, key=str))
 
 
 async def _nothing(path: str) -> NotACheckpointError:

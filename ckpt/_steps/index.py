@@ -104,6 +104,7 @@ class StepIndex:
 
     Attributes:
         passed_over: Steps that a restore has passed over; a save of the same number replaces them.
+        elsewhere: What the root has instead of steps, empty for nothing; None if nobody has looked.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class StepIndex:
         # What was listed last, by name.
         self._listed: dict[str, int] = {}
         self.passed_over: dict[int, PassedOver] = {}
+        self.elsewhere: str | None = None
         self._is_missing = False
 
     @property
@@ -140,6 +142,11 @@ class StepIndex:
         """The committed steps that were seen so far, ascending; without looking."""
         found = (each for _, each in self._known.copy().values())
         return sorted({each.step for each in found if each is not None})
+
+    @property
+    def names(self) -> StepNames:
+        """How the directories of steps are named."""
+        return self._names
 
     @property
     def location(self) -> str:
@@ -165,7 +172,7 @@ class StepIndex:
 
         async def look(candidates: Sequence[str]) -> bool | None:
             found.clear()
-            looked = await self._look_at(candidates)
+            looked = await self.looked_at(candidates)
             left_out[:] = [
                 name for name, each in zip(candidates, looked, strict=True) if each is None
             ]
@@ -188,7 +195,7 @@ class StepIndex:
         async def look(candidates: Sequence[str]) -> IndexedStep | None:
             left_out.clear()
             for name in candidates:
-                (found,) = await self._look_at([name])
+                (found,) = await self.looked_at([name])
                 if found is not None:
                     return found
                 left_out.append(name)
@@ -265,7 +272,7 @@ class StepIndex:
                 except NotACheckpointError:
                     pass
                 except CorruptCheckpointError:
-                    if (await self._look_at([name]))[0] is not None:
+                    if (await self.looked_at([name]))[0] is not None:
                         raise
                 left_out.append(name)
             return None
@@ -298,14 +305,14 @@ class StepIndex:
             # It has no other names, so nothing needs to be listed.
             return [written] if await self._storage.exists(written) else []
         names = [name for name in await self._candidates() if self._names.step(name) == step]
-        committed = await self._look_at(names)
+        committed = await self.looked_at(names)
         pairs = list(zip(names, committed, strict=True))
         # Damaged ones after the others, in the order they had.
         return [name for name, each in sorted(pairs, key=lambda pair: pair[1] is None)]
 
     async def look(self, step_dir: str) -> IndexedStep | None:
         """Return what a step directory is at the moment; None if it is not a committed step."""
-        return (await self._look_at([step_dir]))[0]
+        return (await self.looked_at([step_dir]))[0]
 
     async def not_found(self, step: int) -> StepNotFoundError:
         """Return the error that says which steps there are instead."""
@@ -320,13 +327,15 @@ class StepIndex:
         where = self._storage.location
         if self._is_missing:
             return StepNotFoundError(f"there is no directory {where}, and so no step")
+        if self.elsewhere:
+            return StepNotFoundError(self.elsewhere)
         why = "; ".join(described(self.unreadable)) or "save one first"
         return StepNotFoundError(f"{where} has no committed step; {why}")
 
     async def _candidates(self) -> list[str]:
         """Return the names that may be steps: the greatest first, of one step the written one."""
         found = []
-        for name in await self._step_dirs():
+        for name in await self.step_dirs():
             step = self._names.step(name)
             if step is not None:
                 found.append((-step, name != self._names.name(step), name))
@@ -340,7 +349,8 @@ class StepIndex:
             )
         return [name for _, _, name in sorted(found)]
 
-    async def _step_dirs(self) -> list[str]:
+    async def step_dirs(self) -> list[str]:
+        """Return the names of the directories of the root."""
         try:
             found = await self._storage.step_dirs()
         except StorageError as error:
@@ -354,7 +364,7 @@ class StepIndex:
         self._is_missing = False
         return found
 
-    async def _look_at(self, names: Sequence[str]) -> list[IndexedStep | None]:
+    async def looked_at(self, names: Sequence[str]) -> list[IndexedStep | None]:
         """Return what is known of each of these; None for what is not a committed step."""
         # Before they are read: what changes in between is read again the next time.
         for name in names:
@@ -428,7 +438,7 @@ class StepIndex:
         """
         stamps = await self._storage.stamps(list(cut), FILE_NAME)
         replaced = [name for name, now in zip(cut, stamps, strict=True) if now != cut[name]]
-        again = await self._look_at(replaced) if replaced else []
+        again = await self.looked_at(replaced) if replaced else []
         return dict.fromkeys(cut) | dict(zip(replaced, again, strict=True))
 
     async def _readable(
@@ -450,10 +460,12 @@ class StepIndex:
 
     def _indexed(self, name: str, summary: Summary | None) -> IndexedStep | None:
         # A step is committed if and only if its manifest is there, whole, and its own.
-        if summary is None or summary.step is None or summary.step != self._names.step(name):
+        # That of a checkpoint by itself has no number: its name decides.
+        step = self._names.step(name)
+        if summary is None or step is None or summary.step not in (None, step):
             return None
         return IndexedStep(
-            summary.step,
+            step,
             name,
             summary.attempt,
             summary.created_ns,
@@ -465,6 +477,7 @@ class StepIndex:
             unequal_leaves=summary.unequal_leaves,
             items=tuple(sorted(filter(is_item_name, {*summary.tops, *summary.fileless}))),
             dropped=tuple(summary.dropped),
+            groups=grouped_metrics(summary.metrics),
         )
 
     async def _first_answer(self, look: Callable[[Sequence[str]], Awaitable[T | None]]) -> T | None:
@@ -477,7 +490,6 @@ class StepIndex:
             look: Given the candidates, descending, returns its answer; None to list again.
         """
         known: list[str] | None = None
-            groups=grouped_metrics(summary.metrics),
         while (candidates := await self._candidates()) != known:
             answer = await look(candidates)
             if answer is not None:

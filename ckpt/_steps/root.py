@@ -13,6 +13,7 @@ from ckpt._events import EventRecorder, Observer
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import StepIndex
+from ckpt._steps.misplaced import say_misplaced
 from ckpt._steps.pins import forget_expired
 from ckpt._steps.previous_steps import PreviousSteps, saved_step
 from ckpt._steps.processes import Processes
@@ -51,6 +52,7 @@ class Root:
         save_policy: SavePolicyLike | None,
         metadata: Mapping[str, Any] | None,
         read_only: bool,
+        must_exist: bool = False,
         observers: tuple[Observer, ...],
         log_level: int = logging.INFO,
     ) -> None:
@@ -63,6 +65,7 @@ class Root:
         self._save_policy = save_policy
         self._metadata = metadata
         self.is_read_only = read_only
+        self._must_exist = must_exist
         self._observers = observers
         self.log_level = log_level
         self._opened = False
@@ -97,6 +100,8 @@ class Root:
             await self.retention.write_down()
         # Raises where there is no root, and none is to be made.
         count, latest = await self.index.overview()
+        if not count and not self.index.unreadable:
+            await say_misplaced(self.storage, self.index, raises=self._must_exist)
         steps = f"1 step: {latest}" if count == 1 else f"{count} steps, the latest {latest}"
         where = redact(self.storage.location)
         logger.log(self.log_level, "%s: %s", where, steps if count else "no steps yet")

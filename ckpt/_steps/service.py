@@ -60,6 +60,7 @@ class RootService:
         read_only: bool,
         missing: MissingRoot,
         timeouts: Timeouts,
+        must_exist: bool = False,
         preemption: Preemption,
         peers: Peers | None,
         log_level: int = logging.INFO,
@@ -91,6 +92,7 @@ class RootService:
             read_only=read_only,
             observers=engine.observers,
             log_level=log_level,
+            must_exist=must_exist,
         )
         self.saves: SaveQueue = SaveQueue(
             loop, self.root, engine, backlog, preemption, timeouts.exit

@@ -8,6 +8,7 @@ from pathlib import PurePath
 from ckpt._arguments import shown
 from ckpt._format.manifest_head import FILE_NAME
 from ckpt._redaction import redact
+from ckpt._steps.misplaced import misplaced
 from ckpt._steps.opened import OpenedStep, open_step
 from ckpt._steps.unreadable import shortened
 from ckpt.errors import CheckpointError, NotACheckpointError, StorageError
@@ -17,13 +18,13 @@ from ckpt.storage._manifests import no_manifest
 from ckpt.storage._resolve import PathLike, open_root
 
 _MOST_BYTES = 16 << 20
+_STANDARD = Standard()
 # What reads files of other formats.
 _READERS = {
     ".pkl": "pickle.load",
     ".pt": "torch.load",
     ".pth": "torch.load",
 }
-_STANDARD = Standard()
 
 
 async def opened_checkpoint(path: PathLike, storage: Storage, step_dir: str) -> OpenedStep:
@@ -87,5 +88,10 @@ async def _found_at(path: PathLike) -> str | None:
         return (
             f"{where} is a checkpoint of Orbax. ckpt.load and ckpt.metadata read the items of it "
             "that they know; it has no digests to verify"
+        )
+    elsewhere = await misplaced(root, _STANDARD, names)
+    if elsewhere is not None and elsewhere.is_read:
+        return (
+            f"{where} is not a checkpoint, but has {elsewhere.what}. Give the path of one of them"
         )
     return None

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from ckpt._format.history import is_rest_of
 from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, OWN_FORMAT
 from ckpt._format.step_files.item_file_names import is_item_name
@@ -62,6 +64,9 @@ async def read_sized(
         raise no_manifest(where)
     with located(step=step):
         manifest = await _decoded(data, f"{where}/{FILE_NAME}")
+    if step is not None and manifest.step is None:
+        # A checkpoint by itself is the step that its directory is named as.
+        manifest = replace(manifest, step=step)
     if step is not None and manifest.step != step:
         raise CorruptCheckpointError(
             f"{where} holds step {manifest.step}: the directory was renamed. Give it its old name "

@@ -118,11 +118,16 @@ def _json_item(folder: str, sizes: Sizes) -> OrbaxItem | None:
 
 
 def is_checkpoint(items: Mapping[str, OrbaxItem], sizes: Sizes) -> bool:
-    """Tell whether a directory with these items is a checkpoint of Orbax, finished or not."""
-    return bool(items) and (
-        STEP_FILE in sizes
-        or any(it.kind == "tree" or _is_array(it.folder, sizes) for it in items.values())
-    )
+    """Tell whether a directory with these items is a checkpoint of Orbax, finished or not.
+
+    One that has checkpoints in it, such as a root of steps with names, is none.
+    """
+    if STEP_FILE in sizes:
+        return bool(items)
+    folders = [item.folder for item in items.values() if item.folder]
+    if any(folder + STEP_FILE in sizes for folder in folders):
+        return False
+    return any(it.kind == "tree" or _is_array(it.folder, sizes) for it in items.values())
 
 
 def packed_files(items: Mapping[str, OrbaxItem], sizes: Sizes) -> list[str]:

@@ -13,6 +13,7 @@ from ckpt._arguments import check_step
 from ckpt._format.manifest import JsonValue
 from ckpt._redaction import redact
 from ckpt._steps.index import IndexedStep, PassedOver, StepIndex
+from ckpt._steps.misplaced import say_misplaced
 from ckpt._steps.opened import OpenedStep
 from ckpt._steps.previous_steps import AilingLeaves
 from ckpt._steps.processes import Processes
@@ -89,6 +90,8 @@ class StepChoice:
                     f"{error.message}. To begin a new run, choose another root, or remove what is "
                     "there"
                 )
+            if is_fresh:
+                await say_misplaced(self._storage, self._index)
             return [is_fresh, chosen]
 
         told: Any = await self._processes.decided("begins", "whether the run begins here", act)
