@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Literal, NoReturn
@@ -264,9 +265,11 @@ class Commit:
     """A save under way, or ended.
 
     Await it for the `StepInfo` of the durable step, or for the error of this save: from any task of
-    any event loop, from any thread through `result()`, any number of times. An error that was
-    fetched here is not raised again when the manager closes. The `Commit` of a save that a policy
-    turned down is falsy and says why in `skipped`; to await it is an error.
+    any event loop, from any thread through `result()`, any number of times. The error of a failed
+    save is logged at once. Whoever awaits the commit gets it, or calls `result()` or `exception()`;
+    if nobody does, the next `save` of the manager raises it, else its exit. A commit is falsy if
+    its save has failed, or was turned down by a policy: then `skipped` says why, and to await it is
+    an error.
 
     Cancelling a task that awaits a commit leaves the commit as it is; `cancel()` cancels it.
 
@@ -299,6 +302,8 @@ class Commit:
         self._stage: Stage = "waiting"
         self._progress = Progress()
         self._skipped: str | None = None
+        # Whether the save failed after its call had returned: somebody has to be told.
+        self._owed = False
         self._seen = False
         # Calls that wait for the outcome now, and will see it.
         self._waiting = 0
@@ -422,7 +427,7 @@ class Commit:
         return outcome(self._future)
 
     def __bool__(self) -> bool:
-        return self._skipped is None
+        return self._stage not in ("skipped", "failed")
 
     def __repr__(self) -> str:
         share = f", {self._progress.fraction:.0%} written" if self._progress.total else ""
@@ -459,6 +464,8 @@ class CommitHooks:
         """Drive `commit`, which was called just now."""
         self._commit = commit
         self.watch: Stopwatch = Stopwatch()
+        # Whether its failure is told by other means.
+        self.is_excused = False
 
     def stage(self, stage: Stage) -> None:
         """Say what the save is doing now."""
@@ -503,10 +510,10 @@ class CommitHooks:
         commit._future.set_exception(error)
         commit._arrival._future.set_exception(error)
 
-    def fail(self, error: BaseException, *, seen: bool) -> None:
-        """End the save with `error`; `seen` if its owner gets it some other way."""
+    def fail(self, error: BaseException, *, owed: bool) -> None:
+        """End the save with `error`; `owed` if nobody gets it but from the commit."""
         self._commit._stage = "failed"
-        self._commit._seen = seen
+        self._commit._owed, self._commit._seen = owed, not owed
         self._commit._future.set_exception(error)
         self._commit._arrival._future.set_exception(error)
 
@@ -515,15 +522,18 @@ class CommitHooks:
         """Whether the outcome has been fetched."""
         return self._commit._seen
 
-    def unseen_error(self) -> BaseException | None:
-        """Return the error if it was not fetched yet, and mark it as fetched; else None.
+    def awaited(self) -> AbstractContextManager[None]:
+        """Count the body among the calls that wait for the outcome, and will see it."""
+        return self._commit._awaited()
 
-        An error that a call is waiting for is left to that call.
-        """
+    def unseen_error(self) -> BaseException | None:
+        """Return the error if nobody has fetched it, or waits for it, and mark it as fetched."""
+        return None if self._commit._seen or self._commit._waiting else self.owed_error()
+
+    def owed_error(self) -> BaseException | None:
+        """Return the error of a save whose call had returned, and mark it as fetched; else None."""
         commit = self._commit
-        if not commit.done() or commit._seen or commit._waiting:
-            return None
-        if commit._future.exception() is None:
+        if not (commit._owed and commit.done()):
             return None
         commit._seen = True
         return commit._future.exception()

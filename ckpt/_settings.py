@@ -144,6 +144,7 @@ class Timeouts:
         coordination: How long a process of a job waits for another one that shows no sign of life,
             that is, neither arrives where it is expected nor moves any bytes. A process that is
             merely slow is waited for as long as it takes.
+        restore: How long a restore waits for saves of the same manager that are under way.
 
     Raises:
         InvalidArgumentError: A limit is not a number of seconds above 0, `lease` is longer than a
@@ -158,11 +159,13 @@ class Timeouts:
     lease: float = 600.0
     exit: float = 600.0
     coordination: float = 60.0
+    restore: float = 600.0
 
     def __post_init__(self) -> None:
         for name, most in (
             ("lease", LONGEST_LEASE_SECONDS),
             ("exit", _LONGEST_EXIT_SECONDS),
             ("coordination", _LONGEST_COORDINATION_SECONDS),
+            ("restore", _LONGEST_EXIT_SECONDS),
         ):
             number_of_seconds(name, getattr(self, name), of="Timeouts", most=most)

@@ -34,6 +34,7 @@ from ckpt._arguments import true_or_false
 from ckpt._commit import Commit, StepInfo
 from ckpt._engine.verify.file_selection import read_limits
 from ckpt._engine.verify.report import VerifyReport
+from ckpt._events import Observer
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.format_rules import Formats
 from ckpt._runtime.futures import settled_here
@@ -41,6 +42,7 @@ from ckpt._runtime.loop import Job, call_once
 from ckpt._runtime.tracebacks import outcome
 from ckpt._settings import ArrayMemory, Staging, StagingMode, Timeouts, VerifyMode, VitalSignsMode
 from ckpt._steps.pins import Pin
+from ckpt._steps.saves import after_saves
 from ckpt._steps.saves.requests import make_request
 from ckpt._steps.step_metadata import StepMetadata
 from ckpt._steps.watcher import Until, WatchOptions
@@ -79,7 +81,7 @@ class CheckpointManager(ManagerBase):
     """Saves and restores the steps of one directory while training continues.
 
     Use it as `with`: leaving the block waits for every commit, and raises the error of a failed one
-    unless you have already fetched it. Its methods may be called from any thread; an interrupt
+    unless you or the next save have had it. Its methods may be called from any thread; an interrupt
     (Ctrl-C) stops the one that waits. All work is done on a thread of the library's own. Saves of a
     manager that was never closed are finished at interpreter exit, and their errors are written to
     standard error. In a job of several processes, all of them make the same calls.
@@ -117,7 +119,7 @@ class CheckpointManager(ManagerBase):
         self._raise_unseen(error)
 
     def close(self) -> None:
-        """Wait for every commit and raise unfetched errors; see `ckpt.CheckpointManager.close`."""
+        """Wait for every commit; see `ckpt.CheckpointManager.close`."""
         self._close()
         self._raise_unseen()
 
@@ -228,7 +230,8 @@ class CheckpointManager(ManagerBase):
     ) -> State:
         """Load a committed step; see `ckpt.CheckpointManager.restore`."""
         given = step, like, items, at, adapt, broadcast_bytes, fallback, healthy, memory, verify
-        found: State = self._loop.call_served(self._service.reader.restore, *given)
+        restore = partial(after_saves.restore, self._service)
+        found: State = self._loop.call_served(restore, *given)
         return found
 
     @overload
@@ -282,7 +285,7 @@ class CheckpointManager(ManagerBase):
 
         See `ckpt.CheckpointManager.resume`.
         """
-        start = self._loop.call(self._service.reader.start_of_run, healthy)
+        start = self._loop.call(after_saves.start_of_run, self._service, healthy)
         if start.is_fresh:
             if source is None:
                 return 0, fresh_state(init, items)
@@ -387,9 +390,8 @@ class CheckpointManager(ManagerBase):
         return SyncTrash(self._loop, self._service)
 
     def wait_until_finished(self) -> None:
-        """Wait for every save that was started, and raise unfetched errors as `close` does."""
-        self._loop.call(self._service.idle)
-        self._raise_unseen()
+        """Wait for every save that was started, and raise what failed of them."""
+        self._loop.call(self._service.wait_until_finished)
 
 
 def _safe(
@@ -423,6 +425,7 @@ def save(
     vital_signs: VitalSignsMode = False,
     timeouts: Timeouts | None = None,
     coordinator: Coordinator | None = None,
+    observers: Iterable[Observer] = (),
     deadline: float | None = None,
 ) -> StepInfo:
     """Save one checkpoint at `path`; durable on return. See `ckpt.save`."""
@@ -430,7 +433,9 @@ def save(
         "", None, state, items, metrics, metadata, overwrite=overwrite, deadline=deadline
     )
     return call_once(
-        save_call(path, request, handlers, staging, formats, timeouts, coordinator, vital_signs)
+        save_call(
+            path, request, handlers, staging, formats, timeouts, coordinator, vital_signs, observers
+        )
     )
 
 
@@ -448,6 +453,7 @@ def save_async(
     vital_signs: VitalSignsMode = False,
     timeouts: Timeouts | None = None,
     coordinator: Coordinator | None = None,
+    observers: Iterable[Observer] = (),
     deadline: float | None = None,
 ) -> Commit:
     """Take a snapshot for one checkpoint; writing goes on in the background. See `ckpt.save_async`.
@@ -460,7 +466,7 @@ def save_async(
     saves = background_saves()
     saves.loop.check_caller()
     commit, job, staged = saves.start(
-        path, request, handlers, formats, timeouts, coordinator, vital_signs
+        path, request, handlers, formats, timeouts, coordinator, vital_signs, observers
     )
     try:
         settled_here(staged)

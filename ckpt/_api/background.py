@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
+from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
 
@@ -17,11 +20,13 @@ from ckpt._engine.save.deadline import given_up_after
 from ckpt._engine.save.joint.multihost import JointSave
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
+from ckpt._events import EventRecorder, Observer
 from ckpt._plan.format_rules import Formats, compile_formats
+from ckpt._redaction import redact
 from ckpt._runtime.exit import run_at_exit
 from ckpt._runtime.loop import EngineLoop, Job
 from ckpt._settings import Staging, Timeouts, VitalSignsMode, check_vital_signs
-from ckpt._steps.factory import make_engine, make_peers
+from ckpt._steps.factory import checked_observers, make_engine, make_peers
 from ckpt._steps.saves.backlog import Backlog, BacklogSlot
 from ckpt._steps.saves.commits import OpenCommits
 from ckpt._steps.saves.one_shot import finished, prepared, processes_of
@@ -31,6 +36,8 @@ from ckpt.coordination._peers import Peers
 from ckpt.handlers._registry import HandlersLike, find_handlers
 from ckpt.storage._base import Storage
 from ckpt.storage._resolve import PathLike, open_step_dir
+
+logger = logging.getLogger("ckpt")
 
 _GUARD = threading.Lock()
 # The saves of this process, by its id: a fork does not have the thread.
@@ -63,6 +70,7 @@ class BackgroundSaves:
         timeouts: Timeouts | None,
         coordinator: Coordinator | None,
         vital_signs: VitalSignsMode,
+        observers: Iterable[Observer],
     ) -> tuple[Commit, Job[None], Future[None]]:
         """Start a save; returns what `SaveQueue.start` does."""
         storage, step_dir = open_step_dir(path)
@@ -70,7 +78,9 @@ class BackgroundSaves:
         timeouts = instance_of("timeouts", timeouts, Timeouts) or Timeouts()
         rules = compile_formats(formats)
         check_vital_signs(vital_signs)
-        engine = replace(self._engine, vital_signs=vital_signs)
+        engine = replace(
+            self._engine, vital_signs=vital_signs, observers=checked_observers(observers)
+        )
         if handlers or rules is not None:
             engine = replace(engine, handlers=find_handlers(handlers), plans=PlanCache(rules))
         location = f"{storage.location}/{step_dir}"
@@ -100,12 +110,15 @@ class BackgroundSaves:
         backlog = self._backlog = self._backlog or Backlog("wait")
         slot = BacklogSlot(request.step_dir, 0, lambda: None)
         backlog.join(slot)
+        recorder, began_ns = EventRecorder("save", None, engine.observers), time.perf_counter_ns()
+        logger.debug("saving %s/%s", redact(storage.location), request.step_dir)
         try:
             processes: JointSave = processes_of(peers, engine, request.step_dir)
             async with processes.taking_part():
                 async with processes.busy():
                     with given_up_after(request.deadline, hooks):
-                        await backlog.admitted(slot)
+                        with recorder.phase("wait"):
+                            await backlog.admitted(slot)
                         hooks.watch.add_wait(hooks.watch.elapsed)
                         whole = await prepared(storage, request, processes)
                 call = SaveCall(
@@ -125,16 +138,17 @@ class BackgroundSaves:
                     may_write=partial(backlog.first, slot),
                 )
         except BaseException as error:
-            end_badly(error, request, hooks, staged)
-            if hooks.is_seen:
-                self._commits.drop(hooks)
+            recorder.end_badly(began_ns, error)
+            end_badly(error, request, self._commits, hooks, staged)
             if not isinstance(error, Exception):
                 raise
             return
         finally:
             backlog.leave(slot)
         self._commits.drop(hooks)
-        hooks.finish(finished(storage, whole, manifest, hooks))
+        info = finished(storage, whole, manifest, hooks)
+        recorder.end(began_ns, "ok", nbytes=info.nbytes)
+        hooks.finish(info)
         # In the pause before the next save; nothing waits for it.
         await engine.arena.warm(lambda: backlog.is_empty and not self.loop.closed)
 

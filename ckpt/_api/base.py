@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, SupportsIndex, get_args
@@ -18,6 +17,7 @@ from ckpt._runtime.tracebacks import shortened
 from ckpt._settings import Staging, StagingMode, Timeouts, VitalSignsMode, as_staging
 from ckpt._steps.factory import job_of, make_engine, make_peers
 from ckpt._steps.saves.backlog import BacklogPolicy
+from ckpt._steps.saves.commits import OnFailure, OpenCommits
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.service import RootService
 from ckpt._steps.watcher import Watcher, WatchOptions
@@ -33,8 +33,6 @@ from ckpt.policies._save_policies import SavePolicyLike, check_save_policy
 from ckpt.step_names import Standard, StepNames, checked
 from ckpt.storage._base import Storage
 from ckpt.storage._resolve import PathLike, check_trash, open_root
-
-logger = logging.getLogger("ckpt")
 
 
 class ManagerBase:
@@ -64,6 +62,7 @@ class ManagerBase:
         observers: Iterable[Observer] = (),
         clock: Callable[[], float] | None = None,
         tiers: Sequence[SharedMemory | Tier] = (),
+        on_failure: OnFailure = "raise",
     ) -> None:
         """Manage the steps below `root`. Does no input or output yet.
 
@@ -119,6 +118,9 @@ class ManagerBase:
                 is the memory of this host, for `snapshot`; at a `Tier("/nvme/run")` saves are
                 committed, and copied on to the root behind the training. What is read comes from
                 the nearest place that has it.
+            on_failure: Who hears of a failed save whose commit nobody has looked at. With "raise",
+                the next `save` raises its error before it begins, else the end of the manager.
+                "log" leaves it at the line in the log.
 
         Raises:
             InvalidArgumentError: An argument is invalid.
@@ -144,6 +146,7 @@ class ManagerBase:
         )
         peers = make_peers(coordinator, timeouts, storage.location, engine)
         one_of("backlog", backlog, get_args(BacklogPolicy))
+        one_of("on_failure", on_failure, get_args(OnFailure))
         if backlog == "supersede" and peers is not None:
             what = f"'wait' or 'skip', since the {peers.count} processes of this job might differ"
             raise invalid("backlog", backlog, f"{what} in which save they give up")
@@ -157,6 +160,7 @@ class ManagerBase:
         self._loop = EngineLoop()
         given_metadata = None if metadata is None else plain_json("metadata", dict(metadata))
         preemption = Preemption(signals)
+        commits = OpenCommits(on_failure)
 
         def serve(
             place: Storage,
@@ -176,11 +180,12 @@ class ManagerBase:
                 backlog=backlog,
                 read_only=read_only,
                 missing="empty" if read_only and create else "error",
+                must_exist=not create,
                 timeouts=timeouts,
                 preemption=preemption,
+                commits=commits,
                 peers=processes,
             )
-                must_exist=not create,
 
         service = serve(storage, preservation, deletion, peers)
         self._service: Service = service
@@ -251,6 +256,16 @@ class ManagerBase:
         """
         return bool(self._service.saving)
 
+    def steps_in_progress(self) -> list[int]:
+        """Return the steps that are being saved, ascending; does not wait.
+
+        Example:
+            ```python
+            print("being saved:", mgr.steps_in_progress())
+            ```
+        """
+        return sorted(set(self._service.saving))
+
     def _watcher(self, options: WatchOptions) -> Watcher:
         return watcher_of(self._given, options, self._service.root.names, self._timeouts)
 
@@ -260,13 +275,11 @@ class ManagerBase:
         self._service.stop_listening()
 
     def _raise_unseen(self, error: BaseException | None = None) -> None:
-        """Raise the errors that have not been fetched, or add them as notes to `error`."""
-        unseen = self._service.take_errors()
-        if error is not None:
-            for each in unseen:
-                logger.error("a save failed: %s", each)
-                error.add_note(f"a save to {redact(self.root)} failed as well: {each}")
-        elif len(unseen) == 1:
-            raise shortened(unseen[0])
-        elif unseen:
-            raise BaseExceptionGroup(f"{len(unseen)} saves failed", [*map(shortened, unseen)])
+        """Raise what has failed and nobody has looked at, or add it as a note to `error`."""
+        unseen = self._service.take_failure()
+        if unseen is None:
+            return
+        if error is None:
+            raise shortened(unseen)
+        notes = "; ".join([str(unseen), *getattr(unseen, "__notes__", ())])
+        error.add_note(f"a save to {redact(self.root)} failed as well: {notes}")

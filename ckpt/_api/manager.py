@@ -23,6 +23,7 @@ from ckpt._runtime.loop import Job
 from ckpt._runtime.threads import run_in_thread
 from ckpt._runtime.tracebacks import outcome
 from ckpt._settings import ArrayMemory, VerifyMode
+from ckpt._steps.saves import after_saves
 from ckpt._steps.watcher import Until, WatchOptions
 from ckpt.policies._health import Healthy
 from ckpt.storage._resolve import PathLike
@@ -35,9 +36,9 @@ class CheckpointManager(ManagedSteps):
     """Saves and restores the steps of one directory while training continues.
 
     Use it as `async with`: leaving the block waits for every commit, and raises the error of a
-    failed one unless you have already fetched it. Its coroutines may be awaited from any task. All
-    work is done on a thread of the library's own, so no event loop stalls. Saves of a manager that
-    was never closed are finished at interpreter exit, and their errors are written to standard
+    failed one unless you or the next save have had it. Its coroutines may be awaited from any task.
+    All work is done on a thread of the library's own, so no event loop stalls. Saves of a manager
+    that was never closed are finished at interpreter exit, and their errors are written to standard
     error. In a job of several processes, all of them make the same calls.
 
     Example:
@@ -75,11 +76,11 @@ class CheckpointManager(ManagedSteps):
         self._raise_unseen(error)
 
     async def close(self) -> None:
-        """Wait for every commit, end the library's thread, and raise unfetched errors of saves.
+        """Wait for every commit, end the library's thread, and raise what nobody has looked at.
 
         Raises:
-            CheckpointError: A save failed and its error was not fetched from its commit. Several
-                such errors are raised as an `ExceptionGroup`.
+            CheckpointError: A save has failed, and nobody has looked at its commit. Of several
+                failures it is the first one, with a note that names the others.
 
         Cancellation: the commits still finish. It may be called several times.
 
@@ -146,7 +147,9 @@ class CheckpointManager(ManagedSteps):
         """Take a snapshot and return once it is safe; writing goes on in the background.
 
         Once this returns, you may donate, delete or change everything you passed. The manager's
-        `backlog` decides what happens while another save is under way.
+        `backlog` decides what happens while another save is under way. If an earlier save has
+        failed and nobody has looked at its commit, this raises its error before anything of `step`
+        begins, and the same call again saves it; with `force`, `step` is saved first.
 
         Args:
             step: The step, 0 or greater.
@@ -169,7 +172,9 @@ class CheckpointManager(ManagedSteps):
             InvalidArgumentError: An argument is invalid. Nothing was changed.
             UnsupportedLeafError: A leaf cannot be stored, or was deleted; names its path.
             StepExistsError: The step exists and `overwrite` is False.
-            StorageError: The store failed before the snapshot was complete.
+            StorageError: The store failed before the snapshot was complete; in a job of several
+                processes, the commit raises that.
+            CheckpointError: What an earlier save has failed with, and nobody has looked at.
             HandlerError: A handler, or an object that it saves, raised an error.
             SaveSkippedError: With `durable`: the save policy, or the backlog, said no.
             DeadlineExceededError: At the `deadline` the snapshot was not complete, or, with
@@ -220,6 +225,7 @@ class CheckpointManager(ManagedSteps):
             InvalidArgumentError: An argument is invalid, or the manager has no tier in memory.
             UnsupportedLeafError: A leaf cannot be stored, or was deleted; names its path.
             HandlerError: A handler, or an object that it saves, raised an error.
+            CheckpointError: What an earlier save has failed with; see `save`.
 
         Cancellation: the snapshot is stopped and removed before the cancellation continues.
 
@@ -313,7 +319,7 @@ class CheckpointManager(ManagedSteps):
             ```
         """
         given = step, like, items, at, adapt, broadcast_bytes, fallback, healthy, memory, verify
-        return await self._loop.run_served(self._service.reader.restore, *given)
+        return await self._loop.run_served(partial(after_saves.restore, self._service), *given)
 
     @overload
     async def resume(
@@ -400,7 +406,8 @@ class CheckpointManager(ManagedSteps):
                     await mgr.save(step, state)
             ```
         """
-        if (start := await self._loop.run(self._service.reader.start_of_run, healthy)).is_fresh:
+        start = await self._loop.run(after_saves.start_of_run, self._service, healthy)
+        if start.is_fresh:
             if source is None:
                 return 0, fresh_state(init, items)
             target = source_target(init, items, like, adapt)
@@ -436,17 +443,17 @@ class CheckpointManager(ManagedSteps):
         return Watch(self._watcher(options))
 
     async def wait_until_finished(self) -> None:
-        """Wait for every save that was started, and raise unfetched errors as `close` does.
+        """Wait for every save that was started, and raise what failed of them, as `close` does.
 
-        By then, the steps that are no longer kept have been deleted, too.
+        Every call that waits gets the error. By then, the steps that are no longer kept have been
+        deleted, too.
 
         Example:
             ```python
             await mgr.wait_until_finished()
             ```
         """
-        await self._loop.run(self._service.idle)
-        self._raise_unseen()
+        await self._loop.run(self._service.wait_until_finished)
 
 
 async def _safe(commit: Commit, staged: Future[None], *, durable: bool) -> Commit | StepInfo:

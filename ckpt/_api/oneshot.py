@@ -23,6 +23,7 @@ from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._engine.verify.file_selection import ReadLimits, read_limits
 from ckpt._engine.verify.pipeline import verify_step_dir
 from ckpt._engine.verify.report import VerifyReport
+from ckpt._events import EventRecorder, Observer
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.format_rules import Formats
 from ckpt._redaction import redact
@@ -75,6 +76,7 @@ async def save(
     vital_signs: VitalSignsMode = False,
     timeouts: Timeouts | None = None,
     coordinator: Coordinator | None = None,
+    observers: Iterable[Observer] = (),
     deadline: float | None = None,
 ) -> StepInfo:
     """Save one checkpoint at `path`; durable on return.
@@ -95,6 +97,7 @@ async def save(
         vital_signs: Note what the values of every array come to; see `CheckpointManager`.
         timeouts: Time limits, in seconds.
         coordinator: The processes of the job; None uses those of `jax.distributed`.
+        observers: Called with an `Event` for every timed phase, on the library's thread.
         deadline: Seconds after this call at which the save is given up; see
             `CheckpointManager.save`.
 
@@ -115,7 +118,9 @@ async def save(
         "", None, state, items, metrics, metadata, overwrite=overwrite, deadline=deadline
     )
     return await run_once(
-        save_call(path, request, handlers, staging, formats, timeouts, coordinator, vital_signs)
+        save_call(
+            path, request, handlers, staging, formats, timeouts, coordinator, vital_signs, observers
+        )
     )
 
 
@@ -133,6 +138,7 @@ async def save_async(
     vital_signs: VitalSignsMode = False,
     timeouts: Timeouts | None = None,
     coordinator: Coordinator | None = None,
+    observers: Iterable[Observer] = (),
     deadline: float | None = None,
 ) -> Commit:
     """Take a snapshot for one checkpoint at `path`; writing goes on in the background.
@@ -153,6 +159,7 @@ async def save_async(
         vital_signs: Note what the values of every array come to; see `CheckpointManager`.
         timeouts: Time limits, in seconds.
         coordinator: The processes of the job; None uses those of `jax.distributed`.
+        observers: Called with an `Event` for every timed phase, on the library's thread.
         deadline: Seconds after this call at which the save is given up; see
             `CheckpointManager.save`.
 
@@ -175,7 +182,7 @@ async def save_async(
         "", None, state, items, metrics, metadata, overwrite=overwrite, deadline=deadline
     )
     commit, job, staged = background_saves().start(
-        path, request, handlers, formats, timeouts, coordinator, vital_signs
+        path, request, handlers, formats, timeouts, coordinator, vital_signs, observers
     )
     try:
         await settled(staged)
@@ -312,26 +319,33 @@ def save_call(
     timeouts: Timeouts | None,
     coordinator: Coordinator | None,
     vital_signs: VitalSignsMode,
+    observers: Iterable[Observer],
 ) -> Call[StepInfo]:
     """Return the call behind `save`; `path` gives its `request` the step directory."""
     storage, step_dir = open_step_dir(path)
     request = replace(request, step_dir=step_dir)
     staging = as_staging(staging, "view")
     timeouts = instance_of("timeouts", timeouts, Timeouts) or Timeouts()
-    engine = make_engine(staging, handlers, (), formats, vital_signs=vital_signs)
+    engine = make_engine(staging, handlers, observers, formats, vital_signs=vital_signs)
     peers = make_peers(coordinator, timeouts, f"{storage.location}/{step_dir}", engine)
 
     async def call() -> StepInfo:
         processes = processes_of(peers, engine, step_dir)
         # This commit stays in here: the call itself returns or raises its outcome.
         hooks = CommitHooks(Commit(None, lambda: None))
-        async with processes.taking_part():
-            async with processes.busy():
-                with given_up_after(request.deadline, hooks):
-                    whole = await prepared(storage, request, processes)
-            call = SaveCall(whole.items, whole.unnamed, began=hooks.watch.began)
-            manifest = await save_step(engine, storage, whole, hooks, SaveCalls.of(call), processes)
-        return finished(storage, whole, manifest, hooks)
+        recorder = EventRecorder("save", None, engine.observers)
+        with recorder.ending(time.perf_counter_ns()) as moved:
+            async with processes.taking_part():
+                async with processes.busy():
+                    with given_up_after(request.deadline, hooks):
+                        whole = await prepared(storage, request, processes)
+                call = SaveCall(whole.items, whole.unnamed, began=hooks.watch.began)
+                manifest = await save_step(
+                    engine, storage, whole, hooks, SaveCalls.of(call), processes
+                )
+            info = finished(storage, whole, manifest, hooks)
+            moved.append(info.nbytes)
+        return info
 
     return call
 

@@ -43,7 +43,7 @@ def make_engine(
     return Engine(
         staging,
         find_handlers(handlers),
-        _checked_observers(observers),
+        checked_observers(observers),
         arena,
         Buffers(arena),
         PlanCache(compile_formats(formats)),
@@ -92,7 +92,12 @@ def job_of(coordinator: Coordinator | None) -> Coordinator:
     return coordinator
 
 
-def _checked_observers(observers: object) -> tuple[Observer, ...]:
+def checked_observers(observers: object) -> tuple[Observer, ...]:
+    """Return observers whose errors do no harm.
+
+    Raises:
+        InvalidArgumentError: They are no functions.
+    """
     if not isinstance(observers, Iterable) or callable(observers):
         what = "a list of functions of an Event, such as [ckpt.observers.Trace()]"
         raise invalid("observers", observers, what)

@@ -130,6 +130,15 @@ class Root:
             found = await run_in_thread(refusal_of, self._save_policy, step, previous, context)
         return found
 
+    async def has(self, step: int) -> bool:
+        """Return whether a step is there that a save of the same number would not replace."""
+        passed_over = self.index.passed_over.get(step)
+        found = [await self.index.look(each) for each in await self.index.step_dirs_of(step)]
+        return any(
+            each is not None and (passed_over is None or each.attempt != passed_over.attempt)
+            for each in found
+        )
+
     async def newest_time(self) -> float | None:
         """Return when the save of the greatest committed step began, in Unix seconds."""
         latest = await self.index.latest()

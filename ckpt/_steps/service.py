@@ -26,6 +26,7 @@ from ckpt._steps.removal.trash import StepTrash
 from ckpt._steps.root import Root
 from ckpt._steps.root_metadata import read_root_metadata
 from ckpt._steps.saves.backlog import BacklogPolicy
+from ckpt._steps.saves.commits import OpenCommits
 from ckpt._steps.saves.partial import OpenSave, partial_request
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.saves.queue import SaveQueue
@@ -59,9 +60,10 @@ class RootService:
         backlog: BacklogPolicy,
         read_only: bool,
         missing: MissingRoot,
-        timeouts: Timeouts,
         must_exist: bool = False,
+        timeouts: Timeouts,
         preemption: Preemption,
+        commits: OpenCommits,
         peers: Peers | None,
         log_level: int = logging.INFO,
     ) -> None:
@@ -90,12 +92,12 @@ class RootService:
             save_policy=save_policy,
             metadata=metadata,
             read_only=read_only,
+            must_exist=must_exist,
             observers=engine.observers,
             log_level=log_level,
-            must_exist=must_exist,
         )
         self.saves: SaveQueue = SaveQueue(
-            loop, self.root, engine, backlog, preemption, timeouts.exit
+            loop, self.root, engine, backlog, preemption, commits, timeouts
         )
         self.reader: StepReader = StepReader(
             storage,
@@ -153,11 +155,12 @@ class RootService:
         if root.is_read_only:
             return False
         context = self.saves.history.context(step)
-        if self.saves.history.is_final(context) or not root.has_policy:
-            return True
+        is_final = self.saves.history.is_final(context)
 
         async def decide() -> bool:
-            return await root.refusal(step, context) is None
+            if not is_final and (self.saves.is_skipping or await root.refusal(step, context)):
+                return False
+            return step not in self.saves.joined and not await root.has(step)
 
         what = f"deciding about step {step}"
         return bool(await root.processes.on_primary("should_save", step, what, decide))
@@ -249,9 +252,13 @@ class RootService:
         """The steps of saves that are under way."""
         return self.saves.saving
 
-    def take_errors(self) -> list[BaseException]:
-        """Return the errors of saves that have not been fetched."""
-        return self.saves.commits.take_errors()
+    async def wait_until_finished(self) -> None:
+        """Do that, and raise what failed; see `SaveQueue.finished`."""
+        await self.saves.finished(self.idle)
+
+    def take_failure(self) -> BaseException | None:
+        """Return what has failed and nobody has looked at; see `OpenCommits.take`."""
+        return self.saves.commits.take()
 
     def listen(self) -> None:
         """Handle the signals that announce the end of the run from now on."""

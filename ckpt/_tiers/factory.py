@@ -16,6 +16,7 @@ from ckpt._engine.engine import Engine
 from ckpt._runtime.loop import EngineLoop
 from ckpt._settings import Timeouts
 from ckpt._steps.factory import make_peers
+from ckpt._steps.saves.commits import OpenCommits
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.service import RootService
 from ckpt._tiers.keeper.client import KeeperClient
@@ -208,7 +209,7 @@ def with_tiers(
         place = run.job.process_index, run.job.process_count
         at_root = MemoryRoot(folder, service.storage, run.timeouts, place)
         copied = _copied_steps(memory_settings, run.job)
-        in_memory = _service_of_memory(at_root, run, copied)
+        in_memory = _service_of_memory(at_root, run, copied, service.saves.commits)
         peers = None
         if copied is not None and memory_settings.peers is not None:
             peers = SnapshotPeers(memory_settings.peers, run.job, in_memory, folder, copied, keeper)
@@ -247,7 +248,7 @@ def _copied_steps(memory: SharedMemory, job: Coordinator) -> CopiedSteps | None:
 
 
 def _service_of_memory(
-    storage: MemoryRoot, run: RunParts, copied: CopiedSteps | None
+    storage: MemoryRoot, run: RunParts, copied: CopiedSteps | None, commits: OpenCommits
 ) -> RootService:
     # The same memory for staging; but what a step shares with the one before is told by root.
     engine = replace(run.engine, last_save=None, writes_later=True)
@@ -268,6 +269,7 @@ def _service_of_memory(
         missing="empty",
         timeouts=run.timeouts,
         preemption=Preemption(),
+        commits=commits,
         peers=make_peers(job, run.timeouts, storage.location, engine),
         # There may be one every few seconds.
         log_level=logging.DEBUG,

@@ -238,9 +238,13 @@ class TieredService:
         """The steps of saves and snapshots that are under way."""
         return [step for each in self._all for step in each.saving]
 
-    def take_errors(self) -> list[BaseException]:
-        """Return the errors of saves and snapshots that have not been fetched."""
-        return [error for each in self._all for error in each.take_errors()]
+    async def wait_until_finished(self) -> None:
+        """Do that, and raise what failed; see `SaveQueue.finished`."""
+        await self.saves.finished(self.idle)
+
+    def take_failure(self) -> BaseException | None:
+        """Return what has failed and nobody has looked at, of saves and snapshots."""
+        return self.saves.commits.take()
 
     def listen(self) -> None:
         """Handle signals from now on, if this is the main thread."""

@@ -21,8 +21,9 @@ import ckpt
 import ckpt.sync
 from ckpt.errors import CheckpointError, StepExistsError, StorageError
 from ckpt.testing.compare import differences
-from tests.stores.fault_proxy import FAULTS, Fault, Seen
+from tests.stores.fault_proxy import FAULTS, Fault, Refusal, Seen
 from tests.stores.places import Place
+from tests.support.conditions import until
 
 ALL = "CKPT_ALL_STORES" in os.environ
 KINDS = ["gcs", "moto"] if ALL else ["gcs"]
@@ -269,3 +270,37 @@ def test_faults_while_a_step_is_deleted(faulty: Place, fault: Fault) -> None:
             assert found is not None or steps == [2], (fault, number)
             for step in steps:
                 assert differences(STATE, mgr.restore(step)) == []
+
+
+def test_a_bucket_that_begins_to_refuse_is_heard_of(
+    faulty: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy, refuses = faulty.proxy, threading.Event()
+    assert proxy is not None
+
+    def refused(seen: Seen) -> Refusal | None:
+        return "403" if refuses.is_set() and seen.method != "GET" else None
+
+    proxy.plan = refused
+    place = root(faulty, "run")
+    mgr = ckpt.sync.CheckpointManager(place)
+    mgr.save(1, STATE, durable=True)
+    refuses.set()
+    raised: list[StorageError] = []
+    for step in range(2, 40):
+        try:
+            commit = mgr.save(step, STATE)
+        except StorageError as error:
+            raised.append(error)
+            break
+        until(commit.done)
+    # In its own call if the snapshot was not complete, else in the next one.
+    (failure,) = raised
+    assert failure.step == 2
+    if "an earlier save" in str(failure):
+        assert f"step 2 of {mgr.root} was NOT saved: " in caplog.text
+        assert "the newest durable step is 1" in caplog.text
+    refuses.clear()
+    mgr.save(40, STATE, durable=True)
+    mgr.close()
+    assert differences(STATE, restore(faulty, "run")) == []

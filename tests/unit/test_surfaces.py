@@ -93,7 +93,7 @@ def test_every_call_is_documented() -> None:
 def test_only_what_does_not_wait_is_no_coroutine(pair: str) -> None:
     at_once = {
         *("__init__", "root", "is_saving_in_progress", "reached_preemption", "partial", "watch"),
-        "trash",
+        *("steps_in_progress", "trash"),
         *("step", "info", "__iter__"),
     }
     for name, value in surface(PAIRS[pair][0]).items():

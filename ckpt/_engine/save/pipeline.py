@@ -141,7 +141,6 @@ async def _begin(
     storage = session.storage
 
     async def begin() -> Attempt:
-        await storage.prepare()
         session.attempt = await storage.begin(request.step_dir)
         session.tasks.start_soon(keep_lease, storage, session.attempt, keeper)
         return session.attempt

@@ -1,13 +1,23 @@
-"""`OpenCommits`: the commits of saves under way, and of failed ones whose error was not fetched."""
+"""`OpenCommits`: the saves of a manager that are under way, and who hears of those that fail."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Literal
 
 from ckpt._commit import Commit, CommitHooks
 from ckpt._redaction import redact
 from ckpt._runtime.exit import fail_exit
+from ckpt._steps.unreadable import shortened
+from ckpt.errors import CheckpointError, CommitCancelledError
+
+logger = logging.getLogger("ckpt")
+
+OnFailure = Literal["raise", "log"]
 
 # At exit, for input and output under way to end, and for removing what was written: one removal
 # waits for what other programs write to a slow disk.
@@ -15,55 +25,130 @@ _GIVING_UP_SECONDS = 5.0
 
 
 class OpenCommits:
-    """The commits of saves under way, and of failed ones whose error was not fetched yet."""
+    """The commits of saves under way, and of failed ones that nobody has looked at.
 
-    def __init__(self) -> None:
-        """Begin without any."""
+    A failure is logged the moment it happens, and raised once: by the calls that wait for its
+    commit, else by the next save, else at the end of the manager, else at that of the interpreter.
+    """
+
+    def __init__(self, on_failure: OnFailure = "raise") -> None:
+        """Begin without any; with "log", only commits themselves raise what went wrong."""
+        self._on_failure = on_failure
         # With each, where it is saved to.
         self._commits: dict[CommitHooks, tuple[Commit, str]] = {}
+        # Whether one has failed since `are_in_doubt` was asked, also one that was looked at.
+        self._has_failed = False
+        self._pid = os.getpid()
 
     def __len__(self) -> int:
         return len(self._commits)
 
-    @property
-    def under_way(self) -> list[Commit]:
-        """The commits of saves under way."""
-        return [commit for commit, _ in list(self._commits.values()) if not commit.done()]
+    def __del__(self) -> None:
+        # The last chance to report errors: the manager is gone. Nothing else is touched,
+        # because at interpreter exit the modules may be gone already.
+        if getattr(self, "_commits", None) and os.getpid() == self._pid and self._tell_unseen():
+            fail_exit()
+
+    def are_in_doubt(self, new: CommitHooks) -> bool:
+        """Tell whether, since the save before this new one, one has failed, or may yet fail."""
+        has_failed, self._has_failed = self._has_failed, False
+        return has_failed or any(hooks is not new for hooks in list(self._commits))
+
+    def under_way(self, where: str | None = None) -> list[Commit]:
+        """Return the commits of saves under way, of one place if it is given."""
+        return [
+            commit
+            for commit, place in list(self._commits.values())
+            if not commit.done() and where in (None, place)
+        ]
 
     def adopt(self, hooks: CommitHooks, commit: Commit, where: str) -> None:
         """Count a save among those under way, and report its error; `where` is for messages."""
-        self.forget_seen()
+        self._forget_seen()
         self._commits[hooks] = commit, where
 
     def drop(self, hooks: CommitHooks) -> None:
         """Forget a save: it has succeeded, or its error has another owner."""
         self._commits.pop(hooks, None)
 
-    def forget_seen(self) -> None:
-        """Drop failed saves whose error was fetched from their commit since."""
+    def fail(
+        self, hooks: CommitHooks, error: Exception, *, returned: bool, newest: int | None = None
+    ) -> None:
+        """End a save with an error, which is logged unless a call raises it.
+
+        Args:
+            hooks: The save.
+            error: What went wrong; a `CommitCancelledError` is what its owner asked for.
+            returned: Whether the call of the save has returned.
+            newest: The newest step that is durable, of a root.
+        """
+        commit, where = self._commits[hooks]
+        owed = returned and not isinstance(error, CommitCancelledError)
+        if owed:
+            logger.error("%s", _line(commit.step, where, error, newest))
+        raises = self._on_failure == "raise" and not hooks.is_excused
+        self._has_failed = self._has_failed or owed
+        hooks.fail(error, owed=owed and raises)
+        if hooks.is_seen:
+            self.drop(hooks)
+
+    def take(self) -> BaseException | None:
+        """Return what has failed and nobody has looked at, as one error; it is given out once."""
+        return _as_one([error for error, _ in self._take()])
+
+    def take_before(self, step: int) -> BaseException | None:
+        """Do the same for a call that raises it instead of beginning to save `step`."""
+        error = self.take()
+        why = (
+            "this is the error of an earlier save, whose commit nobody has looked at. Nothing of "
+            f"step {step} was begun: the same call again saves it"
+        )
+        if isinstance(error, CheckpointError):
+            error.message = f"{error.message}; {why}"
+        elif error is not None:
+            error.add_note(why)
+        return error
+
+    def excuse(self, new: CommitHooks) -> None:
+        """Count what fails of the saves before a new one as looked at: a call has raised it."""
+        self.take()
+        for hooks in self._commits:
+            hooks.is_excused = hooks.is_excused or hooks is not new
+
+    async def failure_after(self, wait: Callable[[], Awaitable[object]]) -> BaseException | None:
+        """Wait; return what failed of the saves that were open before, as one error.
+
+        Every call that waits gets it, however many there are.
+        """
+        waited = [hooks for hooks in list(self._commits) if not hooks.is_seen]
+        with contextlib.ExitStack() as stack:
+            for hooks in waited:
+                stack.enter_context(hooks.awaited())
+            await wait()
+        errors = [error for hooks in waited if (error := hooks.owed_error()) is not None]
+        self._forget_seen()
+        return _as_one(errors)
+
+    def _take(self) -> list[tuple[BaseException, str]]:
+        errors = []
+        for hooks, (_, where) in list(self._commits.items()):
+            # An error that is being awaited stays: its waiter may still be cancelled.
+            error = hooks.unseen_error()
+            if error is not None:
+                errors.append((error, where))
+        self._forget_seen()
+        return errors
+
+    def _forget_seen(self) -> None:
         for hooks, (commit, _) in list(self._commits.items()):
             if commit.done() and hooks.is_seen:
                 self.drop(hooks)
 
-    def take_errors(self) -> list[BaseException]:
-        """Return the errors of ended saves that were not fetched yet; each is given out once."""
-        return [error for error, _ in self._take()]
-
-    def _take(self) -> list[tuple[BaseException, str]]:
-        errors = []
-        for hooks, (commit, where) in list(self._commits.items()):
-            error = hooks.unseen_error() if commit.done() else None
-            if error is not None:
-                errors.append((error, where))
-        # An error that is being awaited stays: its waiter may still be cancelled.
-        self.forget_seen()
-        return errors
-
-    def cancel_all(self) -> list[tuple[Commit, str]]:
+    def _cancel_all(self) -> list[tuple[Commit, str]]:
         """Ask every save under way to stop; return their commits, and where they are saved to."""
         return [each for each in list(self._commits.values()) if each[0].cancel()]
 
-    def tell_unseen(self) -> bool:
+    def _tell_unseen(self) -> bool:
         """Write errors that were not fetched to standard error; return whether there were any."""
         errors = self._take()
         for error, where in errors:
@@ -83,7 +168,7 @@ class OpenCommits:
         """
         given_up = []
         if not close(seconds):
-            given_up = self.cancel_all()
+            given_up = self._cancel_all()
             close(_GIVING_UP_SECONDS)
         for commit, where in given_up:
             outcome = "may be there" if commit.stage == "publishing" else "was given up"
@@ -92,5 +177,31 @@ class OpenCommits:
                 f"ckpt: the save {step}to {redact(where)} had not ended {seconds} s after the "
                 f"program had; it {outcome}\n"
             )
-        if self.tell_unseen() or given_up:
+        if self._tell_unseen() or given_up:
             fail_exit()
+
+
+def _line(step: int | None, where: str, error: Exception, newest: int | None) -> str:
+    """Return the line about a failed save."""
+    kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+    if step is None:
+        return redact(f"{where} was NOT saved: {kind}{error}")
+    # The step is named first, so not again.
+    reason = f"{kind}{error}".removeprefix(f"step {step}: ").removeprefix(f"step {step}, ")
+    durable = "no step is durable yet" if newest is None else f"the newest durable step is {newest}"
+    return redact(f"step {step} of {where} was NOT saved: {reason}; {durable}")
+
+
+def _as_one(errors: list[BaseException]) -> BaseException | None:
+    """Return the first error, with a note that says which other steps have failed."""
+    if not errors:
+        return None
+    first = next((each for each in errors if isinstance(each, CheckpointError)), errors[0])
+    if len(errors) > 1:
+        numbers = [getattr(each, "step", None) for each in errors if each is not first]
+        steps = sorted(each for each in numbers if each is not None)
+        note = f"also failed: step{'s' * (len(steps) > 1)} {shortened(steps)}; the log says why"
+        # Several calls may raise it.
+        if note not in getattr(first, "__notes__", ()):
+            first.add_note(note)
+    return first

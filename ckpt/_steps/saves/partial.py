@@ -83,7 +83,7 @@ class OpenSave:
         with self._guard:
             self._check_open()
             if self.job is None:
-                with self._saves.opening(self.give_up):
+                with self._saves.opening(check_step(self.request.step), self.give_up):
                     self.job = self.loop.submit(self.run)
         return self.opened
 
@@ -152,6 +152,7 @@ class OpenSave:
             self._check_open()
             is_empty = not self._count
             self._ended = "discarded" if is_empty else "finalized"
+            self._saves.closed(self.give_up)
         if is_empty:
             self.cancel()
             return InvalidArgumentError(
@@ -225,6 +226,9 @@ class OpenSave:
         self._calls = SaveCalls(in_parts=True)
         saves.adopt(hooks, self.commit)
         try:
+            failure = saves.commits.take_before(step)
+            if failure is not None:
+                raise failure
             await root.open()
             others = await root.other_step_dirs(step)
             await make_way(root.storage, request, others, root.index.passed_over)
@@ -254,13 +258,12 @@ class OpenSave:
         await saves.finish(cleaned_up, request, manifest, hooks, recorder, began_ns)
 
     def _end_badly(self, error: BaseException, hooks: CommitHooks) -> None:
-        seen = not self.opened.done()
         if not isinstance(error, Exception):
             what = "nothing of the partial save is left"
             kind = CommitCancelledError if self._reason is None else ClosedError
-            seen = seen or self._reason is None
             error = kind(f"{self._reason or 'it was cancelled'}; {what}", step=self.request.step)
-        hooks.fail(error, seen=seen)
+        returned, newest = self.opened.done(), self._saves.newest
+        self._saves.commits.fail(hooks, error, returned=returned, newest=newest)
         if not self.opened.done():
             # A caller that waits hears how the owner ended it, if that came first.
             self.opened.set_exception(error if self._ended is None else self._closed_error())

@@ -1,10 +1,11 @@
-"""`SaveQueue`: the saves of one root that are under way, and where their errors go.
+"""`SaveQueue`: the saves of one root that are under way.
 
 A save goes through these states, from top to bottom:
 
     state        Commit.stage  slot.state  ends when
     -----------  ------------  ----------  ---------------------------------------------------
-    called       waiting       no slot     `_decide` holds `backlog.deciding`
+    called       waiting       no slot     no earlier save has failed unnoticed (`heed`)
+    heeding      waiting       no slot     `_decide` holds `backlog.deciding`
     deciding     waiting       no slot     policy and backlog agree, and it has its slot
     queued       waiting       queued      `Backlog.admitted`: there is room to stage
     staging      staging       staging     `call.on_safe`: the call of save() returns
@@ -23,7 +24,7 @@ What keeps the state, who sets it, and who waits for it:
     ---------------------  -------------------------------------  ----------------------------
     staged (Future)        `_save`: at `on_safe`, or an error     the caller of save()
     Job.future             the engine's loop, at the very end     a caller that cancels
-    Commit                 `finish`, `_skip`, or `_end_badly`     all that await the commit
+    Commit                 `finish`, `_skip`, or `commits.fail`   all that await the commit
     cleaned_up (Event)     `finish`, after the deletions          `idle`
     slot.state             `Backlog`                              `admitted` of later slots
     slot.superseded_by     `Backlog.join` of a newer save         nothing: it cancels the save
@@ -57,8 +58,8 @@ from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._events import EventRecorder
 from ckpt._format.manifest import Manifest
 from ckpt._redaction import redact
-from ckpt._runtime.exit import fail_exit
 from ckpt._runtime.loop import EngineLoop, Job
+from ckpt._settings import Timeouts
 from ckpt._steps.root import Root
 from ckpt._steps.saves.backlog import Backlog, BacklogPolicy, BacklogSlot
 from ckpt._steps.saves.commits import OpenCommits
@@ -70,12 +71,16 @@ from ckpt._tree.table import size_text
 from ckpt.errors import (
     CheckpointError,
     CommitCancelledError,
+    CoordinationError,
     DeadlineExceededError,
     StepExistsError,
     StorageError,
 )
 
 logger = logging.getLogger("ckpt")
+
+# A save that waits longer for those before it says so.
+LONG_WAIT_SECONDS = 60.0
 
 # Says why there is no save; of the error of one, what is said instead of raising it.
 Refuse = Callable[[StorageError | None], Awaitable[str | None]]
@@ -85,7 +90,7 @@ class SaveQueue:
     """The saves of one root. Its coroutines run on the engine's loop.
 
     Saves under way keep it alive, and nothing above it: so it is what finishes them at interpreter
-    exit, and reports errors in the end, also if the manager was dropped without being closed.
+    exit, also if the manager was dropped without being closed.
     """
 
     def __init__(
@@ -95,16 +100,18 @@ class SaveQueue:
         engine: Engine,
         backlog: BacklogPolicy,
         preemption: Preemption,
-        exit_seconds: float,
+        commits: OpenCommits,
+        timeouts: Timeouts,
     ) -> None:
         """Save to `root`, together with the other processes of the job.
 
-        At interpreter exit, saves that are under way have `exit_seconds` to end.
+        Failures are reported through `commits`.
         """
         self.loop = loop
         self.root = root
         self.engine = engine
-        self._exit_seconds = exit_seconds
+        self._exit_seconds = timeouts.exit
+        self.restore_seconds: float = timeouts.restore
         self._policy: BacklogPolicy = backlog
         self._preemption = preemption
         # Made on the engine's loop.
@@ -117,9 +124,10 @@ class SaveQueue:
         self.prepare: Callable[[int], Awaitable[None]] = _ready
         # Asked before steps are deleted after a commit.
         self.may_tidy: Callable[[int], Awaitable[bool]] = _always
-        self.commits: OpenCommits = OpenCommits()
-        # Gives up each partial save that is open, since it would wait for its next part forever.
-        self._open: set[Callable[[str], None]] = set()
+        self.commits = commits
+        # Gives up each partial save that is open, since it would wait for its next part forever;
+        # with their steps.
+        self._open: dict[Callable[[str], None], int] = {}
         self._guard = threading.Lock()
         # Set when the deletions after a commit have ended; the next save does not wait for them.
         self.cleaning_up: list[anyio.Event] = []
@@ -128,7 +136,7 @@ class SaveQueue:
     @property
     def saving(self) -> list[int]:
         """The steps of saves that are under way."""
-        return [commit.step for commit in self.commits.under_way if commit.step is not None]
+        return [commit.step for commit in self._under_way if commit.step is not None]
 
     @property
     def joined(self) -> list[int]:
@@ -136,9 +144,24 @@ class SaveQueue:
         return [] if self._backlog is None else self._backlog.steps
 
     @property
+    def is_skipping(self) -> bool:
+        """Whether the backlog turns a save down that is called now."""
+        return self._backlog is not None and self._backlog.refusal() is not None
+
+    @property
+    def newest(self) -> int | None:
+        """The step that was committed last, as far as this process knows without looking."""
+        newest = self.root.retention.newest
+        return max(self.root.index.known, default=None) if newest is None else newest
+
+    @property
     def is_saving(self) -> bool:
         """Whether a save is under way."""
-        return bool(self.commits.under_way)
+        return bool(self._under_way)
+
+    @property
+    def _under_way(self) -> list[Commit]:
+        return self.commits.under_way(self.root.storage.location)
 
     def start(
         self,
@@ -207,17 +230,23 @@ class SaveQueue:
         self.commits.adopt(hooks, commit, self.root.storage.location)
 
     @contextlib.contextmanager
-    def opening(self, give_up: Callable[[str], None]) -> Iterator[None]:
+    def opening(self, step: int, give_up: Callable[[str], None]) -> Iterator[None]:
         """Submit a partial save in the body; `give_up` ends it if it is open at `close`."""
         # Held meanwhile: `close` sees a save that can be given up, or none.
         with self._guard:
             yield
-            self._open.add(give_up)
+            self._open[give_up] = step
 
     def closed(self, give_up: Callable[[str], None]) -> None:
-        """Say that a partial save is not open any more."""
+        """Say that a partial save is not open any more: it was finalized, or has ended."""
         with self._guard:
-            self._open.discard(give_up)
+            self._open.pop(give_up, None)
+
+    @property
+    def in_parts(self) -> set[int]:
+        """The steps of partial saves that are open."""
+        with self._guard:
+            return set(self._open.values())
 
     async def _save(
         self,
@@ -230,13 +259,14 @@ class SaveQueue:
         """Run one save to its end; every outcome goes to its commit, or to the waiting call."""
         began_ns = time.perf_counter_ns()
         step = check_step(request.step)
+        logger.debug("saving step %s of %s", step, redact(self.root.storage.location))
         request = replace(request, parent=self.history.parent)
         # Before anything is awaited, because it takes the turn of this call. Turns are counted by
         # step, so that a call more or fewer in one process harms no other step.
         processes = self.root.processes.save(_kind_of(request.step_dir), _save_title(step))
         recorder = EventRecorder("save", step, self.engine.observers)
         backlog = self._backlog = self._backlog or Backlog(self._policy)
-        slot, refusal, committed = None, None, False
+        slot, refusal, heeded, committed = None, None, False, False
         scope = anyio.CancelScope()
         cleaned_up = anyio.Event()
         may_refuse = (
@@ -245,8 +275,15 @@ class SaveQueue:
         try:
             # Cancelled where a newer save supersedes this one.
             with scope:
-                await self.prepare(step)
                 async with processes.taking_part(may_refuse=may_refuse):
+                    made_first = force or self.history.is_final(self.history.context(step))
+                    await processes.heed(
+                        lambda: None if made_first else self.commits.take_before(step),
+                        in_doubt=not made_first and self.commits.are_in_doubt(hooks),
+                    )
+                    heeded = True
+                    async with processes.busy():
+                        await self.prepare(step)
                     with given_up_after(request.deadline, hooks):
                         slot, refusal = await self._decide(
                             request, force, scope.cancel, processes, refuse
@@ -254,6 +291,7 @@ class SaveQueue:
                     if slot is not None:
                         with given_up_after(request.deadline, hooks):
                             request, others = await self._admitted(request, hooks, slot, processes)
+                        recorder.report("wait", began_ns, time.perf_counter_ns())
                         call = SaveCall(
                             request.items,
                             request.unnamed,
@@ -278,13 +316,21 @@ class SaveQueue:
         except BaseException as error:
             if isinstance(error, CheckpointError):
                 error.locate(step=step)
-            if refuse is not None and isinstance(error, StorageError):
+            if not heeded:
+                # Not of this save. If the primary has raised it, it may be on its way here.
+                told = isinstance(error, CheckpointError) and not processes.leads
+                if told and not isinstance(error, CoordinationError):
+                    self.commits.excuse(hooks)
+            elif refuse is not None and isinstance(error, StorageError):
                 refusal = await refuse(error)
                 recorder.end(began_ns, "skipped", reason=refusal)
                 self._skip(str(refusal), request, hooks, staged)
                 return
+            elif isinstance(error, StorageError) and not (processes.is_alone or staged.done()):
+                # In some processes the call may have returned: all hear of it in the next one.
+                staged.set_result(None)
             recorder.end_badly(began_ns, error)
-            self._end_badly(error, request, hooks, staged)
+            end_badly(error, request, self.commits, hooks, staged, self.newest)
             if not isinstance(error, Exception):
                 raise
             return
@@ -356,8 +402,7 @@ class SaveQueue:
         others: list[str] = []
         # The other processes may wait for this one to begin, while it waits for the save before.
         async with processes.busy():
-            with EventRecorder("save", slot.step, self.engine.observers).phase("wait"):
-                await backlog.admitted(slot)
+            await self._patiently(partial(backlog.admitted, slot), f"step {slot.step}")
             hooks.watch.add_wait(hooks.watch.began)
             await root.open()
             before = [other for other in backlog.under_way if other is not slot]
@@ -377,9 +422,33 @@ class SaveQueue:
 
     async def _until_first(self, slot: BacklogSlot, hooks: CommitHooks) -> None:
         assert self._backlog is not None
+        recorder = EventRecorder("save", slot.step, self.engine.observers)
         began = time.perf_counter()
-        await self._backlog.first(slot)
+        with recorder.phase("wait"):
+            await self._patiently(partial(self._backlog.first, slot), f"step {slot.step}")
         hooks.watch.add_wait(began)
+
+    async def _patiently(self, wait: Callable[[], Awaitable[object]], who: str) -> None:
+        """Wait for other saves; warn once if that takes long. `wait` may be called twice."""
+        with anyio.move_on_after(LONG_WAIT_SECONDS):
+            await wait()
+            return
+        self._warn_of_wait(who)
+        await wait()
+
+    def _warn_of_wait(self, who: str) -> None:
+        saves = ", ".join(
+            f"step {each.step} ({each.stage}, {each.progress.fraction:.0%} written)"
+            for each in self._under_way
+        )
+        where = redact(self.root.storage.location)
+        logger.warning(
+            "%s: %s has waited %.0f s for saves that have not ended: %s",
+            where,
+            who,
+            LONG_WAIT_SECONDS,
+            saves,
+        )
 
     async def finish(
         self,
@@ -446,23 +515,19 @@ class SaveQueue:
         if not staged.done():
             staged.set_result(None)
 
-    def _end_badly(
-        self,
-        error: BaseException,
-        request: SaveRequest,
-        hooks: CommitHooks,
-        staged: Future[None],
-    ) -> None:
-        end_badly(error, request, hooks, staged)
-        if hooks.is_seen:
-            self.commits.drop(hooks)
-
     async def idle(self) -> None:
         """Wait until every save that was started has ended, and the deletions after it."""
         if self._backlog is not None:
-            await self._backlog.idle()
+            await self._patiently(self._backlog.idle, "the program")
         for cleaned_up in list(self.cleaning_up):
             await cleaned_up.wait()
+
+    async def finished(self, wait: Callable[[], Awaitable[object]]) -> None:
+        """Wait for the saves of all places by `wait`, and raise what failed of them."""
+        with EventRecorder("save", None, self.engine.observers).phase("wait"):
+            error = await self.commits.failure_after(wait)
+        if error is not None:
+            raise error
 
     def close(self, timeout: float | None = None) -> bool:
         """End the loop once all saves have ended; partial saves that are open are discarded.
@@ -480,19 +545,14 @@ class SaveQueue:
         with self._guard:
             for give_up in self._open:
                 give_up("the manager was closed before it was finalized")
+        if timeout is None and not self.loop.close(LONG_WAIT_SECONDS):
+            self._warn_of_wait("the end of the manager")
         return self.loop.close(timeout)
 
     def finish_at_exit(self) -> None:
         """At interpreter exit: finish what is under way; see `OpenCommits.finish_at_exit`."""
         if not self.loop.is_forked:
             self.commits.finish_at_exit(self.close, self._exit_seconds)
-
-    def __del__(self) -> None:
-        # The last chance to report errors: the manager is gone. Nothing else is touched,
-        # because at interpreter exit the modules may be gone already.
-        commits = getattr(self, "commits", None)
-        if commits and not self.loop.is_forked and commits.tell_unseen():
-            fail_exit()
 
 
 def _nothing(info: StepInfo, commit: Commit) -> None:
@@ -508,19 +568,22 @@ async def _always(step: int) -> bool:
 
 
 def end_badly(
-    error: BaseException, request: SaveRequest, hooks: CommitHooks, staged: Future[None]
+    error: BaseException,
+    request: SaveRequest,
+    commits: OpenCommits,
+    hooks: CommitHooks,
+    staged: Future[None],
+    newest: int | None = None,
 ) -> None:
     """Give the error of a save to the call that waits for its snapshot, or else to its commit."""
     if not isinstance(error, Exception):
         error = CommitCancelledError(
             "the save was cancelled; nothing of it is left", step=request.step
         )
-        hooks.fail(error, seen=True)
-    else:
-        if isinstance(error, DeadlineExceededError):
-            # Its frames say nothing, and keep what was staged alive as long as the commit.
-            error.__traceback__ = error.__context__ = None
-        hooks.fail(error, seen=not staged.done())
+    elif isinstance(error, DeadlineExceededError):
+        # Its frames say nothing, and keep what was staged alive as long as the commit.
+        error.__traceback__ = error.__context__ = None
+    commits.fail(hooks, error, returned=staged.done(), newest=newest)
     if not staged.done():
         staged.set_exception(error)
     # A commit that waits for its error to be fetched must not keep the arrays alive.

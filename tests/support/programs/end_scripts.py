@@ -147,8 +147,8 @@ def raises_in_the_block() -> None:
 
 def fails_unseen() -> None:
     KEPT.append(manager())
-    KEPT[0].save(1, Odd(SMALL, error=FIRE))
     KEPT[0].save(0, STATE)
+    KEPT[0].save(1, Odd(SMALL, error=FIRE))
     end()
 
 
@@ -246,7 +246,8 @@ def forks() -> None:
     gate.wait()
     gate.clear()
     held = Odd(SMALL, gate=gate)
-    commit = mgr.save(2, held)
+    # Made before the failure is raised.
+    commit = mgr.save(2, held, force=True)
     other = ckpt.CheckpointManager(Path(root, "other"))
     asyncio.run(other.save(0, SMALL)).result()
     held.reached.wait()

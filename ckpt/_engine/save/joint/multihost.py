@@ -1,8 +1,8 @@
 """The processes' side of a save: `SoloSave` for a process alone, `MultihostSave` for a job.
 
-    primary      refusal  begin(attempt)   write   report -> all   decide   publish   conclude
-    the others   refusal  begin(join)      write   report                             outcome
-    own disks    refusal  begin(attempt)   write   report -> all   ready    publish   published
+    primary      heed  refusal  begin(attempt)   write   report -> all   decide   publish   conclude
+    the others   heed  refusal  begin(join)      write   report                             outcome
+    own disks    heed  refusal  begin(attempt)   write   report -> all   ready   publish   published
 
 The primary begins the attempt and tells the others its id; every process writes the chunks that are
 its own; the primary gathers what was written where, writes the manifest over all of it, publishes,
@@ -46,6 +46,8 @@ from ckpt.storage._base import Attempt
 
 logger = logging.getLogger("ckpt")
 
+# The failure of an earlier save that is to be raised; each is given out once.
+Take = Callable[[], BaseException | None]
 # Why a save is not to be made, or None.
 Ask = Callable[[], Awaitable[str | None]]
 # Begins an attempt; joins the one of this id.
@@ -94,6 +96,12 @@ class SoloSave:
 
     def advance(self, nbytes: int) -> None:
         """Do nothing: no process waits."""
+
+    async def heed(self, take: Take, *, in_doubt: bool) -> None:
+        """Raise what an earlier save has failed with, if that is to be raised."""
+        failure = take()
+        if failure is not None:
+            raise failure
 
     async def refusal(self, ask: Ask) -> str | None:
         """Return why there is to be no save, or None."""
@@ -261,6 +269,27 @@ class MultihostSave:
         """Let the others know that this process lives while it moves no bytes, for a while."""
         # In all its operations: a later save waits for this one.
         return beating(self.operation, self._peers.advance)
+
+    async def heed(self, take: Take, *, in_doubt: bool) -> None:
+        """Raise what an earlier save has failed with: the primary decides, so that all raise it.
+
+        Args:
+            take: Gives what is to be raised, or None; only the primary calls it. What its program
+                has looked at, that of the others need not look at.
+            in_doubt: Whether an earlier save may have failed, as far as this process knows. It then
+                waits for the primary, which says so in its first message if none has.
+        """
+        word = self.operation.part("heed")
+        failure = take() if self.leads else None
+        try:
+            if failure is not None:
+                raise failure
+            if self.leads or in_doubt:
+                await word.lead(b"" if self.leads else None)
+        except BaseException as error:
+            # Nobody waits for the word any more.
+            await word.fail(error)
+            raise
 
     async def refusal(self, ask: Ask) -> str | None:
         """Return why there is to be no save, or None: the primary asks, and tells the others."""

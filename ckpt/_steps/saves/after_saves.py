@@ -1,0 +1,95 @@
+"""Reading after saves: a restore waits for what its own manager is saving."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
+
+import anyio
+
+from ckpt._arguments import check_step
+from ckpt._runtime.futures import settled
+from ckpt._steps.restores.step_choice import RunStart
+from ckpt._steps.saves.queue import SaveQueue
+from ckpt.errors import CommitTimeoutError, InvalidArgumentError, StepNotFoundError
+from ckpt.policies._health import Healthy
+
+
+class _Reader(Protocol):
+    async def all_steps(self) -> list[int]: ...
+
+    async def start_of_run(self, healthy: bool | Healthy) -> RunStart: ...
+
+    @property
+    def restore(self) -> Callable[..., Awaitable[Any]]: ...
+
+
+class Service(Protocol):
+    """The service of a root, or of several places."""
+
+    @property
+    def saves(self) -> SaveQueue:
+        """The saves."""
+
+    @property
+    def reader(self) -> _Reader:
+        """Reads what is there."""
+
+
+async def restore(service: Service, step: int | None, *given: Any) -> Any:
+    """Restore as `StepReader.restore` does, after the saves under way that may be meant."""
+    async with _after_saves(service, None if step is None else check_step(step)):
+        return await service.reader.restore(step, *given)
+
+
+async def start_of_run(service: Service, healthy: bool | Healthy) -> RunStart:
+    """Return where the run begins or goes on, after all saves under way."""
+    async with _after_saves(service, None):
+        return await service.reader.start_of_run(healthy)
+
+
+@contextlib.asynccontextmanager
+async def _after_saves(service: Service, step: int | None) -> AsyncIterator[None]:
+    """Wait for the save of `step`, or for all, and run the body, which reads.
+
+    Raises:
+        InvalidArgumentError: The step is being saved in parts, and that has not been finalized.
+        CommitTimeoutError: A save had not ended within the time limit.
+        StepNotFoundError: The body raises it; a save that has failed is its cause.
+    """
+    saves = service.saves
+    if step is not None and step in saves.in_parts:
+        raise InvalidArgumentError(
+            "this step is being saved in parts, and is not there before the block of partial() "
+            "ends: restore it afterwards",
+            step=step,
+        )
+    commits = [
+        commit
+        for commit in saves.commits.under_way()
+        if step in (None, commit.step) and commit.step not in saves.in_parts
+    ]
+    # One that is being replaced is there as it was.
+    if commits and step is not None and step in await service.reader.all_steps():
+        commits = []
+    with anyio.move_on_after(saves.restore_seconds):
+        for commit in commits:
+            await settled(commit._future)
+    for commit in commits:
+        if not commit.done():
+            raise CommitTimeoutError(
+                f"a restore has waited {saves.restore_seconds:g} s for its save, which is "
+                f"{commit.stage} ({commit.progress.fraction:.0%} written). Wait for the commit, or "
+                "pass Timeouts(restore=...)",
+                step=commit.step,
+            )
+    failed = [commit._future.exception() for commit in commits]
+    cause = next((error for error in reversed(failed) if error is not None), None)
+    try:
+        yield
+    except StepNotFoundError as error:
+        if cause is None:
+            raise
+        error.message = f"{error.message}; its save has failed: {cause}"
+        raise error from cause
