@@ -59,20 +59,21 @@ async def _after_saves(service: Service, step: int | None) -> AsyncIterator[None
         StepNotFoundError: The body raises it; a save that has failed is its cause.
     """
     saves = service.saves
-    if step is not None and step in saves.in_parts:
-        raise InvalidArgumentError(
-            "this step is being saved in parts, and is not there before the block of partial() "
-            "ends: restore it afterwards",
-            step=step,
-        )
     commits = [
         commit
         for commit in saves.commits.under_way()
         if step in (None, commit.step) and commit.step not in saves.in_parts
     ]
-    # One that is being replaced is there as it was.
-    if commits and step is not None and step in await service.reader.all_steps():
-        commits = []
+    is_in_parts = step in saves.in_parts
+    if step is not None and (commits or is_in_parts) and step in await service.reader.all_steps():
+        # It is being replaced, and there as it was.
+        commits, is_in_parts = [], False
+    if is_in_parts:
+        raise InvalidArgumentError(
+            "this step is being saved in parts, and is not there before the block of partial() "
+            "ends: restore it afterwards",
+            step=step,
+        )
     with anyio.move_on_after(saves.restore_seconds):
         for commit in commits:
             await settled(commit._future)

@@ -485,5 +485,5 @@ def test_an_attempt_of_a_live_writer_is_not_swept(tmp_path: Path, phase: str) ->
         info = saved.result(PATIENCE_S)
         assert info is not None
         assert_same(writer.restore(0), LARGE)
-        assert writer.all_steps() == [0, 1]
+        assert writer.all_steps() == [0, 1, 2]
     assert attempts() == []

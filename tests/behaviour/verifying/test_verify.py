@@ -64,7 +64,10 @@ def test_a_whole_step_is_ok(whole: Path, deep: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "step", sorted(path.parent for path in GOLDEN.rglob("ckpt.json")), ids=lambda path: path.name
+    "step",
+    # A virtual step says where its arrays are, which is not here.
+    sorted(path.parent for path in GOLDEN.rglob("ckpt.json") if "virtual" not in path.parts),
+    ids=lambda path: path.name,
 )
 def test_what_older_versions_wrote_is_ok(step: Path) -> None:
     for deep in (True, False):
