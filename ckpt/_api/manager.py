@@ -20,7 +20,7 @@ from ckpt._commit import Commit, StepInfo
 from ckpt._plan.adapt import Adapt
 from ckpt._runtime.futures import settled
 from ckpt._runtime.loop import Job
-from ckpt._runtime.threads import run_in_thread
+from ckpt._runtime.threads import run_beside
 from ckpt._runtime.tracebacks import outcome
 from ckpt._settings import ArrayMemory, VerifyMode
 from ckpt._steps.saves import after_saves
@@ -96,8 +96,7 @@ class CheckpointManager(ManagedSteps):
 
     async def _close(self, *, failed: bool = False) -> None:
         try:
-            close = partial(self._service.close, failed=failed)
-            await run_in_thread(close, abandon_on_cancel=True)
+            await run_beside(partial(self._service.close, failed=failed))
         finally:
             self._service.stop_listening()
 

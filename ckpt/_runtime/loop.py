@@ -26,7 +26,7 @@ from msgspec import Struct
 
 from ckpt._runtime.exit import ending_error, is_ending
 from ckpt._runtime.futures import CallingThread
-from ckpt._runtime.threads import run_in_thread, start_thread, threads_of_loop
+from ckpt._runtime.threads import run_beside, start_thread, threads_of_loop
 from ckpt._runtime.tracebacks import outcome
 from ckpt.errors import (
     ClosedError,
@@ -272,7 +272,7 @@ async def end_loop(loop: EngineLoop) -> None:
     """Close a loop whose jobs have ended; await it from any asyncio or trio task."""
     with anyio.CancelScope(shield=True):
         try:
-            await run_in_thread(loop.close)
+            await run_beside(loop.close)
         except (StorageError, ClosedError):
             # No thread to be had for the wait. The outcome of what was done must not be lost.
             loop.stop()

@@ -21,6 +21,7 @@ import anyio.to_thread
 from anyio.lowlevel import RunVar
 
 from ckpt._runtime.exit import ending_error
+from ckpt._runtime.futures import settled
 from ckpt.errors import CheckpointError, StorageError
 
 P = ParamSpec("P")
@@ -84,6 +85,24 @@ async def run_in_thread(
         if begun:
             raise
         raise _refused(error) from error
+
+
+async def run_beside(function: Callable[[], T]) -> T:
+    """Run a function in a thread of its own, for a caller's event loop; a cancelled call runs on.
+
+    The threads of anyio end with the first task of their loop. Loops that others have patched, as
+    `nest_asyncio` does, never say that it has ended, and the interpreter would wait for the thread.
+
+    Raises:
+        StorageError: The system refused the thread.
+        ClosedError: Python refused it, because the program is ending.
+    """
+    future: Future[T] = Future()
+    start_thread(
+        threading.Thread(target=_perform, args=(future, function), name="ckpt-wait", daemon=True)
+    )
+    await settled(future)
+    return future.result()
 
 
 class DaemonThreads(Executor):
