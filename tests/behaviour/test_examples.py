@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -39,6 +38,7 @@ import ckpt.sync
 from ckpt.testing.compare import differences
 from tests.support.damage import FlipBit
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
 from tests.support.snapshots import shared_memory
 
 # Each test starts several programs, which takes its time on a machine that does other things.
@@ -390,9 +390,7 @@ def test_moved_from_orbax(tmp_path: Path) -> None:
 
 def test_fastapi_service(tmp_path: Path) -> None:
     first, second = tmp_path / "killed", tmp_path / "whole"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with (
         started("fastapi_service", "--root", first, "--serve", port) as service,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client,

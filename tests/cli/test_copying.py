@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import shutil
 import signal
@@ -191,24 +190,29 @@ def test_large_files_are_copied_in_parts(tmp_path: Path) -> None:
 
 def test_a_kill_leaves_whole_steps_and_the_next_copy_ends_it(root: Path, tmp_path: Path) -> None:
     target = tmp_path / "b"
-    began = time.monotonic()
-    # With reads of no delay it takes as long as the import and some more.
-    begin("cp", root, tmp_path / "timed", SLOW_READ_SECONDS="0.02").communicate(timeout=60)
-    whole = time.monotonic() - began
-    choice = random.Random(7)
-    seen = set()
-    for _ in range(8):
-        process = begin("cp", root, target, SLOW_READ_SECONDS="0.02")
-        time.sleep(whole * choice.uniform(0.5, 1.0))
+
+    def cut_at(read: int) -> bool:
+        cut = {"HANG_AT_READ": str(read), "SLOW_SAYS": "here", "SLOW_READ_SECONDS": "0"}
+        process = begin("cp", root, target, **cut)
+        assert process.stderr is not None
+        reached = process.stderr.readline() == "here\n"
         process.kill()
         process.communicate()
+        return reached
+
+    # Not at every read: that takes long.
+    read, seen = 1, set()
+    while cut_at(read):
         there = [each for each in (10, 20, 30) if (target / str(each)).exists()]
-        seen.add(len(there))
         for step in there:
             assert ckpt.sync.verify(target / str(step)).ok
-        if len(there) == 3:
-            shutil.rmtree(target)
-    assert len(seen) > 1
+        seen.add(len(there))
+        shutil.rmtree(target, ignore_errors=True)
+        read += 4
+    # It was cut off in each of the steps.
+    assert seen == {0, 1, 2}
+    shutil.rmtree(target)
+    assert cut_at(read // 2)
     assert ckpt_command("cp", root, target).status == 0
     assert files_of(target) == files_of(root)
     assert not [each for each in target.iterdir() if "tmp" in each.name]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.peer_jobs import DEVICES, PROGRAM, Hosts, keeper_of, settings, wait_for_line
+from tests.support.ports import free_port
 from tests.support.real_jobs import Job, Result, run_processes, started
 from tests.support.snapshots import shared_memory
 
@@ -248,10 +249,7 @@ def test_an_address_of_another_host_leaves_a_run_without_copies(
 
 def test_a_fixed_port_is_used_again_by_the_next_keeper(tmp_path: Path, memory: Path) -> None:
     root, hosts = tmp_path / "run", Hosts(memory, 2)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with running(root, hosts, steps=[0, None, 1], ports=[port, 0]) as job:
+    with running(root, hosts, steps=[0, None, 1], ports=[free_port(), 0]) as job:
         paused(job, [0])
         os.kill(keeper_of(job[0]), signal.SIGKILL)
         go_on(job)

@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +19,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from tests.support.ports import free_port
 
 __all__ = ["KEY", "READER", "SECRET", "environment", "missing", "moto", "seaweed", "snailmail"]
 
@@ -111,9 +112,9 @@ def seaweed() -> Iterator[int]:
     with tempfile.TemporaryDirectory(prefix="ckpt-weed-") as directory:
         config = Path(directory, "s3.json")
         config.write_text(json.dumps({"identities": identities}))
-        ports = dict(zip(("s3", "master", "volume", "filer"), _free_ports(4), strict=True))
+        ports = {name: free_port() for name in ("s3", "master", "volume", "filer")}
         # Each is given its second port as well: by default that is the first and 10,000.
-        grpc = dict(zip(("s3", "master", "volume", "filer"), _free_ports(4), strict=True))
+        grpc = {name: free_port() for name in ("s3", "master", "volume", "filer")}
         command = [
             *(weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={directory}"),
             *("-filer", "-s3", f"-s3.config={config}", "-s3.autoCreateBucket=false"),
@@ -126,17 +127,6 @@ def seaweed() -> Iterator[int]:
         with open(log_path, "w") as log, _process(command, stderr=log, env=growth) as process:
             _wait_for_answer(process, ports["s3"], log_path)
             yield ports["s3"]
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody has at the moment; all are held until the last one is known."""
-    with contextlib.ExitStack() as stack:
-        found = []
-        for _ in range(count):
-            each = stack.enter_context(socket.socket())
-            each.bind(("127.0.0.1", 0))
-            found.append(each.getsockname()[1])
-        return found
 
 
 @contextlib.contextmanager
