@@ -16,7 +16,7 @@ import anyio
 import numpy as np
 from msgspec import Struct
 
-from ckpt._engine.memory.pages import LEAST_BYTES, POPULATE_WRITE, choose_pages
+from ckpt._engine.memory.pages import LEAST_BYTES, choose_pages, populate
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import address_space
 from ckpt.errors import StorageError
@@ -129,7 +129,8 @@ class Arena:
             start = self.high_water
             length = min(target - start, _WARMING_BYTES)
             self._grow(start + length)
-            if not await run_in_thread(_populate, self._region, start, length):
+            fresh = np.frombuffer(self._region, np.uint8, count=length, offset=start)
+            if not await run_in_thread(populate, fresh):
                 return
 
     def _grow(self, end: int) -> None:
@@ -162,15 +163,6 @@ class Arena:
 
 def _do_nothing() -> None:
     pass
-
-
-def _populate(region: mmap.mmap, start: int, length: int) -> bool:
-    """Fault pages in without changing them; return whether the system can."""
-    try:
-        region.madvise(POPULATE_WRITE, start, length)
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def _round_up(nbytes: int) -> int:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
+import sys
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -70,6 +74,34 @@ def test_staging_memory_is_chosen_too(
     assert [wants_huge_pages(each.memory.ctypes.data + 10 * MIB) for each in large] == [huge] * 2
     # What a small save needs is touched by itself only.
     assert not wants_huge_pages(small.memory.ctypes.data)
+
+
+def test_other_threads_go_on_while_pages_are_made() -> None:
+    counted, is_over = itertools.count(), threading.Event()
+
+    def count() -> None:
+        while not is_over.is_set():
+            next(counted)
+            time.sleep(0)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    switch_interval = sys.getswitchinterval()
+    # From now on another thread goes on only if this one lets it.
+    sys.setswitchinterval(1000)
+    try:
+        for _ in range(100):
+            memory = np.frombuffer(mmap.mmap(-1, 16 * MIB), np.uint8)
+            before = next(counted)
+            if not pages.populate(memory):
+                pytest.skip("this kernel does not make pages on demand")
+            if next(counted) > before + 1:
+                return
+        pytest.fail("no other thread went on")
+    finally:
+        sys.setswitchinterval(switch_interval)
+        is_over.set()
+        thread.join()
 
 
 def test_a_small_save_touches_no_more_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
