@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from ckpt._redaction import redact
-from ckpt.errors import InvalidArgumentError
+from ckpt.errors import InvalidArgumentError, UnsupportedLeafError
 
 T = TypeVar("T")
 
@@ -17,6 +17,8 @@ T = TypeVar("T")
 _MOST = 10**19 - 1
 # Characters of a value that are searched for secrets; messages show far fewer.
 _MOST_READ = 100_000
+# The class of all arguments of Orbax, which need not be installed.
+_ORBAX_ARGUMENT = "orbax.checkpoint.checkpoint_args.CheckpointArgs"
 
 
 def invalid(
@@ -46,6 +48,27 @@ def shown(value: object, most: int = 120) -> str:
         return f"<{type(value).__name__} too long to write>"
     # Redacted before it is cut: a part of a secret would not be recognised.
     return redact(text[:_MOST_READ])[:most]
+
+
+def refuse_orbax_argument(value: object, item: str | None = None, leaf: str | None = None) -> None:
+    """Refuse what Orbax wraps a state in for its own `save` and `restore`.
+
+    Args:
+        value: What was given.
+        item: Name of the item that it is.
+        leaf: Path of the leaf that it is.
+
+    Raises:
+        UnsupportedLeafError: It is such an argument.
+    """
+    kind = type(value)
+    if any(f"{each.__module__}.{each.__name__}" == _ORBAX_ARGUMENT for each in kind.__mro__):
+        raise UnsupportedLeafError(
+            f"args.{kind.__name__.removesuffix('Args')}(...) is an argument of Orbax: pass the "
+            "object itself, or several objects as items={name: object, ...}",
+            item=item,
+            leaf=leaf,
+        )
 
 
 def instance_of(name: str, value: T | None, wanted: type[T], *, of: str = "") -> T | None:

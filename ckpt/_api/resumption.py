@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from ckpt._arguments import refuse_orbax_argument
 from ckpt._plan.adapt import Adapt
 from ckpt._tree.leaf_specs import is_function
 from ckpt._tree.shardings import ShardingTree, spread
@@ -132,6 +133,7 @@ def fresh_state(init: Any, items: Mapping[str, Any] | None) -> Any:
     _check_given(init, items)
     given = {"": init} if items is None else items
     for name, each in given.items():
+        refuse_orbax_argument(each, name or None)
         if isinstance(each, type):
             what = f"item {name!r}" if name else "init"
             raise InvalidArgumentError(

@@ -7,7 +7,7 @@ for each, and the inner nodes as the manifest has them. `unflatten` is the inver
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType, MappingProxyType
 from typing import Any
 
@@ -16,11 +16,12 @@ import numpy as np
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ckpt._arguments import refuse_orbax_argument
 from ckpt._format.manifest import JsonValue, Node
 from ckpt._tree.boxes import is_box
 from ckpt._tree.classes import UnknownNode, class_name
 from ckpt._tree.leaf_names import join_keys, sibling_names
-from ckpt._tree.registered_nodes import is_plain_namedtuple, open_registered
+from ckpt._tree.registered_nodes import is_plain_namedtuple, open_registered, refuse_undeclared
 from ckpt._tree.static_values import encode_key
 from ckpt.errors import UnsupportedLeafError
 
@@ -58,16 +59,23 @@ class _Flattening(Struct):
     leaves: list[Any] = field(default_factory=list)
     # Types whose objects are leaves, whatever they hold.
     plain: set[type] = field(default_factory=lambda: set(_PLAIN_LEAVES))
+    # Whether attributes that are not stored are refused.
+    saved: bool = False
+    is_leaf: Callable[[Any], bool] | None = None
 
     def visit(self, tree: PyTree, path: tuple[str, ...]) -> int:
         """Take in `tree` with everything below it; return its number as a child."""
-        opened = _open(tree, path)
+        is_leaf = self.is_leaf is not None and self.is_leaf(tree)
+        opened = None if is_leaf else _open(tree, path)
         if len(path) > _MAX_DEPTH:
             raise RecursionError
         if opened is None:
             if isinstance(tree, jax.Array):
                 self.plain.add(type(tree))
+            refuse_orbax_argument(tree, leaf=join_keys(path))
             return self._leaf(join_keys(path), tree)
+        if self.saved and type(tree) not in (list, tuple, dict):
+            refuse_undeclared(tree, opened.node, path)
         number = len(self.nodes)
         self.nodes.append(opened.node)
         try:
@@ -102,18 +110,27 @@ class _Opened(Struct, frozen=True):
     order: Sequence[int]
 
 
-def describe(tree: PyTree) -> Structure:
+def describe(
+    tree: PyTree, saved: bool = False, is_leaf: Callable[[Any], bool] | None = None
+) -> Structure:
     """Return the leaves, their stored names and the inner nodes of `tree`.
 
     One that is described already, as one from a checkpoint is, stays as it is.
 
+    Args:
+        tree: The tree.
+        saved: Whether it is stored, so that no attribute of a node may be left out. A target may
+            have some: nothing is restored into them.
+        is_leaf: As of `jax.tree.map`, but not asked about arrays and plain values.
+
     Raises:
-        UnsupportedLeafError: A key cannot be stored, two keys cannot be told apart, or the tree
-            contains itself. (Leaves are checked later, by `classify`.)
+        UnsupportedLeafError: A key cannot be stored, two keys cannot be told apart, the tree
+            contains itself, or an attribute would be lost. (Leaves are checked later, by
+            `classify`.)
     """
     if isinstance(tree, Structure):
         return tree
-    walk = _Flattening()
+    walk = _Flattening(saved=saved, is_leaf=is_leaf)
     try:
         walk.visit(tree, ())
     except RecursionError:

@@ -19,7 +19,9 @@ import jax
 from msgspec import Struct
 
 from ckpt._format.manifest import JsonValue, Node
+from ckpt._tree.attributes import difference, held, lost_attribute
 from ckpt._tree.classes import Classes, UnknownNode, class_name, find_class
+from ckpt._tree.leaf_names import join_keys
 from ckpt._tree.static_values import ClassNotHereError, decode_value, encode_key, encode_value
 from ckpt.errors import CorruptCheckpointError
 
@@ -93,6 +95,33 @@ def is_plain_namedtuple(tree: Any) -> bool:
         and all(child is own for (_, child), own in zip(entries, tree, strict=True))
         and (node is None or node[1] is None)
     )
+
+
+def refuse_undeclared(tree: Any, node: Node, path: Sequence[str]) -> None:
+    """Refuse an opened node that holds attributes which jax does not know.
+
+    A class with flatten functions of its own leaves out what it means to.
+
+    Raises:
+        UnsupportedLeafError: It does; names the class and the attribute.
+    """
+    fields = getattr(type(tree), "__dataclass_fields__", None)
+    again: Mapping[str, Any] = {}
+    if node.kind != "custom" and isinstance(tree, dict | tuple):
+        # Thousands of nodes have no place for any.
+        extra = held(tree) if getattr(tree, "__dict__", None) else {}
+    elif fields is None or not (extra := held(tree, fields)):
+        return
+    else:
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda part: part is not tree)
+        if _has_own_functions(treedef):
+            return
+        # What the constructor sets again is not lost. It is code of the class.
+        with contextlib.suppress(Exception):
+            again = held(jax.tree.unflatten(treedef, leaves))
+    for name, value in extra.items():
+        if name not in again or difference(value, again[name]) is not None:
+            raise lost_attribute(type(tree), name, join_keys(path))
 
 
 def build_registered(node: Node, keys: Sequence[Any], children: list[Any], classes: Classes) -> Any:
@@ -223,7 +252,7 @@ def _flattened(kind: type, values: Mapping[str, Any]) -> Any:
 def _from_aux(kind: type, aux: Any, children: list[Any]) -> Any:
     leaf = jax.tree_util.tree_structure(0)
     treedef = _treedef(kind, aux, [leaf] * len(children))
-    if _sort(treedef) != _sort(jax.tree.structure(UnknownNode("", {}))):
+    if not _has_own_functions(treedef):
         # Made by jax itself, which trusts its data: wrong data from a file ends the process.
         raise TypeError("its class has no flatten functions of its own")
     return treedef.unflatten(children)
@@ -235,10 +264,11 @@ def _treedef(kind: type, aux: Any, children: list[Any]) -> Any:
     )
 
 
-def _sort(treedef: Any) -> Any:
-    """Return what jax calls the sort of a node: one for functions, one for dataclasses, ..."""
-    _, nodes = treedef.__getstate__()
-    return nodes[-1][0]
+def _has_own_functions(treedef: Any) -> bool:
+    """Tell whether a class flattens itself; jax does it for dataclasses, namedtuples and others."""
+    # The last node is the root, and its first part says which sort of node it is.
+    of_functions: Any = jax.tree.structure(UnknownNode("", {}))
+    return bool(treedef.__getstate__()[1][-1][0] == of_functions.__getstate__()[1][-1][0])
 
 
 def _from_fields(

@@ -12,9 +12,10 @@ import jax
 
 from ckpt._format.manifest import ItemEntry, JsonValue
 from ckpt._plan.adapt import Adapt
+from ckpt._tree.attributes import difference, lost_attribute
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMismatchError
 from ckpt.handlers._base import Deferred, ItemReader, ItemWriter, entry_data
-from ckpt.handlers._models import fields_of, is_model, made_from_json, model_json, model_values
+from ckpt.handlers._models import is_model, made_from_json, model_json, model_values
 
 # The name under which both APIs of Orbax look for an item of JSON.
 _FILE = "metadata"
@@ -173,6 +174,7 @@ def _model_bytes(model: Any) -> bytes:
         problem = _problem(model_values(model))
         encoded = b"" if problem is not None else model_json(model)
         again = model if problem is not None else made_from_json(type(model), encoded)
+        lost = difference(model, again)
     except Exception as error:
         # Whatever pydantic, or code of the class, raises.
         raise InvalidArgumentError(
@@ -180,12 +182,14 @@ def _model_bytes(model: Any) -> bytes:
         ) from error
     if problem is not None:
         raise InvalidArgumentError(f"{name} {problem}")
-    lost = _lost_field(model, again)
     if lost is not None:
+        where, undeclared = lost
+        if undeclared is not None:
+            raise lost_attribute(*undeclared, where or None)
         raise InvalidArgumentError(
-            f"{name} comes back from its own JSON with another value in {lost!r:.120}: an excluded "
-            "or secret field, a subclass of the declared type, a tuple that JSON has no word for. "
-            "Save its JSON values with JsonHandler instead (model.model_dump(mode='json'), "
+            f"{name} comes back from its own JSON with another value in {where!r:.120}: an "
+            "excluded or secret field, a subclass of the declared type, a tuple that JSON has no "
+            "word for. Save its JSON values with JsonHandler (model.model_dump(mode='json'), "
             "dataclasses.asdict), if that is all there is to keep"
         )
     return encoded
@@ -195,22 +199,6 @@ def _hint_at_trees(model: Any) -> str:
     if is_model(type(model)):
         return ""
     return ". If it holds arrays, register its class with jax.tree_util.register_dataclass"
-
-
-def _lost_field(model: Any, again: Any) -> str | None:
-    """Return the path of the first field in which two models differ, or None."""
-    if type(model) is not type(again):
-        return ""
-    others = fields_of(again)
-    for name, value in fields_of(model).items():
-        other = others.get(name)
-        if _is_config(type(value)):
-            lost = _lost_field(value, other)
-            if lost is not None:
-                return f"{name}.{lost}".rstrip(".")
-        elif type(value) is not type(other) or value != other:
-            return str(name)
-    return None
 
 
 def _as_model(kind: Any, encoded: bytes) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 
@@ -36,13 +35,6 @@ def made_from_json(kind: Any, encoded: bytes) -> Any:
     if is_model(kind):
         return kind.model_validate_json(encoded)
     return _adapter(kind).validate_json(encoded)
-
-
-def fields_of(item: Any) -> dict[str, Any]:
-    """Return the fields of a model or a dataclass by name."""
-    if is_model(type(item)):
-        return dict(vars(item))
-    return {each.name: getattr(item, each.name) for each in dataclasses.fields(item)}
 
 
 def _adapter(kind: Any) -> Any:

@@ -73,6 +73,9 @@ class PyTreeHandler:
         Raises:
             UnsupportedLeafError: A leaf or key cannot be stored; names its path.
         """
+        if self._leaf_types:
+            # Packing makes the nodes anew, without what jax does not know of them.
+            await writer.in_thread(describe, item, True, self._leaf_types.is_one)
         await writer.stage(self._leaf_types.packed(item))
 
         async def commit() -> ItemEntry:

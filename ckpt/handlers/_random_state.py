@@ -10,6 +10,7 @@ import numpy as np
 
 from ckpt._format.manifest import ItemEntry
 from ckpt._plan.adapt import Adapt
+from ckpt._tree.attributes import held, lost_attribute
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMismatchError
 from ckpt.handlers._base import Deferred, ItemReader, ItemWriter, entry_data, text_of
 from ckpt.handlers._json import json_bytes, json_value
@@ -118,6 +119,8 @@ def _take(item: Any) -> tuple[str, str, bytes]:
         raise InvalidArgumentError(
             f"expected a random generator of numpy, not an object of type {type(item).__name__}"
         )
+    for attribute in held(item):
+        raise lost_attribute(type(item), attribute)
     name = _name_of(item)
     seeds = None
     if kind == "random_state":

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from msgspec import Struct
 
-from ckpt._arguments import invalid, shown
+from ckpt._arguments import invalid, refuse_orbax_argument, shown
 from ckpt.errors import InvalidArgumentError, UnsupportedFormatError
 from ckpt.handlers._base import Handler, errors_of
 from ckpt.handlers._json import JsonHandler
@@ -47,8 +47,10 @@ class Handlers(Struct, frozen=True):
 
         Raises:
             InvalidArgumentError: No handler accepts it.
+            UnsupportedLeafError: It is an argument of Orbax.
             HandlerError: A handler raised when it was asked.
         """
+        refuse_orbax_argument(value, item)
         chosen = self.by_item.get(item)
         if chosen is not None:
             return chosen

@@ -43,7 +43,7 @@ def encode_tree(tree: Any) -> bytes:
         UnsupportedLeafError: A leaf cannot be stored, or is on devices of other processes.
         InvalidArgumentError: A leaf is a function.
     """
-    structure = describe(tree)
+    structure = describe(tree, saved=True)
     leaves: list[LeafEntry] = []
     blocks: list[bytes] = []
     shardings: dict[jax.sharding.Sharding, int] = {}

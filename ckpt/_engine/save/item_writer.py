@@ -101,7 +101,7 @@ class EngineItemWriter:
             )
         if self._staged is not None:
             raise InvalidArgumentError("an item is one tree: its leaves were staged already")
-        structure = await self.in_thread(describe, tree)
+        structure = await self.in_thread(describe, tree, True)
         began_ns = time.perf_counter_ns()
         part = 0
         async with session.planning:
