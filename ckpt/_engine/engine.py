@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import logging
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from msgspec import Struct, field
 
@@ -19,6 +20,11 @@ from ckpt._events import Observer
 from ckpt._settings import Staging, VitalSignsMode
 from ckpt._tree.patterns import Pattern
 from ckpt.handlers._registry import Handlers
+
+logger = logging.getLogger("ckpt")
+
+# Files that a warning names.
+_NAMED = 3
 
 
 @functools.cache
@@ -54,6 +60,8 @@ class Engine(Struct):
         kernels: What takes vital signs on devices.
         last_save: The last step that was saved, or before that the last that was restored: the next
             one can share its files.
+        damaged: Data files of the root that are known to be damaged, by path relative to their
+            step. Their names are random: one of that name is the same file, in whichever step.
         writes_later: Whether nothing is written while a caller waits: writes to memory would take
             the cores from the copies that it waits for.
         odd_leaves: The leaves with values that are not finite that the last save has found.
@@ -71,5 +79,27 @@ class Engine(Struct):
     frozen: tuple[Pattern, ...] = ()
     kernels: Kernels = field(default_factory=Kernels)
     last_save: LastSave | None = None
+    damaged: set[str] = field(default_factory=set)
     odd_leaves: frozenset[str] = frozenset()
     writes_later: bool = False
+
+    def distrust(self, files: Iterable[str], why: str) -> None:
+        """Have no save take over these files any more; warn once where the next one would have.
+
+        Args:
+            files: As of `damaged`.
+            why: Which step has them, and what is wrong with it.
+        """
+        new = set(files) - self.damaged
+        self.damaged |= new
+        known = {} if self.last_save is None else self.last_save.items
+        shared = sorted(new & {f"{name}/{path}" for name, it in known.items() for path in it.files})
+        if shared:
+            more = f" and {len(shared) - _NAMED} more" if len(shared) > _NAMED else ""
+            logger.warning(
+                "%s. The next save would have shared %s%s, and writes anew what is in there. Steps "
+                "that have such a file already may be damaged, too: verify them",
+                why,
+                ", ".join(shared[:_NAMED]),
+                more,
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,12 +38,15 @@ from ckpt._steps.wrong_paths import explained
 from ckpt._tree.suggestions import suggestion
 from ckpt._tree.table import size_text
 from ckpt.errors import (
+    CheckpointError,
     CorruptCheckpointError,
+    DeviceMismatchError,
     InvalidArgumentError,
     ItemDroppedError,
     NotACheckpointError,
     StepDeletedError,
     StepNotFoundError,
+    StorageError,
 )
 from ckpt.policies._context import SavedStep
 from ckpt.policies._health import Healthy, check_healthy
@@ -198,6 +202,8 @@ class StepReader:
                     if step is not None and not await self._lost_items(step_dirs[0], looked):
                         raise
                     continue
+                found = f"step {chosen}: {report.path} is damaged"
+                self._engine.distrust((each.file for each in report.problems), found)
                 self._recorder("verify", chosen).end(began, "ok", nbytes=report.nbytes)
                 return report
             raise deleted
@@ -419,16 +425,18 @@ class StepReader:
                     if step is None or deleted is None:
                         raise
                     raise deleted from deleted.__cause__
+                except CheckpointError as error:
+                    # Of a job, also where another process has found it.
+                    if known is not None and _tells_of_damage(error, self._storage):
+                        self.distrust(known)
+                    raise
                 nbytes = sum(context.moved)
                 if manifest.parent is not None:
                     self.begins_from(manifest.parent)
-                is_damaged = copies is not None and copies.first is not None
                 if self._may_write and (engine.last_save is None or engine.last_save.was_restored):
-                    # The next save must not take over files that are damaged.
-                    engine.last_save = (
-                        None if is_damaged else restored(self._storage, opened.step_dir, manifest)
-                    )
-                if copies is not None and is_damaged:
+                    engine.last_save = restored(self._storage, opened.step_dir, manifest)
+                if copies is not None and copies.first is not None:
+                    self.distrust(manifest)
                     await self._say_elsewhere(opened.step_dir, manifest, copies)
                 self._recorder("restore", manifest.step).end(began, "ok", nbytes=nbytes)
                 seconds = (time.perf_counter_ns() - began) / 1e9
@@ -444,6 +452,12 @@ class StepReader:
                 return manifest.step, result_of(manifest, loaded, named=items is not None)
             assert deleted is not None
             raise deleted
+
+    def distrust(self, manifest: Manifest) -> None:
+        """Have no save take over data files of a step that is damaged, whichever of them are."""
+        files = (f"{name}/{path}" for name, it in manifest.items.items() for path in it.data_files)
+        where = redact(self._storage.location)
+        self._engine.distrust(files, f"step {manifest.step} of {where} is damaged")
 
     async def _with_steps(self, error: ItemDroppedError) -> ItemDroppedError:
         """Return the error of an item that was dropped, with the steps that still have it."""
@@ -476,6 +490,13 @@ class StepReader:
 
     def _recorder(self, operation: str, step: int | None) -> EventRecorder:
         return EventRecorder(operation, step, self._engine.observers)
+
+
+def _tells_of_damage(error: CheckpointError, storage: Storage) -> bool:
+    if isinstance(error, StorageError):
+        # A store says so of all that it has; a disk of one file.
+        return error.errno == errno.EIO and not storage.keeps_others
+    return isinstance(error, CorruptCheckpointError | DeviceMismatchError)
 
 
 def check_one_step(step: int, fallback: bool, healthy: Healthy | None) -> int:

@@ -197,6 +197,10 @@ class TierDrains:
     def _moved(self, message: Moved) -> None:
         link, target = message.link, self._targets[message.link]
         is_last = link == len(self._targets) - 1
+        if message.is_damaged:
+            # First: who hears of it may save at once.
+            with contextlib.suppress(CheckpointError):
+                target.loop.submit(partial(self._distrust, link, message.step)).future.result()
         with self._guard:
             self._told[link].pop(message.step, None)
             self._unheld[link].discard(message.step)
@@ -229,6 +233,13 @@ class TierDrains:
             await self.send_on(link + 1, number)
         if target.root.processes.owns_root:
             await target.root.preserve(check_step(number))
+
+    async def _distrust(self, link: int, number: int) -> None:
+        """Have saves share no file of a step that its tier has damaged."""
+        service = self._services[link]
+        # Where its manifest is damaged, its data files may be whole.
+        with contextlib.suppress(CheckpointError):
+            service.reader.distrust((await service.root.index.found(number)).manifest)
 
     def given_up(self) -> list[int]:
         """Return the steps that were not copied on, and tell those that wait for them."""

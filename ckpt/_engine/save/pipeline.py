@@ -28,7 +28,7 @@ from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._plan.unchanged.frozen_leaves import FrozenLeaves
 from ckpt._runtime.interpreter import quick_switches
 from ckpt._runtime.threads import run_in_thread
-from ckpt.errors import located
+from ckpt.errors import CorruptCheckpointError, located
 from ckpt.handlers._base import Handler, errors_of, is_per_process
 from ckpt.handlers._registry import Handlers
 from ckpt.storage._base import Attempt, Storage, can_share
@@ -101,6 +101,7 @@ async def save_step(
                     parts={} if calls.in_parts else None,
                     shares=shares,
                     last=_last_save(engine, storage) if shares else None,
+                    damaged=engine.damaged,
                     writes_later=engine.writes_later,
                 )
                 keeper = anyio.CancelScope()
@@ -196,6 +197,13 @@ async def _run(
     finally:
         for each in pending:
             each.close()
+    # Taken over before that was known; what the caller has given may be gone.
+    for path, file in session.files.items():
+        if file.shared and path in session.damaged:
+            raise CorruptCheckpointError(
+                f"{path}, which it shares with the step before, was found damaged while it was "
+                "saved. Nothing of it is left; the next save shares that file no more"
+            )
     # Past this point a cancelled save may still be published; before it, never.
     await anyio.lowlevel.checkpoint()
     hooks.stage("publishing")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Set
 
 import anyio
 from anyio.abc import TaskGroup
@@ -77,6 +77,7 @@ class SaveSession(Struct):
         begun: Set when the attempt is there, which may be before it may be written to.
         shares: Whether the step may have files in common with those before and after it.
         last: The step before, in the same root, if this process has saved or restored it.
+        damaged: As of `Engine`, also what is found while this save goes on.
         writes_later: As of `Engine`.
         sharing: Files of that step that are being put into this one; set when that is over.
         saved: By item what this process has written, for the save after this one.
@@ -111,6 +112,7 @@ class SaveSession(Struct):
     begun: anyio.Event = field(default_factory=anyio.Event)
     shares: bool = False
     last: LastSave | None = None
+    damaged: Set[str] = frozenset()
     writes_later: bool = False
     sharing: dict[str, anyio.Event] = field(default_factory=dict)
     saved: dict[str, SavedItem] = field(default_factory=dict)

@@ -47,7 +47,9 @@ async def take_over(
     """
     assert session.last is not None
     assert isinstance(session.storage, SharesFiles)
-    paths = {f"{item}/{path}": path for path in wanted.files}
+    paths = {
+        full: path for path in wanted.files if (full := f"{item}/{path}") not in session.damaged
+    }
     # The attempt is begun while the tree is planned. In a job another process begins it, and a
     # process that comes late must not hold up the callers in all others.
     with anyio.move_on_after(_PATIENCE_SECONDS):

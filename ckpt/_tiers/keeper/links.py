@@ -78,7 +78,10 @@ class Links:
     def _drained(self, link: int, drained: Drained) -> None:
         problem = "" if drained.is_safe else drained.reason or drained.outcome
         step_dir = self._names[link].name(drained.step)
-        moved = Moved(link, drained.step, step_dir, drained.nbytes, drained.seconds, problem)
+        is_damaged = drained.outcome == "damaged"
+        moved = Moved(
+            link, drained.step, step_dir, drained.nbytes, drained.seconds, problem, is_damaged
+        )
         self._moved[link].append(moved)
         self._told(moved)
 

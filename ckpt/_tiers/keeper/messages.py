@@ -302,6 +302,7 @@ class Moved(Struct, frozen=True, tag="moved"):
         nbytes: Bytes that were copied.
         seconds: How long that took.
         problem: Why it is not there; empty if it is.
+        is_damaged: Whether that is because the tier has it damaged.
     """
 
     link: int
@@ -310,6 +311,7 @@ class Moved(Struct, frozen=True, tag="moved"):
     nbytes: int = 0
     seconds: float = 0.0
     problem: str = ""
+    is_damaged: bool = False
 
 
 class Fetch(Struct, frozen=True, tag="fetch"):
