@@ -264,7 +264,7 @@ class _Index:
         }
 
     async def found(self, step: int | None) -> OpenedStep:
-        return OpenedStep(str(step), cast("Any", None))
+        return OpenedStep(cast("Any", None), str(step), cast("Any", None))
 
 
 def _planned(every: Sequence[Any]) -> Any:

@@ -184,7 +184,7 @@ async def _loaded(
         with branch.named():
             opened = await opened_checkpoint(branch.source.path, branch.storage, branch.step_dir)
             wanted = _wanted(opened.manifest, branch)
-            context = context_for(opened, branch.storage)
+            context = context_for(opened, opened.storage)
             slots = slots or context.slots
             may_read = partial(start.wait, number)
             ready.append((branch, replace(context, slots=slots, may_read=may_read), wanted))
@@ -193,7 +193,7 @@ async def _loaded(
         began = time.perf_counter()
         branch, context, wanted = ready[number]
         with branch.named():
-            async with while_read(branch.storage, branch.step_dir, context.manifest):
+            async with while_read(context.storage, context.step_dir, context.manifest):
                 (found[branch.name],) = (await restore_items(context, wanted)).values()
         # What has no arrays has not been there yet.
         start.arrive(number)

@@ -159,7 +159,7 @@ def convert_call(
             if where in steps:
                 raise InvalidArgumentError(f"source: {where} is given twice, under two names")
             steps[where] = await opened_checkpoint(path, storage, name)
-            found[where] = await items_of(steps[where], storage, share)
+            found[where] = await items_of(steps[where], steps[where].storage, share)
         main = heaviest(list(steps), list(weights.values()))
         items = (
             merged(found, list(weights.values())) if isinstance(source, Mapping) else found[main]

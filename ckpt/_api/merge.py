@@ -105,7 +105,7 @@ def merge_call(
             if where in contexts:
                 raise InvalidArgumentError(f"weights: {where} is given twice, under two names")
             step = await opened_checkpoint(path, storage, name)
-            context = context_of(step, storage, engine, job.process_index, job.process_count)
+            context = context_of(step, step.storage, engine, job.process_index, job.process_count)
             contexts[where] = weight, context
         main = heaviest(list(contexts), [weight for weight, _ in contexts.values()])
         manifests = {place: context.manifest for place, (_, context) in contexts.items()}

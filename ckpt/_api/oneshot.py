@@ -21,7 +21,6 @@ from ckpt._engine.save.deadline import given_up_after
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._engine.verify.file_selection import ReadLimits, read_limits
-from ckpt._engine.verify.pipeline import verify_step_dir
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._events import EventRecorder, Observer
 from ckpt._plan.adapt import Adapt
@@ -46,10 +45,10 @@ from ckpt._steps.restores.requests import context_of, result_of, wanted_items, w
 from ckpt._steps.saves.one_shot import finished, prepared, processes_of
 from ckpt._steps.saves.requests import make_request
 from ckpt._steps.step_metadata import StepMetadata, describe_step
-from ckpt._steps.wrong_paths import explained, opened_checkpoint
+from ckpt._steps.wrong_paths import opened_checkpoint, verified
 from ckpt._tree.table import size_text
 from ckpt.coordination._base import Coordinator
-from ckpt.errors import NotACheckpointError, StepDeletedError
+from ckpt.errors import StepDeletedError
 from ckpt.handlers._registry import HandlersLike
 from ckpt.storage._manifests import has_lost_items, while_read
 from ckpt.storage._resolve import PathLike, open_step_dir
@@ -381,10 +380,10 @@ def load_call(
             opened = await opened_checkpoint(path, storage, step_dir)
             manifest = opened.manifest
             try:
-                async with while_read(storage, step_dir, manifest):
+                async with while_read(opened.storage, opened.step_dir, manifest):
                     restore = context_of(
                         opened,
-                        storage,
+                        opened.storage,
                         engine,
                         process,
                         count,
@@ -395,15 +394,15 @@ def load_call(
                     loaded = await restore_items(restore, targets)
             except StepDeletedError:
                 # A step has only so many items to lose.
-                if not await has_lost_items(storage, step_dir, manifest):
+                if not await has_lost_items(opened.storage, opened.step_dir, manifest):
                     raise
         missing = what_is_missing(manifest) if like is None and wanted is None and not at else ""
         if missing:
-            where = redact(f"{storage.location}/{step_dir}")
+            where = redact(opened.location)
             logger.warning("%s was loaded without some items: %s", where, missing)
         logger.info(
             "loaded %s: %s in %.2f s",
-            redact(f"{storage.location}/{step_dir}"),
+            redact(opened.location),
             size_text(sum(restore.moved)),
             time.perf_counter() - began,
         )
@@ -418,8 +417,7 @@ def metadata_call(path: PathLike) -> Call[StepMetadata]:
 
     async def call() -> StepMetadata:
         opened = await opened_checkpoint(path, storage, step_dir)
-        where = f"{storage.location}/{step_dir}"
-        return await run_in_thread(describe_step, opened.manifest, where)
+        return await run_in_thread(describe_step, opened.manifest, opened.location)
 
     return call
 
@@ -429,9 +427,6 @@ def verify_call(path: PathLike, limits: ReadLimits, deep: bool) -> Call[VerifyRe
     storage, step_dir = open_step_dir(path, follow=True)
 
     async def call() -> VerifyReport:
-        try:
-            return await verify_step_dir(storage, step_dir, None, deep, (), limits=limits)
-        except NotACheckpointError as error:
-            raise await explained(path, error) from None
+        return await verified(path, storage, step_dir, deep, limits=limits)
 
     return call

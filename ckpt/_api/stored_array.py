@@ -23,16 +23,16 @@ from ckpt._plan.targets import ArrayRead, ArrayTarget
 from ckpt._runtime.loop import call_once, run_once
 from ckpt._settings import Staging
 from ckpt._steps.factory import make_engine
-from ckpt._steps.opened import OpenedStep, open_step
+from ckpt._steps.opened import OpenedStep
 from ckpt._steps.restores.requests import context_of
-from ckpt._steps.wrong_paths import explained
+from ckpt._steps.wrong_paths import opened_checkpoint
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._tree.leaf_names import escape_slashes
 from ckpt._tree.suggestions import suggestion
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.storage._base import Storage
-from ckpt.storage._manifests import no_manifest, while_read
+from ckpt.storage._manifests import while_read
 from ckpt.storage._resolve import PathLike, open_step_dir
 
 Array = np.ndarray[Any, Any]
@@ -82,11 +82,8 @@ async def find_array(path: PathLike, leaf: str, item: str | None) -> FoundArray:
         NotACheckpointError: There is no checkpoint at `path`.
     """
     storage, step_dir = open_step_dir(path, follow=True)
-    opened = await open_step(storage, step_dir)
-    where = f"{storage.location}/{step_dir}"
-    if opened is None:
-        raise await explained(path, no_manifest(where))
-    manifest = opened.manifest
+    opened = await opened_checkpoint(path, storage, step_dir)
+    where, manifest = opened.location, opened.manifest
     if item is None and len(manifest.items) == 1:
         [item] = manifest.items
     if item is None or item not in manifest.items:
@@ -114,7 +111,7 @@ async def find_array(path: PathLike, leaf: str, item: str | None) -> FoundArray:
             f"ckpt.load(path, at={leaf!r:.200})",
             item=item,
         )
-    return FoundArray(storage, opened, item, number, found, f"{where}: {leaf}")
+    return FoundArray(opened.storage, opened, item, number, found, f"{where}: {leaf}")
 
 
 class _ArrayBase:

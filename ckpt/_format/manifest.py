@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
 from ckpt._format.digests import digest
 from ckpt._format.history import DroppedItem, Parent, check_dropped
@@ -363,6 +364,16 @@ def decode_item(data: bytes) -> ItemEntry:
         return _read(msgspec.json.decode(data, type=_Item))
     except INVALID as error:
         raise ValueError(f"not an item of a manifest: {error!s:.300}") from error
+
+
+def of_item(manifest: Manifest, item: str) -> Manifest:
+    """Return a manifest of one item alone, as if it were a state without a name."""
+    files, sources = (
+        {path: each for path, each in listed.items() if path.startswith(f"{item}/")}
+        for listed in (manifest.files, manifest.sources)
+    )
+    items = {item: manifest.items[item]}
+    return replace(manifest, unnamed=True, items=items, files=files, sources=sources, dropped=())
 
 
 def sizes(manifest: Manifest, encoded: bytes) -> dict[str, int]:

@@ -51,7 +51,7 @@ class Checkpoint(Struct, frozen=True):
     @property
     def location(self) -> str:
         """Where it is, for messages."""
-        return f"{self.storage.location}/{self.opened.step_dir}"
+        return self.opened.location
 
 
 async def look_at(path: str) -> RunRoot | Checkpoint:
@@ -69,7 +69,7 @@ async def look_at(path: str) -> RunRoot | Checkpoint:
         if stamp is not None:
             opened = await open_step(storage, name)
             if opened is not None:
-                return Checkpoint(storage, opened)
+                return Checkpoint(opened.storage, opened)
     local = local_path(path)
     root = None
     if local is None or local.is_dir():
@@ -83,7 +83,7 @@ async def look_at(path: str) -> RunRoot | Checkpoint:
     if single is not None:
         opened = await open_step(*single)
         if opened is not None:
-            return Checkpoint(single[0], opened)
+            return Checkpoint(opened.storage, opened)
     if root is not None and local is not None and not any(local.iterdir()):
         return root
     raise await _nothing(path)

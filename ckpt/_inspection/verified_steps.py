@@ -86,9 +86,11 @@ async def verify_at(
     if isinstance(found, Checkpoint):
         if found.opened.foreign is not None:
             raise await explained(path, no_manifest(found.location))
-        begins(found.opened.step_dir, 1, 1)
-        name = found.opened.step_dir
-        report = await verify_step_dir(found.storage, name, None, deep, (observer,), limits=limits)
+        begins(found.opened.item or found.opened.step_dir, 1, 1)
+        storage, name = found.storage, found.opened.step_dir
+        report = await verify_step_dir(
+            storage, name, None, deep, (observer,), limits=limits, item=found.opened.item
+        )
         told(report)
         return _all(found.location, False, [report], [], began)
     reports: list[VerifyReport] = []

@@ -149,6 +149,11 @@ class StepIndex:
         return self._names
 
     @property
+    def storage(self) -> Storage:
+        """The root."""
+        return self._storage
+
+    @property
     def location(self) -> str:
         """Where the root is, for messages."""
         return self._storage.location

@@ -265,7 +265,7 @@ class SharedRoot(_SeveralProcesses):
         if handed:
             where = f"{self._index.location}/{about['step_dir']}, from process 0"
             manifest = await run_in_thread(partial(decode, handed, where=where))
-            return OpenedStep(about["step_dir"], manifest)
+            return OpenedStep(self._index.storage, about["step_dir"], manifest)
         try:
             opened = await self._index.found(about["step"])
         except StepNotFoundError as error:

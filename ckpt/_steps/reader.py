@@ -27,14 +27,14 @@ from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import ArrayMemory, VerifyMode, checks_devices
 from ckpt._steps.index import IndexedStep, StepIndex
-from ckpt._steps.opened import OpenedStep, open_step
+from ckpt._steps.opened import OpenedStep
 from ckpt._steps.previous_steps import saved_step
 from ckpt._steps.processes import Processes
 from ckpt._steps.restores.requests import context_of, result_of, wanted_items, what_is_missing
 from ckpt._steps.restores.step_choice import RunStart, StepChoice
 from ckpt._steps.step_metadata import StepMetadata, describe_step
 from ckpt._steps.unreadable import shortened
-from ckpt._steps.wrong_paths import explained
+from ckpt._steps.wrong_paths import opened_checkpoint
 from ckpt._tree.suggestions import suggestion
 from ckpt._tree.table import size_text
 from ckpt.errors import (
@@ -52,7 +52,7 @@ from ckpt.policies._context import SavedStep
 from ckpt.policies._health import Healthy, check_healthy
 from ckpt.policies._ranking import BestN, Metric, Mode, best_of
 from ckpt.storage._base import Storage
-from ckpt.storage._manifests import no_manifest, refuse_deleted, while_read
+from ckpt.storage._manifests import refuse_deleted, while_read
 from ckpt.storage._resolve import PathLike, open_step_dir
 
 logger = logging.getLogger("ckpt")
@@ -223,13 +223,11 @@ class StepReader:
         """Return what a checkpoint of another run holds, which this run begins from."""
         began = time.perf_counter()
         storage, step_dir = open_step_dir(source, follow=True)
-        where = f"{storage.location}/{step_dir}"
-        opened = await open_step(storage, step_dir)
-        if opened is None:
-            raise await explained(source, no_manifest(where))
+        opened = await opened_checkpoint(source, storage, step_dir)
+        storage, where = opened.storage, opened.location
         processes, manifest = self._processes, opened.manifest
         like, items = (None, target) if named else (target, None)
-        async with while_read(storage, step_dir, manifest):
+        async with while_read(storage, opened.step_dir, manifest):
             context = context_of(opened, storage, self._engine, processes.process, processes.count)
             loaded = await restore_items(context, wanted_items(manifest, like, items, adapt))
         # What is written down for others must not hold what opens the store.

@@ -6,10 +6,13 @@ import errno
 from pathlib import PurePath
 
 from ckpt._arguments import shown
+from ckpt._engine.verify.file_selection import NO_LIMITS, ReadLimits
+from ckpt._engine.verify.report import VerifyReport
+from ckpt._events import Observer
 from ckpt._format.manifest_head import FILE_NAME
 from ckpt._redaction import redact
 from ckpt._steps.misplaced import misplaced
-from ckpt._steps.opened import OpenedStep, open_step
+from ckpt._steps.opened import OpenedStep, item_at, open_step
 from ckpt._steps.unreadable import shortened
 from ckpt.errors import CheckpointError, NotACheckpointError, StorageError
 from ckpt.step_names import Standard
@@ -37,6 +40,33 @@ async def opened_checkpoint(path: PathLike, storage: Storage, step_dir: str) -> 
     if opened is None:
         raise await explained(path, no_manifest(f"{storage.location}/{step_dir}"))
     return opened
+
+
+async def verified(
+    path: PathLike,
+    storage: Storage,
+    step_dir: str,
+    deep: bool,
+    observers: tuple[Observer, ...] = (),
+    limits: ReadLimits = NO_LIMITS,
+) -> VerifyReport:
+    """Compare the checkpoint at `path`, or the item of one, with its manifest.
+
+    Raises:
+        NotACheckpointError: There is none; says what is there instead.
+    """
+    # With jax, which most of what is explained here does without.
+    from ckpt._engine.verify.pipeline import verify_step_dir
+
+    try:
+        return await verify_step_dir(storage, step_dir, None, deep, observers, limits=limits)
+    except NotACheckpointError as error:
+        found = await item_at(storage, step_dir)
+        if found is None:
+            raise await explained(path, error) from None
+    return await verify_step_dir(
+        found.storage, found.step_dir, None, deep, observers, limits=limits, item=found.item
+    )
 
 
 async def explained(path: PathLike, error: NotACheckpointError) -> NotACheckpointError:

@@ -448,7 +448,7 @@ def test_what_cannot_be_adopted_is_refused_and_leaves_nothing(model: Path, tmp_p
     ckpt.sync.save(tmp_path / "own", {"a": jnp.ones(3)})
     with pytest.raises(errors.InvalidArgumentError, match="is a checkpoint of this library"):
         ckpt.sync.adopt(tmp_path / "own", tmp_path / "x")
-    with pytest.raises(errors.InvalidArgumentError, match="a part of a step of this library"):
+    with pytest.raises(errors.InvalidArgumentError, match="or a part of one"):
         ckpt.sync.adopt(tmp_path / "own" / "default", tmp_path / "x")
     with pytest.raises(errors.NotACheckpointError, match="there is no directory"):
         ckpt.sync.adopt(tmp_path / "nothing", tmp_path / "x")

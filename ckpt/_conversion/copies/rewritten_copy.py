@@ -48,6 +48,6 @@ async def write_anew(
         target.storage, target.name, wanted.step, overwrite, None, observers, keeps_times=True
     )
     async with while_read(source.storage, source.name, wanted):
-        opened = OpenedStep(source.name, wanted)
+        opened = OpenedStep(source.storage, source.name, wanted)
         items = await items_of(opened, source.storage, _BUDGET_BYTES // 4)
         return (await made.write(items, wanted, _BUDGET_BYTES // 2)).nbytes

@@ -24,7 +24,7 @@ from ckpt._engine.verify.sources import FirstDigests, compare_sources, note_dige
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.chunk_locations import ChunkLocation, places_in
 from ckpt._format.leaf_table import LeafEntry
-from ckpt._format.manifest import Manifest
+from ckpt._format.manifest import Manifest, of_item
 from ckpt._format.manifest_head import FILE_NAME, FileEntry
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.table import size_text
@@ -44,6 +44,7 @@ async def verify_step_dir(
     *,
     limits: ReadLimits = NO_LIMITS,
     may_write: bool = True,
+    item: str = "",
 ) -> VerifyReport:
     """Return what is wrong with a step directory.
 
@@ -56,6 +57,7 @@ async def verify_step_dir(
         limits: How much is read.
         may_write: Whether the digests of a virtual step are written down if it has none. After a
             look at a part of it they never are.
+        item: The only item that is compared; empty for the whole of the step.
 
     Raises:
         StepNotFoundError: `step` was given and there is no such step.
@@ -66,14 +68,18 @@ async def verify_step_dir(
     Cancellation: a read that has begun is waited for; memory is given back.
     """
     began = time.perf_counter()
-    work = _Findings(f"{storage.location}/{step_dir}", step)
+    work = _Findings(f"{storage.location}/{step_dir}/{item}".rstrip("/"), step)
     with located(step=step):
         manifest = await _manifest(storage, step_dir, work)
         if manifest is not None:
             work.step = manifest.step
+            if item:
+                manifest, may_write = of_item(manifest, item), False
             await _compare_unless_deleted(
                 storage, step_dir, manifest, deep, limits, observers, work, may_write
             )
+            if item:
+                work.unlisted = [each for each in work.unlisted if each.startswith(f"{item}/")]
     seconds = time.perf_counter() - began
     logger.info(
         "verified %s (%s): %d problems; %d files, %s read in %.2f s",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -14,34 +13,19 @@ from ckpt._engine.engine import Engine
 from ckpt._engine.save.republication import republish
 from ckpt._engine.save.request import SaveRequest
 from ckpt._format.manifest import Manifest, encode, features, sizes
-from ckpt._format.manifest_head import FILE_NAME, FORMAT_VERSION, MAX_BYTES, OWN_FORMAT, peek
+from ckpt._format.manifest_head import FILE_NAME, FORMAT_VERSION, OWN_FORMAT
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.opened import OpenedStep
 from ckpt._steps.saves.overwrite import make_way
 from ckpt._tree.table import size_text
-from ckpt.errors import CheckpointError, InvalidArgumentError, located
+from ckpt.errors import InvalidArgumentError, located
 from ckpt.storage._base import Attempt, Storage
-from ckpt.storage._resolve import open_beside
 
 if TYPE_CHECKING:
-    from ckpt._interop.foreign import ForeignFiles
+    pass
 
 logger = logging.getLogger("ckpt")
-
-
-async def _is_within_a_step(files: ForeignFiles) -> bool:
-    """Tell whether files of another library are those that a step has for it."""
-    # In a store, they are in a folder of the step.
-    above = files.storage.location.rstrip("/").rpartition("/")[0]
-    roots = [files.storage]
-    with contextlib.suppress(CheckpointError):
-        roots.append(open_beside(files.storage, above))
-    for root in roots:
-        with contextlib.suppress(CheckpointError):
-            if peek(await root.read("", FILE_NAME, MAX_BYTES) or b"") is not None:
-                return True
-    return False
 
 
 async def adopt_step(
@@ -69,13 +53,8 @@ async def adopt_step(
     old = opened.manifest
     if not isinstance(opened.foreign, ForeignFiles):
         raise InvalidArgumentError(
-            f"{redact(where)} is a checkpoint of this library. Its manager may delete it, and what "
-            "was adopted would be lost with it. Copy its directory instead"
-        )
-    if await _is_within_a_step(opened.foreign):
-        raise InvalidArgumentError(
-            f"{redact(where)} is a part of a step of this library. Its manager may delete it, and "
-            "what was adopted would be lost with it. Convert it instead: ckpt.convert"
+            f"{redact(where)} is a checkpoint of this library, or a part of one. Its manager may "
+            "delete it, and what was adopted would be lost with it. Take ckpt.convert instead"
         )
     await storage.prepare()
     await storage.sweep()

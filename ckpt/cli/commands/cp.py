@@ -255,6 +255,11 @@ class _Copy:
                 f"{found.location} was written by another library, without digests: "
                 "'ckpt convert' takes it"
             )
+        if found.opened.item:
+            raise InvalidArgumentError(
+                f"{found.location} is an item of a checkpoint, and no checkpoint by itself: "
+                "'ckpt convert' makes one of it"
+            )
         target = await self._place_for(name)
         if step is not None:
             await self._check_name(target, step)
