@@ -14,6 +14,7 @@ from ckpt._format.leaf_table import LeafForm, LeafTable
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.regions import chunk_grid
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, SCALAR_KINDS, decode_scalar
+from ckpt._tree.leaf_names import MAX_DEPTH
 from ckpt._vitals.signs import UNKNOWN
 from ckpt.errors import CorruptCheckpointError
 
@@ -32,12 +33,13 @@ _MARGIN = 1 + 1e-4
 
 
 def check_leaves(item: ItemEntry) -> None:
-    """Check that the leaf entries of an item can be true, before they are used.
+    """Check that the leaf entries and the tree of an item can be true, before they are used.
 
     Raises:
         CorruptCheckpointError: An entry contradicts itself.
     """
     table = item.leaves
+    _check_depth(item)
     if len(set(table.names)) < len(table):
         raise CorruptCheckpointError("two leaves are stored under one name", leaf=_twice(table))
     for number, form in enumerate(table.forms):
@@ -51,6 +53,19 @@ def check_leaves(item: ItemEntry) -> None:
     _check_signs(table)
     for number in np.flatnonzero(_are_scalars(table)[table.form]).tolist():
         decode_scalar(table.bare(number))
+
+
+def _check_depth(item: ItemEntry) -> None:
+    """Refuse a tree that is deeper than any that can be saved; it takes what no model takes."""
+    depths = [0] * len(item.nodes)
+    for number, node in enumerate(item.nodes):
+        for child in node.children:
+            # Children come after their parents; what else is wrong with them is found later.
+            if number < -child < len(depths):
+                depths[-child] = depths[number] + 1
+    name = max(item.leaves.names, key=len, default="")
+    if max(depths, default=0) > MAX_DEPTH or name.count(".") >= MAX_DEPTH:
+        raise CorruptCheckpointError(f"the stored tree is deeper than {MAX_DEPTH} levels")
 
 
 def _check_chunks(item: ItemEntry, encoded: Flags, most: Floats, owners: Integers) -> None:

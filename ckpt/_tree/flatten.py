@@ -20,7 +20,7 @@ from ckpt._arguments import refuse_orbax_argument
 from ckpt._format.manifest import JsonValue, Node
 from ckpt._tree.boxes import is_box
 from ckpt._tree.classes import UnknownNode, class_name
-from ckpt._tree.leaf_names import join_keys, sibling_names
+from ckpt._tree.leaf_names import MAX_DEPTH, join_keys, sibling_names
 from ckpt._tree.registered_nodes import is_plain_namedtuple, open_registered, refuse_undeclared
 from ckpt._tree.static_values import encode_key
 from ckpt.errors import UnsupportedLeafError
@@ -31,8 +31,6 @@ PyTree = Any
 _PLAIN_LEAVES = frozenset(
     {bool, int, float, complex, str, bytes, np.ndarray, jax.ShapeDtypeStruct, EllipsisType}
 )
-# Far deeper than any model, and far from Python's own limit on the way back.
-_MAX_DEPTH = 200
 # Factories of a defaultdict that are stored under their bare name.
 FACTORIES: Mapping[str, type] = MappingProxyType(
     {kind.__name__: kind for kind in (list, dict, int, float, set, str, tuple)}
@@ -67,7 +65,7 @@ class _Flattening(Struct):
         """Take in `tree` with everything below it; return its number as a child."""
         is_leaf = self.is_leaf is not None and self.is_leaf(tree)
         opened = None if is_leaf else _open(tree, path)
-        if len(path) > _MAX_DEPTH:
+        if len(path) > MAX_DEPTH:
             raise RecursionError
         if opened is None:
             if isinstance(tree, jax.Array):
@@ -85,7 +83,7 @@ class _Flattening(Struct):
         numbers = [0] * len(opened.keys)
         # jax visits some containers in another order than their own (sorted dict keys); leaves are
         # numbered in jax's order, keys stay in the container's.
-        children, plain = opened.children, self.plain if len(path) < _MAX_DEPTH else ()
+        children, plain = opened.children, self.plain if len(path) < MAX_DEPTH else ()
         prefix = f"{join_keys(path)}." if path else ""
         for position in opened.order:
             child = children[position]
@@ -135,7 +133,7 @@ def describe(
         walk.visit(tree, ())
     except RecursionError:
         raise UnsupportedLeafError(
-            f"the tree contains itself, or is nested deeper than {_MAX_DEPTH} levels"
+            f"the tree contains itself, or is nested deeper than {MAX_DEPTH} levels"
         ) from None
     return Structure(tuple(walk.nodes), tuple(walk.names), tuple(walk.leaves))
 

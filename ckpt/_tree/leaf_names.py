@@ -28,7 +28,8 @@ _HASH = "%h"
 # Names are keys of a database, whose length is limited, and every level of the tree adds to them.
 _MOST_CHARACTERS = 512
 _KEPT_CHARACTERS = 64
-
+# Far deeper than any model, and far from Python's own limit on the way back.
+MAX_DEPTH = 200
 
 # A fixed list: which characters are printable changes with the version of Python; names must not.
 _SPECIAL = re.compile(r"[%./\\\x00-\x1f\x7f-\xa0\u2028-\u202e\ud800-\udfff]")

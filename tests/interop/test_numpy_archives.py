@@ -218,7 +218,7 @@ def test_what_numpy_writes_is_read(made: dict[str, Any], how: str) -> None:
             with opened.open(f"{name}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, array)
     found = ckpt.sync.load(in_memory("x.npz", file.getvalue()))
-    flat = nested(made, "./") is None
+    flat = nested(made, "", "./") is None
     for name, array in made.items():
         leaf = found[name] if flat else at(found, name)
         assert leaf.dtype == array.dtype.newbyteorder("=")

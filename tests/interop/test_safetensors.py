@@ -218,7 +218,7 @@ def test_what_the_package_writes_is_read(made: dict[str, Any]) -> None:
     kv = ts.KvStore.open({"driver": "memory"}, context=_memory(name)).result()
     kv.write("x.safetensors", data).result()
     found = ckpt.sync.load(f"memory://{name}/x.safetensors")
-    flat = nested(made) is None
+    flat = nested(made, "") is None
     for key, array in made.items():
         leaf = found[key] if flat else at(found, key)
         assert leaf.dtype == array.dtype

@@ -165,7 +165,7 @@ async def _member_array(read: Fill, member: ZipMember) -> NumpyArray:
 
 def _tree(arrays: Mapping[str, NumpyArray], where: str) -> Any:
     leaves = {name: _ArrayLeaf(array) for name, array in arrays.items()}
-    tree = nested(leaves, "./")
+    tree = nested(leaves, where, "./")
     if tree is None:
         logger.warning(
             "%s: some names are parts of others, so the names are the keys of one dict",

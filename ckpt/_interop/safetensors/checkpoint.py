@@ -204,7 +204,7 @@ def _item(
         raise CorruptCheckpointError(
             f"{where}/{listed[lost]} does not have it, and the index says so", leaf=lost
         )
-    tree = nested(leaves)
+    tree = nested(leaves, where)
     if tree is None:
         logger.warning(
             "%s: some names are parts of others, so the names are the keys of one dict",
