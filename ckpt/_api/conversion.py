@@ -30,7 +30,7 @@ from ckpt._tree.table import size_text
 from ckpt.errors import InvalidArgumentError
 from ckpt.exports import Safetensors, Zarr
 from ckpt.step_names import Standard, StepNames
-from ckpt.storage._resolve import PathLike, open_root, open_step_dir
+from ckpt.storage._resolve import PathLike, open_root, open_step_dir, refuse_inside
 
 logger = logging.getLogger("ckpt")
 
@@ -146,6 +146,9 @@ def convert_call(
     made: Target = _target(target, format, at, formats, step, step_names, overwrite)
     if isinstance(made, CheckpointTarget):
         made = replace(made, observers=observers)
+    into = open_root(target, create=False).location + ("" if step is None else f"/{step}")
+    for _, storage, name in places:
+        refuse_inside(f"{storage.location}/{name}", into)
 
     async def call() -> Conversion:
         began = time.perf_counter()

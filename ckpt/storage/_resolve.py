@@ -118,6 +118,20 @@ def open_beside(storage: Storage, folder: str) -> Storage:
     return open_root(folder, create=False)
 
 
+def refuse_inside(source: str, target: str) -> None:
+    """Raise if the place of what is written is inside of what it is made of.
+
+    Raises:
+        InvalidArgumentError: It is.
+    """
+    above, below = (os.path.join(os.path.realpath(each), "") for each in (source, target))
+    if below.startswith(above) and below != above:
+        raise InvalidArgumentError(
+            f"{shown(target)}: what is made of {shown(source)} cannot be written there, into the "
+            "source itself. Choose a place beside it"
+        )
+
+
 def followed(storage: Storage, step_dir: str, path: str) -> tuple[Storage, str, str]:
     """Return where a file really is, if it is a symbolic link on a disk.
 

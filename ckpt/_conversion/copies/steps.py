@@ -31,6 +31,7 @@ from ckpt.errors import (
 )
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import read_manifest
+from ckpt.storage._resolve import refuse_inside
 
 # The lease of a step that is copied is short: that of a killed copy keeps others from deleting.
 _LEASE_SECONDS, _RENEWALS = 60.0, 6
@@ -126,6 +127,7 @@ async def copy_steps(
     Cancellation: the steps that were copied stay, of others nothing is left behind.
     """
     target = work.target
+    refuse_inside(work.storage.location, target.location)
     await _look_ahead(work, rules)
     await target.prepare()
     if rules.overwrite:
@@ -163,6 +165,7 @@ async def copy_checkpoint(
 
     Cancellation: nothing is left behind.
     """
+    refuse_inside(source.location, target.location)
     manifest = await read_manifest(source.storage, source.name)
     step = manifest.step
     for pattern in unmatched(manifest, rules.select):

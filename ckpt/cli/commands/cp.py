@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Collection, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
@@ -101,6 +102,8 @@ def cp(
 
     if until is not None and not follow:
         raise click.UsageError("--until is for --follow.")
+    if (local := local_path(target)) is not None and not os.path.realpath(local).strip("/"):
+        raise InvalidArgumentError(f"{target} is the root of the disk. Choose a place on it")
     rules = CopyRules(overwrite, whole, select, verify)
     with progress("copy") as line:
         work = _Copy(source, target, rules, line, as_json)
