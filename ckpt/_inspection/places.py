@@ -71,22 +71,34 @@ async def look_at(path: str) -> RunRoot | Checkpoint:
             if opened is not None:
                 return Checkpoint(opened.storage, opened)
     local = local_path(path)
-    root = None
-    if local is None or local.is_dir():
-        root = await open_as_root(path)
-        if await root.index.latest() is not None or root.index.unreadable:
-            return root
-        # The first save of a run, which may look like what Orbax has not finished.
-        attempts = await root.storage.attempts()
-        if any(root.names.step(each.step_dir) is not None for each in attempts):
-            return root
+    may_be_root = local is None or local.is_dir()
+    if may_be_root and (root := await _begun_root(path)) is not None:
+        return root
+    failure: NotACheckpointError | None = None
     if single is not None:
-        opened = await open_step(*single)
+        try:
+            opened = await open_step(*single)
+        except NotACheckpointError as error:
+            failure, opened = error, None
         if opened is not None:
             return Checkpoint(opened.storage, opened)
-    if root is not None and local is not None and not any(local.iterdir()):
+    # The first save may have begun, or ended, meanwhile.
+    if may_be_root and (root := await _begun_root(path)) is not None:
         return root
-    raise await _nothing(path)
+    if may_be_root and local is not None and not any(local.iterdir()):
+        return await open_as_root(path)
+    raise failure or await _nothing(path)
+
+
+async def _begun_root(path: str) -> RunRoot | None:
+    """Return the root at a path if it has steps, or its first one is being saved."""
+    root = await open_as_root(path)
+    if await root.index.latest() is not None or root.index.unreadable:
+        return root
+    # A root in which a save begins has its lease first. To Orbax, an attempt is not finished.
+    attempts = await root.storage.attempts()
+    is_begun = any(not it.step_dir or root.names.step(it.step_dir) is not None for it in attempts)
+    return root if is_begun else None
 
 
 async def open_as_root(path: str) -> RunRoot:
@@ -186,6 +198,10 @@ async def _names_in(storage: Storage) -> StepNames:
     stamps = await storage.stamps(named, FILE_NAME) if named else []
     padded = [name for name, kind in kinds.items() if kind.digits and not kind.prefix]
     conventions = {kinds[name] for name in [*_present(named, stamps), *padded]}
+    if not conventions:
+        # The first save of a run tells.
+        begun = [convention(each.step_dir) for each in await storage.attempts()]
+        conventions = {kind for kind in begun if kind is not None}
     return Composite(Standard(), *sorted(conventions, key=str)) if conventions else Standard()
 
 
