@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from ckpt._arguments import invalid, one_of
 from ckpt._format.dtypes import DTYPES, storable_dtype
-from ckpt._format.manifest import ItemEntry
+from ckpt._format.manifest import ItemEntry, ShardingEntry
 from ckpt._plan.targets import same_category
 from ckpt._plan.virtual_arrays import VirtualArray
 from ckpt._tree.boxes import unboxed_names
@@ -139,11 +139,13 @@ class Stored(Struct, frozen=True):
         sources: By leaf path, in the order of the stored leaves.
         unselected: Stored leaf paths that were not selected.
         moved: Whether paths differ from those of the stored tree.
+        shardings: The stored shardings of the item, by number.
     """
 
     sources: Mapping[str, VirtualArray]
     unselected: frozenset[str]
     moved: bool
+    shardings: Sequence[ShardingEntry]
 
 
 def adapted(item: ItemEntry, adapt: Adapt) -> Stored:
@@ -174,7 +176,7 @@ def adapted(item: ItemEntry, adapt: Adapt) -> Stored:
             _deciding(what, rules, list(sources))
     if adapt.cast is not None and not isinstance(adapt.cast, Mapping):
         _check_cast(dtype_of(adapt.cast), sources)
-    return Stored(sources, unselected, moved)
+    return Stored(sources, unselected, moved, item.shardings)
 
 
 class _AsStored(Mapping[str, VirtualArray]):

@@ -11,8 +11,9 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckpt._format.dtypes import DTYPES
-from ckpt._format.manifest import ItemEntry
-from ckpt._format.shardings import rebuild_sharding
+from ckpt._format.leaf_table import LeafEntry
+from ckpt._format.manifest import ItemEntry, ShardingEntry
+from ckpt._format.places import Place, StoredPlace, place_of
 from ckpt._plan.adapt import Adapt, Stored, mismatch
 from ckpt._plan.targets import (
     PYTHON_TYPES,
@@ -29,6 +30,7 @@ from ckpt._plan.targets import (
     wanted_text,
 )
 from ckpt._plan.virtual_arrays import VirtualArray, resize
+from ckpt._runtime.caller import caller
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.flatten import Structure
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, decode_scalar
@@ -52,7 +54,7 @@ class Match(Struct):
         places: By the number of the leaf, the number of the read that gives it.
         used: Stored leaf paths that are loaded.
         kept: Leaf paths of the target that keep the target's own value.
-        moved: Leaf paths of arrays whose sharding cannot be rebuilt in this process.
+        moved: Leaf paths of arrays that have lost something of their place, and what.
     """
 
     values: list[Any] = field(default_factory=list)
@@ -60,7 +62,7 @@ class Match(Struct):
     places: dict[int, int] = field(default_factory=dict)
     used: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
-    moved: list[str] = field(default_factory=list)
+    moved: dict[str, str] = field(default_factory=dict)
 
     def read(
         self, path: str, source: VirtualArray, target: ArrayTarget, shape: tuple[int, ...]
@@ -121,9 +123,9 @@ class _AsSaved:
         self.match = Match()
         self.problems: list[str] = []
         self._adapt = adapt
-        self._shardings = [rebuild_sharding(entry) for entry in item.shardings]
+        self._places = _Places(item.shardings)
         # Thousands of leaves are equal in everything that matters here.
-        self._known: dict[_Likeness, ArrayTarget] = {}
+        self._known: dict[_Likeness, tuple[ArrayTarget, str]] = {}
         # One object that stood at several places does so again.
         self._shared: dict[int, int] = {}
 
@@ -157,20 +159,18 @@ class _AsSaved:
         dtype = _cast_of(self._adapt, name, source) or DTYPES[entry.dtype or ""]
         placed = (entry.kind, entry.committed, entry.sharding)
         likeness = (*placed, dtype, entry.weak_type, entry.impl, source.shape)
-        if likeness in self._known:
-            return self._known[likeness]
-        # Of a composed array only the first part's place is known, which need not divide it.
-        bound = entry.sharding is not None and entry.committed and source.leaf is not None
-        sharding = self._shardings[entry.sharding or 0] if bound else None
-        lost = bound and sharding is None
+        found = self._known.get(likeness)
+        if found is None:
+            place = self._places.of(entry, source.shape, as_saved=True)
+            target = ArrayTarget(entry.kind, dtype, place.sharding, entry.weak_type, entry.impl)
+            problem = array_problem(source, target, source.shape, casts=True)
+            if problem is not None:
+                self.problems.append(f"{name}: stored {stored_text(source)}, {problem}")
+                return target
+            found = self._known[likeness] = target, place.lost
+        target, lost = found
         if lost:
-            self.match.moved.append(name)
-        target = ArrayTarget(entry.kind, dtype, sharding, entry.weak_type, entry.impl)
-        problem = array_problem(source, target, source.shape, casts=True)
-        if problem is not None:
-            self.problems.append(f"{name}: stored {stored_text(source)}, {problem}")
-        elif not lost:
-            self._known[likeness] = target
+            self.match.moved[name] = lost
         return target
 
 
@@ -215,8 +215,9 @@ class _ToTarget:
         self._hints = 0
         # Thousands of leaves are equal in everything that matters here, and looking at one takes 40
         # us.
-        self._known: dict[_Likeness, ArrayTarget] = {}
+        self._known: dict[_Likeness, tuple[ArrayTarget, str]] = {}
         self._shardings = _Shardings()
+        self._places = _Places(stored.shardings)
         self._are_arrays: dict[type, bool] = {}
         # One array at several places of the target is restored as one.
         self._shared: dict[tuple[int, int], int] = {}
@@ -254,6 +255,7 @@ class _ToTarget:
             value = scalar_value(decode_scalar(entry), target.dtype)
             if value is not None:
                 stored = VirtualArray(replace(entry, dtype=value.dtype.name), (), None)
+                target, _ = self._placed(target, entry, (), leaf)
                 problem = array_problem(stored, target, (), casts=False)
                 if problem is None:
                     self.match.used.extend(source.used)
@@ -305,9 +307,9 @@ class _ToTarget:
         likeness: _Likeness | None = None
         if not self._is_adapted:
             likeness = _likeness(leaf, source, self._shardings, is_array)
-        target = self._known.get(likeness) if likeness is not None else None
+        known = self._known.get(likeness) if likeness is not None else None
         shape = source.shape
-        if target is None:
+        if known is None:
             scalar = python_target(leaf, source)
             found = (scalar, ()) if scalar is not None else array_target(leaf, source.entry)
             if found is None:
@@ -328,22 +330,37 @@ class _ToTarget:
                 self._differs(name, source, f"wanted shape {list(wanted)}")
                 return
             shape = fitted
+            target, lost = self._placed(target, source.entry, shape, leaf)
             problem = array_problem(source, target, shape, casts=cast is not None)
             if problem is not None:
                 self._differs(name, source, problem)
                 return
+            known = target, lost
             if likeness is not None:
-                self._known[likeness] = target
+                self._known[likeness] = known
+        target, lost = known
+        if lost:
+            self.match.moved[name] = lost
         if source.leaf is None or not is_array:
             self.match.read(name, source, target, shape)
             return
         same = (id(leaf), source.leaf)
         if same in self._shared:
-            known = self.match.reads[self._shared[same]]
-            if (known.target, known.shape) == (target, shape):
+            read = self.match.reads[self._shared[same]]
+            if (read.target, read.shape) == (target, shape):
                 self.match.share(self._shared[same])
                 return
         self._shared[same] = self.match.read(name, source, target, shape)
+
+    def _placed(
+        self, target: ArrayTarget, entry: LeafEntry, shape: tuple[int, ...], leaf: Any
+    ) -> tuple[ArrayTarget, str]:
+        """Return a target with the place where the array goes, and what it loses there."""
+        if target.kind not in ("jax", "key"):
+            return target, ""
+        is_free = not getattr(leaf, "committed", True)
+        place = self._places.of(entry, shape, target.sharding, is_free=is_free)
+        return replace(target, sharding=place.sharding), place.lost
 
     def _shape(
         self, name: str, source: VirtualArray, wanted: tuple[int, ...]
@@ -381,6 +398,35 @@ def _cast_of(adapt: Adapt, name: str, source: VirtualArray) -> Any:
     return dtype if same_category(dtype, DTYPES[source.entry.dtype or ""]) else None
 
 
+class _Places:
+    """Where arrays go that say nothing of a place, or of one without devices."""
+
+    def __init__(self, shardings: Sequence[ShardingEntry]) -> None:
+        self._entries = shardings
+        self._stored: dict[tuple[int, bool], StoredPlace] = {}
+        self._mesh = caller().mesh
+
+    def of(
+        self,
+        entry: LeafEntry,
+        shape: tuple[int, ...],
+        wanted: jax.sharding.Sharding | None = None,
+        *,
+        is_free: bool = False,
+        as_saved: bool = False,
+    ) -> Place:
+        """Return where an array goes; see `place_of`. As saved, its own devices come first."""
+        stored, number = None, entry.sharding
+        if number is not None:
+            key = number, not entry.committed
+            stored = self._stored.get(key)
+            if stored is None:
+                stored = StoredPlace.of(self._entries[number], is_free=not entry.committed)
+                self._stored[key] = stored
+        is_known = as_saved and (stored is None or stored.sharding is not None)
+        return place_of(shape, stored, wanted, None if is_known else self._mesh, is_free=is_free)
+
+
 class _Shardings:
     """Shardings by number: equal ones have the same.
 
@@ -408,13 +454,13 @@ def _likeness(
     wanted: _Likeness
     if is_array:
         # The abstract value is dtype, shape and weak type.
-        wanted = (leaf.aval,)
+        wanted = (leaf.aval, leaf.committed)
     elif isinstance(leaf, jax.ShapeDtypeStruct):
         wanted = (leaf.dtype, leaf.shape, getattr(leaf, "weak_type", False))
     else:
         return None
     entry = source.entry
-    stored = (entry.kind, entry.committed, entry.dtype, entry.impl, source.shape)
+    stored = (entry.kind, entry.committed, entry.sharding, entry.dtype, entry.impl, source.shape)
     return (type(leaf), shardings.number(leaf.sharding), *wanted, *stored)
 
 

@@ -15,6 +15,7 @@ from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.regions import Region, addressable_regions, whole
 from ckpt._plan.slices.array_slices import ArraySlice
 from ckpt._plan.virtual_arrays import VirtualArray
+from ckpt._runtime.caller import caller
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE
 from ckpt.errors import CorruptCheckpointError
 
@@ -26,6 +27,8 @@ _CATEGORIES: dict[type, str] = {
     float: jnp.floating.__name__,
     complex: jnp.complexfloating.__name__,
 }
+# As jax arrays only where jax has 64 bits switched on.
+_OF_64_BITS = frozenset({"int64", "uint64", "float64", "complex128"})
 
 Shape = tuple[int, ...]
 DType = np.dtype[Any]
@@ -104,8 +107,8 @@ def array_target(leaf: Any, entry: LeafEntry) -> tuple[ArrayTarget, Shape] | Non
         return None
     if kind in ("numpy", "numpy_scalar"):
         return ArrayTarget(kind, dtype), shape
-    if sharding is not None:
-        sharding = _placement(sharding, entry)
+    if not getattr(leaf, "committed", True) or (_is_free(entry) and sharding == _free_place()):
+        sharding = None
     weak = bool(getattr(leaf, "weak_type", False))
     return ArrayTarget(kind, dtype, sharding, weak, impl), shape
 
@@ -138,23 +141,22 @@ def key_shape(entry: LeafEntry) -> Shape:
     return tuple(entry.shape[:-1])
 
 
-def _placement(sharding: jax.sharding.Sharding, entry: LeafEntry) -> jax.sharding.Sharding | None:
-    """Return the sharding to restore to; None for an array that was and stays uncommitted.
+def _is_free(entry: LeafEntry) -> bool:
+    """Tell whether what is stored was bound to no devices."""
+    return entry.kind in PYTHON_TYPES or (entry.kind in ("jax", "key") and not entry.committed)
 
-    An uncommitted array (`jnp.zeros(3)`) has the sharding of the default device too, but committing
-    it there would make jax refuse to combine it with arrays on other devices.
-    """
-    if entry.kind in PYTHON_TYPES or (entry.kind in ("jax", "key") and not entry.committed):
-        free = jax.sharding.SingleDeviceSharding(default_device())
-        if sharding == free:
-            return None
-    return sharding
+
+def _free_place() -> jax.sharding.Sharding:
+    """Return the sharding of uncommitted arrays, which targets made of such arrays have."""
+    return jax.sharding.SingleDeviceSharding(default_device())
 
 
 def default_device() -> jax.Device:
     """Return the device on which jax puts new arrays."""
-    chosen = getattr(jax.config, "jax_default_device", None)
-    return chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
+    chosen = caller().device
+    if isinstance(chosen, jax.Device):
+        return chosen
+    return jax.local_devices(backend=chosen)[0]
 
 
 def array_problem(
@@ -189,17 +191,12 @@ def array_problem(
         return f"wanted dtype {target.dtype}, which has no place for NaN and infinity"
     if target.kind not in ("jax", "key"):
         return None
-    if jax.dtypes.canonicalize_dtype(target.dtype) != target.dtype:
+    if target.dtype.name in _OF_64_BITS and not caller().x64:
         return (
             f"wanted {target.dtype} as a jax array, but jax_enable_x64 is off: jax would cut it to "
             "32 bits. Switch it on, or ask for a 32-bit dtype or a numpy array"
         )
     if target.sharding is not None:
-        if isinstance(getattr(target.sharding, "mesh", None), jax.sharding.AbstractMesh):
-            return (
-                "wanted a sharding over an abstract mesh, which has no devices: put a "
-                "jax.sharding.NamedSharding over a real mesh with the same spec in its place"
-            )
         try:
             target.sharding.shard_shape(shape)
         except Exception as error:

@@ -24,6 +24,7 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 from msgspec import Struct
 
+from ckpt._runtime import caller as callers
 from ckpt._runtime.exit import ending_error, is_ending
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_beside, start_thread, threads_of_loop
@@ -64,6 +65,7 @@ class Job(Generic[T]):
         """Made by `EngineLoop.submit`."""
         self.future: Future[T] = Future()
         self._running = running
+        self._caller = callers.look()
         self._scope: anyio.CancelScope | None = None
         self._cancelled = False
 
@@ -80,6 +82,7 @@ class Job(Generic[T]):
 
     async def run(self, function: Callable[..., Awaitable[T]], *args: Any) -> None:
         """Run to the end and keep the outcome; never raises into the engine's task group."""
+        callers.serve(self._caller)
         with anyio.CancelScope() as scope:
             self._scope = scope
             if self._cancelled:

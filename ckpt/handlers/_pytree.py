@@ -139,10 +139,12 @@ class PyTreeHandler:
 def _report(entry: ItemEntry, match: Match, adapt: Adapt, item: str) -> None:
     if match.moved:
         logger.warning(
-            "%d arrays (%s, ...) were saved on devices this process does not have; they are "
-            "restored to the default device. Pass like= with shardings to place them",
+            "%d arrays are not placed as they were: %s. Pass like= with shardings to place them",
             len(match.moved),
-            match.moved[0],
+            "; ".join(
+                f"{count} ({path}{', ...' if count > 1 else ''}): {lost}"
+                for lost, (count, path) in _by_value(match.moved).items()
+            ),
         )
     if adapt.report is not None:
         used = set(match.used)
@@ -155,3 +157,12 @@ def _report(entry: ItemEntry, match: Match, adapt: Adapt, item: str) -> None:
                 kept=tuple(match.kept),
             )
         )
+
+
+def _by_value(texts: Mapping[str, str]) -> dict[str, tuple[int, str]]:
+    """Return for each text how many paths have it, and the first of them."""
+    found: dict[str, tuple[int, str]] = {}
+    for path, text in texts.items():
+        count, first = found.get(text, (0, path))
+        found[text] = count + 1, first
+    return found

@@ -114,8 +114,7 @@ def test_every_process_gets_its_parts_of_every_target(
         assert value["problems"] == []
         assert all(value["checks"].values()), value["checks"]
         assert value["total"] == pytest.approx(total, rel=1e-5)
-        (warning,) = value["warnings"]
-        assert "1 arrays over several processes (weak, ...) were weakly typed" in warning
+        assert value["warnings"] == []
         # Not one program: another process may be anywhere in its own.
         assert value["programs"] == []
 
@@ -154,7 +153,7 @@ def test_without_a_target_every_process_has_a_part_of_everything(two: list[Resul
         assert value["warnings"] == []
 
 
-def test_arrays_on_devices_of_some_processes_come_to_the_default_device(
+def test_arrays_on_devices_of_some_processes_come_to_those_of_all(
     four: list[Result],
 ) -> None:
     for result in four:
@@ -163,7 +162,14 @@ def test_arrays_on_devices_of_some_processes_come_to_the_default_device(
         # Four devices are all of them again; two are of two processes, and one is everybody's own.
         assert value["devices"]["rows"] == ["0.0", "1.0", "2.0", "3.0"]
         assert value["devices"]["scalar"] == [f"{index}.0"]
-        assert value["devices"]["of the first"] == [f"{index}.0"]
-        assert not value["committed"]["of the first"]
+        assert value["devices"]["of the first"] == ["0.0", "1.0", "2.0", "3.0"]
+        assert value["specs"]["of the first"] == ["x"]
         (warning,) = value["warnings"]
-        assert "1 arrays (of the first, ...)" in warning
+        assert "1 (of the first): its mesh x=2 is x=4 on the devices here" in warning
+
+
+def test_a_second_start_has_the_places_of_the_first(tmp_path: Path) -> None:
+    for result in run_processes(2, "resume_in_job.py", tmp_path):
+        assert result.value["warnings"] == []
+        for name, (first, *others) in result.value["found"].items():
+            assert all(each == first for each in others), name

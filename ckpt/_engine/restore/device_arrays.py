@@ -64,6 +64,31 @@ def make_arrays(
     return [_public_put(kind, devices, hosts, copies) for hosts in arrays]
 
 
+def weakly_typed(array: jax.Array) -> jax.Array:
+    """Return a weakly typed array over the same memory; no program runs, on no process.
+
+    jax has no call for that, but makes its arrays of what they are and of their parts.
+    """
+    make: Any = type(array)
+    parts = [shard.data for shard in array.addressable_shards]
+    try:
+        weak: Any = array.aval
+        weak = make(weak.update(weak_type=True), array.sharding, parts, committed=array.committed)
+    except (TypeError, AttributeError) as error:
+        _say_not_weak(f"{error!s:.200}")
+        return array
+    return weak  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _say_not_weak(reason: str) -> None:
+    logger.warning(
+        "weakly typed arrays come back with their dtype, and not weakly: this jax does not make "
+        "such arrays (%s)",
+        reason,
+    )
+
+
 def _public_put(kind: ArrayKind, devices: Devices, hosts: Hosts, copies: bool) -> jax.Array:
     hosts = [host.copy() if copies else host for host in hosts]
     if not kind.committed:

@@ -8,7 +8,6 @@ buffers serve the next ones.
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
@@ -29,7 +28,7 @@ from ckpt._engine.restore.destinations import (
     map_files,
 )
 from ckpt._engine.restore.item_files import read_item_file
-from ckpt._engine.restore.placement import cannot_be_weak, place
+from ckpt._engine.restore.placement import place
 from ckpt._engine.restore.shared_reads import BlockReader, SharedReads
 from ckpt._engine.restore.step_files import ItemElsewhere
 from ckpt._engine.signs.restored_arrays import check_arrays
@@ -51,8 +50,6 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import ArrayMemory
 from ckpt.errors import CorruptCheckpointError, StorageError, located
 from ckpt.storage._base import MapsFiles
-
-logger = logging.getLogger("ckpt")
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
@@ -135,7 +132,6 @@ class EngineItemReader:
             InvalidArgumentError: The arrays are larger than the memory of this machine.
         """
         check_memory(reads, entry.leaves)
-        _warn_of_types(reads)
         if self._restore.may_read is not None:
             await self._restore.may_read()
         began_ns = time.perf_counter_ns()
@@ -417,14 +413,3 @@ def _locate(error: CorruptCheckpointError, request: ReadRequest) -> None:
 
 def _nothing() -> None:
     pass
-
-
-def _warn_of_types(reads: Sequence[ArrayRead]) -> None:
-    changed = [read.path for read in reads if cannot_be_weak(read.target)]
-    if changed:
-        logger.warning(
-            "%d arrays over several processes (%s, ...) were weakly typed; they come back with the "
-            "same dtype, not weakly. Give them a dtype where they are made",
-            len(changed),
-            changed[0],
-        )

@@ -19,7 +19,7 @@ from msgspec import Struct, field
 from ckpt._engine.memory.casts import cast
 from ckpt._engine.restore.blank_arrays import memory_of
 from ckpt._engine.restore.destinations import Destination
-from ckpt._engine.restore.device_arrays import ArrayKind, Hosts, make_arrays
+from ckpt._engine.restore.device_arrays import ArrayKind, Hosts, make_arrays, weakly_typed
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.regions import Region, addressable_regions
 from ckpt._plan.targets import PYTHON_TYPES, ArrayRead, ArrayTarget, default_device
@@ -27,7 +27,6 @@ from ckpt.errors import TargetMismatchError
 
 Array = np.ndarray[Any, Any]
 
-_ZEROS = {"i": 0, "f": 0.0, "c": 0j}
 # Pages that an array of its own may keep alive beyond its end.
 _SLACK = 4096
 
@@ -182,28 +181,7 @@ def _finished(array: jax.Array, target: ArrayTarget) -> jax.Array:
     if target.kind == "key":
         keys: jax.Array = jax.random.wrap_key_data(array, impl=target.impl)
         return keys
-    return _weakly_typed(array) if target.weak_type and array.is_fully_addressable else array
-
-
-def cannot_be_weak(target: ArrayTarget) -> bool:
-    """Tell whether an array was weakly typed and cannot come back so.
-
-    jax has no call that sets the type of an array. Computing one that has it is a program, which
-    all processes with a part of the array would have to run at the same point of their own.
-    """
-    sharding = target.sharding
-    return target.weak_type and sharding is not None and not sharding.is_fully_addressable
-
-
-def _weakly_typed(array: jax.Array) -> jax.Array:
-    zero = _ZEROS.get(array.dtype.kind)
-    weak = None if zero is None else jnp.full(array.shape, zero)
-    if weak is None or weak.dtype != array.dtype:
-        # jax has no weak type of such values.
-        return array
-    # An update keeps the type of what is updated: jax has no public call that sets it.
-    weak = weak.at[...].set(array)
-    return weak if weak.sharding == array.sharding else jax.device_put(weak, array.sharding)
+    return weakly_typed(array) if target.weak_type else array
 
 
 def _owns(array: Array) -> bool:

@@ -161,7 +161,8 @@ class AsSaved:
         if self._lost:
             found.append(
                 f"the shardings of {_few(self._lost)} cannot be made again; a restore puts these "
-                "arrays whole on the default device of each process"
+                "arrays on a mesh of the devices that it has, and here they are taken to be whole "
+                "in each process"
             )
         return found
 

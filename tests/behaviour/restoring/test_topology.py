@@ -105,7 +105,9 @@ def lies_as(array: Any, layout: Any, source: Any) -> bool:
     if layout is None:
         return type(array) is np.ndarray
     if isinstance(layout, str):
-        return not array.committed
+        # It goes where it was.
+        was_bound = isinstance(source, jax.sharding.Sharding)
+        return bool(array.sharding == source) if was_bound else not array.committed
     # One that was free to move stays so where jax would have put it anyway.
     free = isinstance(source, str) and layout == array.sharding == layouts()["device 0"]
     return bool(array.sharding == layout and array.committed is not free)
@@ -336,14 +338,19 @@ def test_fewer_devices_take_what_they_can_and_one_warning_says_the_rest(
         assert bytes.fromhex(arrays[name]["bits"]) == bits(data), name
         assert arrays[name]["dtype"] == str(leaf.dtype)
         here = {device.id for device in leaf.sharding.device_set} <= set(range(devices))
-        assert arrays[name]["committed"] == (here and leaf.committed), name
-        assert arrays[name]["devices"] == (len(leaf.sharding.device_set) if here else 1), name
+        assert arrays[name]["committed"] == leaf.committed, name
+        count = len(leaf.sharding.device_set) if here else devices
+        assert arrays[name]["devices"] == count, name
+        # That of a key is the spec of its data, which has an axis more.
+        spec = [part for part in arrays[name]["spec"] if part]
+        assert spec == [part for part in getattr(leaf.sharding, "spec", []) if part], name
     lost = sum(
         not {device.id for device in leaf.sharding.device_set} <= set(range(devices))
         for leaf in tree.values()
     )
     (warning,) = found["warnings"]
-    assert warning.startswith(f"{lost} arrays (")
+    assert warning.startswith(f"{lost} arrays are not placed as they were: ")
+    assert f"2 (key, ...): its mesh x=8 is x={devices} on the devices here" in warning
     assert "Pass like= with shardings to place them" in warning
     assert found["sum"] == SHAPE[0] * SHAPE[1] + 3
 

@@ -118,7 +118,7 @@ def targets() -> dict[str, Any]:
     checks = {
         "cast": found["cast"].dtype == jnp.bfloat16,
         "counter": int(found["counter"].addressable_data(0)) == 7,
-        "weak": (float(found["weak"].addressable_data(0)), found["weak"].weak_type) == (2.5, False),
+        "weak": (float(found["weak"].addressable_data(0)), found["weak"].weak_type) == (2.5, True),
         "numpy": bool((found["numpy"] == values("numpy")).all()),
         "left out": found["left out"] is ...,
         "key": bool(jnp.issubdtype(found["keys"].dtype, jax.dtypes.prng_key)),

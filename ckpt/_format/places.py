@@ -1,0 +1,189 @@
+"""Places: where an array comes back, of what is stored, wanted, set and here. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from msgspec import Struct
+
+from ckpt._format.manifest import ShardingEntry
+from ckpt._format.shardings import rebuild_sharding
+
+Shape = tuple[int, ...]
+
+
+class Place(Struct, frozen=True):
+    """Where an array comes back.
+
+    Attributes:
+        sharding: Its sharding; None where jax puts new arrays, and may move them from.
+        lost: What it has no longer of the place that it is to have; empty if it has all of it.
+    """
+
+    sharding: Sharding | None = None
+    lost: str = ""
+
+
+class StoredPlace(Struct, frozen=True):
+    """Where an array lay when it was saved.
+
+    Attributes:
+        entry: Its stored sharding.
+        sharding: The same on the devices of this job; None where they are not all here.
+        is_free: Whether jax was free to move it.
+    """
+
+    entry: ShardingEntry
+    sharding: Sharding | None
+    is_free: bool = False
+
+    @staticmethod
+    def of(entry: ShardingEntry, *, is_free: bool = False) -> StoredPlace:
+        """Return a stored sharding, made again of the devices that are here."""
+        return StoredPlace(entry, rebuild_sharding(entry), is_free)
+
+
+def place_of(
+    shape: Shape,
+    stored: StoredPlace | None,
+    wanted: Sharding | None,
+    mesh: Mesh | AbstractMesh | None,
+    *,
+    is_free: bool = False,
+) -> Place:
+    """Return where an array comes back.
+
+    Args:
+        shape: Its shape; for a PRNG key that of its data.
+        stored: Where it lay; None if it lay on no devices.
+        wanted: The sharding of its target; None if that says nothing of a place.
+        mesh: The mesh that the caller has set, or None.
+        is_free: Whether its target is an array that jax is free to move.
+    """
+    if wanted is not None and not is_abstract(wanted):
+        return Place(wanted)
+    # One without axes says nothing, either.
+    wanted = None if wanted is None or wanted.mesh.empty else wanted  # type: ignore[attr-defined]
+    own: Any = getattr(wanted, "mesh", None)
+    is_one = is_free and stored is not None and len(stored.entry.device_ids) == 1
+    if own is None and stored is not None and (stored.is_free or is_one):
+        return Place()
+    base, lost = _mesh_of(stored, own, mesh)
+    if base is None:
+        found = None if stored is None or own is not None else stored.sharding
+        return Place(found, "" if found is not None else lost)
+    sizes, spec, kind = _spec_of(stored, wanted)
+    kept, cut = _kept(spec, shape, base, sizes)
+    local = base.local_devices
+    if kind and local and kind not in {each.kind for each in local[0].addressable_memories()}:
+        cut, kind = [*cut, kind], None
+    if cut:
+        lost = f"{lost}{', and ' if lost else ''}it has no {', '.join(map(repr, cut))} there"
+    return Place(NamedSharding(base, kept, memory_kind=kind), lost)
+
+
+def is_abstract(sharding: Sharding | None) -> bool:
+    """Tell whether a sharding is over a mesh without devices."""
+    return isinstance(getattr(sharding, "mesh", None), AbstractMesh)
+
+
+def _mesh_of(
+    stored: StoredPlace | None, own: AbstractMesh | None, mesh: Mesh | AbstractMesh | None
+) -> tuple[Mesh | None, str]:
+    """Return the mesh for an array, and what is lost with it; None to leave it as it is stored."""
+    if isinstance(mesh, Mesh):
+        return mesh, ""
+    # An abstract mesh that is set, or that of the target.
+    own = own if mesh is None else mesh
+    known = None if stored is None else stored.sharding
+    old = known.mesh if isinstance(known, NamedSharding) else None
+    if own is not None:
+        if isinstance(old, Mesh) and old.shape_tuple == own.shape_tuple:
+            return Mesh(old.devices, old.axis_names, axis_types=own.axis_types), ""
+        return _fitted(own.axis_names, own.axis_sizes, own.axis_types)
+    if known is not None or stored is None:
+        return (old, "") if isinstance(old, Mesh) else (None, "")
+    entry = stored.entry
+    if entry.kind == "named":
+        kinds = [getattr(AxisType, name, None) for name in entry.axis_types]
+        return _fitted(entry.axis_names, entry.axis_sizes, kinds, entry.platform)
+    if entry.kind == "single" or len(entry.device_ids) < 2:
+        return None, "its device is not here, and it goes to the default one"
+    made, lost = _fitted(["devices"], [len(entry.device_ids)], [AxisType.Auto], entry.platform)
+    return made, lost or "its sharding cannot be made again, and it is on every device"
+
+
+def _fitted(
+    names: Sequence[Any], sizes: Sequence[int], types: Sequence[Any], platform: str | None = None
+) -> tuple[Mesh | None, str]:
+    """Return a mesh of these axes over all devices, and what is lost.
+
+    The inner axes keep their sizes as far as these divide the number of devices; the first one
+    takes the rest.
+    """
+    try:
+        try:
+            devices = jax.devices(platform)
+        except RuntimeError:
+            devices = jax.devices()
+        left, fitted = len(devices), list(sizes)
+        for axis in range(len(fitted) - 1, 0, -1):
+            fitted[axis] = math.gcd(fitted[axis], left)
+            left //= fitted[axis]
+        fitted[0] = left
+        mesh = jax.make_mesh(fitted, names, axis_types=tuple(types), devices=devices)
+    except Exception:
+        # A stored mesh may be anything, and jax may raise any error then.
+        return None, "its mesh cannot be made here, and it goes to the default device"
+    was, now = (
+        ", ".join(f"{name}={n}" for name, n in zip(names, each, strict=False))
+        for each in (sizes, fitted)
+    )
+    return mesh, "" if was == now else f"its mesh {was:.100} is {now:.100} on the devices here"
+
+
+def _spec_of(
+    stored: StoredPlace | None, wanted: Any
+) -> tuple[Mapping[str, int], Sequence[Any], str | None]:
+    """Return the axes, the spec over them and the memory kind that an array is to have."""
+    if wanted is not None:
+        # What is traced has a memory kind only where that is asked for.
+        kind = wanted.memory_kind or (stored.entry.memory_kind if stored is not None else None)
+        return wanted.mesh.shape, wanted.spec, kind
+    if stored is None:
+        return {}, (), None
+    entry = stored.entry
+    return (
+        dict(zip(entry.axis_names, entry.axis_sizes, strict=False)),
+        entry.spec if entry.kind == "named" else (),
+        entry.memory_kind,
+    )
+
+
+def _kept(
+    spec: Sequence[Any], shape: Shape, mesh: Mesh, sizes: Mapping[str, int]
+) -> tuple[PartitionSpec, list[str]]:
+    """Return the axes of a spec that a mesh has and that divide a shape; and those that it lost."""
+    parts: list[Any] = []
+    lost: list[str] = []
+    used: set[str] = set()
+    for length, part in zip(shape, spec, strict=False):
+        names = [part] if isinstance(part, str) else part if isinstance(part, list | tuple) else []
+        kept: list[str] = []
+        for name in names:
+            size = mesh.shape.get(name)
+            if size and name not in used and length % (size * _size(kept, mesh)) == 0:
+                used.add(name)
+                kept.append(name)
+            elif sizes.get(name) != 1:
+                lost.append(name)
+        parts.append(kept[0] if kept and isinstance(part, str) else tuple(kept) or None)
+    return PartitionSpec(*parts), lost  # type: ignore[no-untyped-call]
+
+
+def _size(names: Sequence[str], mesh: Mesh) -> int:
+    return math.prod(mesh.shape[name] for name in names)

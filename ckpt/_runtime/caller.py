@@ -1,0 +1,61 @@
+"""What the thread that makes a call has set in jax, for the threads that do the work.
+
+jax keeps a mesh, a default device and the switch for 64 bits for one thread alone where they are
+set by a `with` block, or by `jax.set_mesh`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    import jax
+
+
+class Caller(Struct, frozen=True):
+    """What a calling thread has set.
+
+    Attributes:
+        mesh: The mesh that is set; None without one. An abstract one has no devices.
+        device: Where new arrays go, or the name of the platform; None leaves it to jax.
+        x64: Whether jax may have numbers of 64 bits; None leaves it to the thread that asks.
+    """
+
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
+    device: Any = None
+    x64: bool | None = None
+
+
+_CALLER: ContextVar[Caller] = ContextVar("ckpt_caller")
+
+
+def look() -> Caller:
+    """Return what this thread has set."""
+    jax: Any = sys.modules.get("jax")
+    if not hasattr(jax, "config"):
+        # Of a program without jax, or while another thread imports it.
+        return Caller()
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        # Refused while jax traces a function.
+        with contextlib.suppress(ValueError):
+            concrete = jax.sharding.get_mesh()
+            mesh = mesh if concrete.empty else concrete
+    config = jax.config
+    return Caller(None if mesh.empty else mesh, config.jax_default_device, config.jax_enable_x64)
+
+
+def serve(caller: Caller) -> None:
+    """Work for a caller from now on: in this task, and in what it starts."""
+    _CALLER.set(caller)
+
+
+def caller() -> Caller:
+    """Return what the calling thread has set for which this task works; else what this one has."""
+    found = _CALLER.get(None)
+    return look() if found is None else found
