@@ -1,13 +1,16 @@
 """What the thread that makes a call has set in jax, for the threads that do the work.
 
 jax keeps a mesh, a default device and the switch for 64 bits for one thread alone where they are
-set by a `with` block, or by `jax.set_mesh`.
+set by a `with` block, or by `jax.set_mesh`. What is set for the whole program, such as a guard
+against transfers that nobody has asked for, is meant for the program's own code: a save was asked
+for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +34,19 @@ class Caller(Struct, frozen=True):
     x64: bool | None = None
 
 
+# Settings that would refuse or change what this library does: their names, and how it works.
+_OURS = (
+    *(
+        (f"transfer_guard{which}", "allow")
+        for which in ("", "_host_to_device", "_device_to_device", "_device_to_host")
+    ),
+    ("debug_nans", False),
+    ("debug_infs", False),
+    ("disable_jit", False),
+    ("enable_checks", False),
+    ("numpy_rank_promotion", "allow"),
+    ("numpy_dtype_promotion", "standard"),
+)
 _CALLER: ContextVar[Caller] = ContextVar("ckpt_caller")
 
 
@@ -59,3 +75,16 @@ def caller() -> Caller:
     """Return what the calling thread has set for which this task works; else what this one has."""
     found = _CALLER.get(None)
     return look() if found is None else found
+
+
+@contextlib.contextmanager
+def own_settings() -> Iterator[None]:
+    """Do the body in this thread as if the program had set nothing but 64 bits."""
+    jax: Any = sys.modules.get("jax")
+    with contextlib.ExitStack() as stack:
+        if hasattr(jax, "config"):
+            wanted = [*_OURS, ("enable_x64", caller().x64)]
+            for name, value in wanted:
+                if getattr(jax.config, f"jax_{name}") not in (value, None):
+                    stack.enter_context(getattr(jax, name)(value))
+        yield

@@ -20,6 +20,7 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import RunVar
 
+from ckpt._runtime.caller import own_settings
 from ckpt._runtime.exit import ending_error
 from ckpt._runtime.futures import settled
 from ckpt.errors import CheckpointError, StorageError
@@ -64,7 +65,7 @@ async def run_in_thread(
     abandon_on_cancel: bool = False,
     limiter: anyio.CapacityLimiter | None = None,
 ) -> T:
-    """Run a function in a worker thread; as `anyio.to_thread.run_sync` does.
+    """Run a function in a worker thread, as `anyio.to_thread.run_sync` does; see `own_settings`.
 
     Raises:
         StorageError: The system refused the thread.
@@ -75,7 +76,8 @@ async def run_in_thread(
     def call() -> T:
         nonlocal begun
         begun = True
-        return function(*args)
+        with own_settings():
+            return function(*args)
 
     try:
         return await anyio.to_thread.run_sync(

@@ -100,9 +100,7 @@ class Kernels(Struct):
             return
         kernel = None
         try:
-            # Whatever the program forbids itself, these are ours.
-            with jax.numpy_rank_promotion("allow"):
-                kernel = _compiled(key)
+            kernel = _compiled(key)
         except Exception as error:
             logger.warning(
                 "no kernel of vital signs for %s%s on %s: they are taken on the host (%s)",

@@ -140,7 +140,7 @@ def test_damage_is_found_in_what_is_read_in_place(tmp_path: Path) -> None:
 def test_options_that_look_at_the_content_of_arrays(
     tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory of a blank array may hold anything: none is made."""
+    """The memory of a blank array may hold anything, and nobody looks at it."""
     made: list[Any] = []
 
     def blank(*args: Any) -> Any:
@@ -157,8 +157,7 @@ def test_options_that_look_at_the_content_of_arrays(
     finally:
         jax.config.update(option, False)
     assert_same(found, saved)
-    assert made
-    assert not any(made)
+    assert all(made)
 
 
 def test_where_jax_makes_no_blank_arrays_they_are_copied(
