@@ -156,13 +156,16 @@ class _AsSaved:
 
     def _target(self, name: str, source: VirtualArray) -> ArrayTarget:
         entry = source.entry
-        dtype = _cast_of(self._adapt, name, source) or DTYPES[entry.dtype or ""]
+        cast = _cast_of(self._adapt, name, source)
+        dtype = cast or DTYPES[entry.dtype or ""]
         placed = (entry.kind, entry.committed, entry.sharding)
         likeness = (*placed, dtype, entry.weak_type, entry.impl, source.shape)
         found = self._known.get(likeness)
         if found is None:
             place = self._places.of(entry, source.shape, as_saved=True)
-            target = ArrayTarget(entry.kind, dtype, place.sharding, entry.weak_type, entry.impl)
+            target = ArrayTarget(
+                entry.kind, dtype, place.sharding, entry.weak_type, entry.impl, cast is not None
+            )
             problem = array_problem(source, target, source.shape, casts=True)
             if problem is not None:
                 self.problems.append(f"{name}: stored {stored_text(source)}, {problem}")
@@ -322,9 +325,7 @@ class _ToTarget:
                 return
             cast = _cast_of(self._adapt, name, source)
             if cast is not None:
-                target = ArrayTarget(
-                    target.kind, cast, target.sharding, target.weak_type, target.impl
-                )
+                target = replace(target, dtype=cast, is_cast=True)
             fitted = self._shape(name, source, wanted)
             if fitted is None:
                 self._differs(name, source, f"wanted shape {list(wanted)}")
@@ -456,7 +457,7 @@ def _likeness(
         # The abstract value is dtype, shape and weak type.
         wanted = (leaf.aval, leaf.committed)
     elif isinstance(leaf, jax.ShapeDtypeStruct):
-        wanted = (leaf.dtype, leaf.shape, getattr(leaf, "weak_type", False))
+        wanted = (leaf.dtype, leaf.shape, leaf.weak_type, leaf.format)
     else:
         return None
     entry = source.entry

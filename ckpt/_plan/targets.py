@@ -44,6 +44,7 @@ class ArrayTarget(Struct, frozen=True, gc=False):
         sharding: Sharding of a jax array; None for an uncommitted one where jax puts new arrays.
         weak_type: Whether it is weakly typed.
         impl: Implementation of a PRNG key.
+        is_cast: Whether the dtype was asked for by `Adapt(cast=...)`, whatever becomes of values.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class ArrayTarget(Struct, frozen=True, gc=False):
     sharding: jax.sharding.Sharding | None = None
     weak_type: bool = False
     impl: str | None = None
+    is_cast: bool = False
 
 
 class ArrayRead(Struct, frozen=True, gc=False):
@@ -107,6 +109,9 @@ def array_target(leaf: Any, entry: LeafEntry) -> tuple[ArrayTarget, Shape] | Non
         return None
     if kind in ("numpy", "numpy_scalar"):
         return ArrayTarget(kind, dtype), shape
+    layout = getattr(getattr(leaf, "format", None), "layout", None)
+    if layout is not None and not isinstance(leaf, jax.Array):
+        return None
     if not getattr(leaf, "committed", True) or (_is_free(entry) and sharding == _free_place()):
         sharding = None
     weak = bool(getattr(leaf, "weak_type", False))
@@ -263,7 +268,14 @@ def wanted_text(leaf: Any) -> str:
         return "to be skipped"
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if isinstance(shape, tuple) and dtype is not None:
-        return f"{getattr(dtype, 'name', dtype)}{list(shape)}"
+        text = f"{getattr(dtype, 'name', dtype)}{list(shape)}"
+        layout = getattr(getattr(leaf, "format", None), "layout", None)
+        if layout is None or isinstance(leaf, jax.Array):
+            return text
+        return (
+            f"{text} in the layout {layout.major_to_minor}, and arrays come back in that of jax: "
+            "give the sharding alone, and jax.device_put(array, format) what comes back"
+        )
     if callable(leaf) and not isinstance(leaf, type):
         return f"the function {getattr(leaf, '__qualname__', type(leaf).__name__):.60}"
     kind = leaf if isinstance(leaf, type) else type(leaf)

@@ -35,6 +35,7 @@ class RestoreContext(Struct, frozen=True):
         broadcast: How they share what they read; None where each reads what it needs.
         slots: Taken by every request in progress.
         moved: Bytes of array data that the reads of each item take from the storage.
+        casts: By the dtypes of a cast that loses precision, how many leaves and values that are 0.
         memory: Whose memory the arrays have on CPU devices.
         foreign: The files of a step that another library wrote, or of a virtual one; None where all
             are in the directory of the step.
@@ -53,6 +54,7 @@ class RestoreContext(Struct, frozen=True):
     broadcast: Broadcast | None = None
     slots: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(CONCURRENT_REQUESTS))
     moved: list[int] = field(default_factory=list)
+    casts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     memory: ArrayMemory = "jax"
     foreign: StepFiles | None = None
     checks_devices: bool = False

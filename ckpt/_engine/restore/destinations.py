@@ -44,6 +44,7 @@ class Destination(Struct, gc=False):
             made by `open`; a packed leaf has none before it is read.
         blanks: A blank array for each device, that the regions are read into; empty where they are
             read into host buffers.
+        vanished: How many values a cast has made 0.
     """
 
     read: ArrayRead
@@ -52,6 +53,7 @@ class Destination(Struct, gc=False):
     left: int = 0
     regions: Sequence[tuple[Region, Array]] = ()
     blanks: Sequence[jax.Array] = ()
+    vanished: int = 0
 
     @property
     def is_lent(self) -> bool:

@@ -28,7 +28,7 @@ from ckpt._engine.restore.destinations import (
     map_files,
 )
 from ckpt._engine.restore.item_files import read_item_file
-from ckpt._engine.restore.placement import place
+from ckpt._engine.restore.placement import loses_precision, place
 from ckpt._engine.restore.shared_reads import BlockReader, SharedReads
 from ckpt._engine.restore.step_files import ItemElsewhere
 from ckpt._engine.signs.restored_arrays import check_arrays
@@ -363,6 +363,11 @@ class EngineItemReader:
         for each in complete:
             # What was lent can be used again.
             each.regions, each.blanks = (), ()
+            if loses_precision(each.read):
+                dtypes = each.read.stored, each.read.target.dtype.name
+                counts = self._restore.casts.setdefault(dtypes, [0, 0])
+                counts[0] += 1
+                counts[1] += each.vanished
         for number, value in zip(numbers, placed, strict=True):
             work.results[number] = value
 

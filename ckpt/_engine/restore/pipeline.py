@@ -22,6 +22,7 @@ members of a group read a part each, exchange, and carry out their requests from
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,6 +39,8 @@ from ckpt._runtime.interpreter import quick_switches
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import ItemReader, errors_of
 from ckpt.storage._base import MapsFiles
+
+logger = logging.getLogger("ckpt")
 
 
 class ItemTarget(Struct, frozen=True):
@@ -100,10 +103,20 @@ async def restore_items(
             for name in sorted(wanted):
                 await load(name, wanted[name])
             await restore.broadcast.finish()
-            return found
-        async with anyio.create_task_group() as tasks:
-            for name, want in wanted.items():
-                tasks.start_soon(load, name, want)
+        else:
+            async with anyio.create_task_group() as tasks:
+                for name, want in wanted.items():
+                    tasks.start_soon(load, name, want)
+    if restore.casts:
+        logger.info(
+            "the target has other dtypes than step %s: %s",
+            manifest.step,
+            "; ".join(
+                f"{old} -> {new}: {leaves} {'leaf' if leaves == 1 else 'leaves'}, "
+                f"{zeros} {'value' if zeros == 1 else 'values'} became 0"
+                for (old, new), (leaves, zeros) in sorted(restore.casts.items())
+            ),
+        )
     return found
 
 

@@ -29,6 +29,8 @@ Array = np.ndarray[Any, Any]
 
 # Pages that an array of its own may keep alive beyond its end.
 _SLACK = 4096
+# Values of a cast that are looked at together.
+_PIECE = 1 << 20
 
 
 class _Alike(Struct):
@@ -55,7 +57,7 @@ class _Alike(Struct):
     def add(self, number: int, complete: Destination) -> None:
         regions = complete.regions
         if self.is_cast:
-            regions = [(region, _cast(buffer, complete.read)) for region, buffer in regions]
+            regions = [(region, _cast(buffer, complete)) for region, buffer in regions]
         self.numbers.append(number)
         is_one = len(self.devices) == 1 and regions[0][0] == self.regions[0][0]
         self.hosts.append([regions[0][1]] if is_one else self._shards(regions))
@@ -124,7 +126,7 @@ def _on_host(each: Destination) -> Any:
     """Return an array of numpy, or a scalar."""
     kind = each.read.target.kind
     ((_, buffer),) = each.regions
-    host = _cast(buffer, each.read)
+    host = _cast(buffer, each)
     if kind == "numpy":
         # Memory of its own: a part of a larger buffer would keep all of that alive.
         is_own = _owns(host) and host.flags.writeable and not each.is_lent
@@ -151,12 +153,13 @@ def _at_device(device: jax.Device) -> jax.sharding.SingleDeviceSharding:
     return jax.sharding.SingleDeviceSharding(device)
 
 
-def _cast(host: Array, read: ArrayRead) -> Array:
+def _cast(host: Array, each: Destination) -> Array:
     """Return a buffer in the dtype that is wanted; integers never wrap around.
 
     Raises:
         TargetMismatchError: A value does not fit; names the leaf.
     """
+    read = each.read
     dtype = read.target.dtype
     if host.dtype == dtype:
         return host
@@ -173,7 +176,38 @@ def _cast(host: Array, read: ArrayRead) -> Array:
                 f"({low} to {high}); ask for a wider dtype, or a numpy array",
                 leaf=read.path,
             )
-    return cast(host, dtype.name)
+    made = cast(host, dtype.name)
+    if loses_precision(read):
+        each.vanished += _vanished(host, made, read)
+    return made
+
+
+def loses_precision(read: ArrayRead) -> bool:
+    """Tell whether values are rounded because the dtype of the target says so, and nothing else."""
+    stored, target = parse_dtype(read.stored), read.target
+    is_narrower = stored != target.dtype and target.dtype.itemsize <= stored.itemsize
+    return is_narrower and not target.is_cast and bool(jnp.issubdtype(target.dtype, jnp.inexact))
+
+
+def _vanished(host: Array, made: Array, read: ArrayRead) -> int:
+    """Return how many values a cast has made 0.
+
+    Raises:
+        TargetMismatchError: It has made one infinite, or NaN; names the leaf.
+    """
+    count, before, after = 0, host.reshape(-1), made.reshape(-1)
+    for start in range(0, host.size, _PIECE):
+        old, new = before[start : start + _PIECE], after[start : start + _PIECE]
+        lost = ~np.isfinite(new)
+        if lost.any() and (lost := lost & np.isfinite(old)).any():
+            raise TargetMismatchError(
+                f"stored {old.dtype} value {old[lost][0]!s}, which is {new[lost][0]!s} as "
+                f"{new.dtype}; ask for a dtype that holds it, or allow it with "
+                f"adapt=ckpt.Adapt(cast={{{read.path!r}: {new.dtype.name!r}}})",
+                leaf=read.path,
+            )
+        count += int(np.count_nonzero(old)) - int(np.count_nonzero(new))
+    return count
 
 
 def _finished(array: jax.Array, target: ArrayTarget) -> jax.Array:
