@@ -12,6 +12,7 @@ from pathlib import Path
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tiers.peers.handshake import is_proof, new_nonce, proof_of
@@ -32,6 +33,8 @@ from ckpt._tiers.peers.wire import Wire, WireError
 _WAITING = 128
 # Of connections at a time: each peer has one, and what comes beyond has to come again.
 _MOST_CONNECTIONS = 64
+# Of those that have not proved that they know the key: of more, the oldest one is ended.
+_MOST_UNPROVEN = 64
 _PAUSE_SECONDS = 0.1
 
 
@@ -53,7 +56,10 @@ class PartServer:
         self._key = key
         self._folders = folders
         self._refused = refused
+        # Of those that have proved that they know the key.
         self._connections = 0
+        # The time that each other one has for that, the oldest first.
+        self._unproven: dict[anyio.CancelScope, None] = {}
         host, port = listener.getsockname()[:2]
         self.address: tuple[str, int] = (str(host), int(port))
 
@@ -69,37 +75,47 @@ class PartServer:
                 # Of one connection that is gone already, or of descriptors that are short.
                 await anyio.sleep(_PAUSE_SECONDS)
                 continue
-            if self._connections >= _MOST_CONNECTIONS:
-                connection.close()
-                continue
-            self._connections += 1
-            tasks.start_soon(self._serve, connection, str(place[0]))
+            if len(self._unproven) >= _MOST_UNPROVEN:
+                # Who knows the key has proved it at once: the one that takes longest makes way.
+                oldest = next(iter(self._unproven))
+                del self._unproven[oldest]
+                oldest.cancel()
+            time = anyio.CancelScope(deadline=anyio.current_time() + HELLO_SECONDS)
+            self._unproven[time] = None
+            tasks.start_soon(self._serve, connection, str(place[0]), time)
+            # However many come, those that are there go on.
+            await anyio.lowlevel.checkpoint()
 
-    async def _serve(self, connection: socket.socket, host: str) -> None:
+    async def _serve(self, connection: socket.socket, host: str, time: anyio.CancelScope) -> None:
         try:
             with contextlib.closing(connection):
                 wire = Wire(connection)
-                if await self._is_of_job(wire):
-                    await self._answer(wire)
-                else:
+                if not await self._is_of_job(wire, time):
                     self._refused(f"a program at {host} does not know the key of this job")
+                    return
+                self._connections += 1
+                try:
+                    await self._answer(wire)
+                finally:
+                    self._connections -= 1
         except WireError as error:
             self._refused(f"a program at {host} {error}")
         except Exception as error:
             # Whatever is wrong with one connection, the others go on.
             self._refused(f"a program at {host} was not served: {error!r:.200}")
         finally:
-            self._connections -= 1
+            self._unproven.pop(time, None)
 
-    async def _is_of_job(self, wire: Wire) -> bool:
-        """Tell whether the other side has proved that it knows the key of the job."""
+    async def _is_of_job(self, wire: Wire, time: anyio.CancelScope) -> bool:
+        """Tell whether the other side has proved in time that it knows the key of the job."""
         nonce = new_nonce()
-        with anyio.move_on_after(HELLO_SECONDS):
+        with time:
             await wire.send(Hello(nonce))
             answer = await wire.receive(Answer, MOST_HELLO_BYTES)
             if answer is not None and is_proof(
                 answer.proof, self._key, "client", nonce, answer.nonce
             ):
+                self._unproven.pop(time, None)
                 await wire.send(Welcome(proof_of(self._key, "server", nonce, answer.nonce)))
                 return True
         return False
@@ -111,6 +127,9 @@ class PartServer:
         files: dict[str, tuple[int, int]] = {}
         part = f"part {wanted.part} of the snapshot of step {wanted.step}"
         why = f"it has no {part} any more"
+        if self._connections > _MOST_CONNECTIONS:
+            await wire.send(Opened(problem="it serves as many others as it can"))
+            return
         # Open files stay as they are, also if the snapshot is deleted meanwhile.
         with contextlib.ExitStack() as stack:
             places = await run_in_thread(self._places_of, wanted)

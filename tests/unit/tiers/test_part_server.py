@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -210,9 +211,7 @@ def test_what_is_not_there_is_said_to_be_missing(wanted: Open, host: Host) -> No
     host.run(body)
 
 
-def test_more_connections_than_allowed_are_ended(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_connections_than_allowed_hear_so(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """And those that are there go on; when one ends there is room again."""
     host.take(5)
     monkeypatch.setattr(server, "_MOST_CONNECTIONS", 2)
@@ -223,13 +222,41 @@ def test_more_connections_than_allowed_are_ended(
             async with Raw.to(served.address) as second:
                 await second.introduced(host.key)
                 async with Raw.to(served.address) as third:
-                    assert await third.is_over()
+                    opened = await (await third.introduced(host.key)).opened(PART)
+                    assert opened.problem == "it serves as many others as it can"
             assert (await first.opened(PART)).files
             # The server hears of the end a little later.
             while True:
                 async with Raw.to(served.address) as again:
-                    if await again.line():
+                    if (await (await again.introduced(host.key)).opened(PART)).files:
                         break
+
+    host.run(body)
+
+
+@pytest.mark.parametrize("spoken", [b"", b'{"type":"ans'], ids=["silent", "half a message"])
+def test_connections_without_a_proof_keep_out_none_that_has_one(spoken: bytes, host: Host) -> None:
+    """However many there are: the oldest of them makes way, and those with a proof stay."""
+    host.take(5)
+
+    async def body(served: PartServer) -> None:
+        async with contextlib.AsyncExitStack() as ends:
+            early = await ends.enter_async_context(Raw.to(served.address))
+            await early.introduced(host.key)
+            silent = [
+                await ends.enter_async_context(Raw.to(served.address))
+                for _ in range(2 * server._MOST_CONNECTIONS)
+            ]
+            for each in silent:
+                await each.send(spoken)
+            late = await ends.enter_async_context(Raw.to(served.address))
+            assert (await (await late.introduced(host.key)).opened(PART)).files
+            assert (await early.opened(PART)).files
+            # No more are kept than may be, and the newest have their time.
+            assert await silent[0].line()
+            assert await silent[0].is_over()
+            assert await silent[-1].line()
+            assert len(served._unproven) <= server._MOST_UNPROVEN
 
     host.run(body)
 
