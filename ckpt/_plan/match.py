@@ -258,6 +258,7 @@ class _ToTarget:
             value = scalar_value(decode_scalar(entry), target.dtype)
             if value is not None:
                 stored = VirtualArray(replace(entry, dtype=value.dtype.name), (), None)
+                # Without dimensions, it has nothing to lose.
                 target, _ = self._placed(target, entry, (), leaf)
                 problem = array_problem(stored, target, (), casts=False)
                 if problem is None:
