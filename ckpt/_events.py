@@ -31,7 +31,8 @@ class Event:
     """One timed phase of an operation, or the whole of one.
 
     Attributes:
-        operation: `"save"`, `"restore"`, `"verify"` or `"delete"`.
+        operation: `"save"`, `"restore"`, `"verify"`, `"delete"` or `"drain"`, the copy of a step
+            from a tier to the next place.
         phase: Of a save `wait` (for earlier saves), `plan`, `snapshot`, `stage`, `encode`,
             `digest`, `write`, `record`, `publish` and `preserve`, and `blocked` for as long as the
             caller of `save()` waits; of a restore `read` and `place`, and where processes share

@@ -163,7 +163,7 @@ class Tier:
             copies all. The newest step is copied in any case when the run ends, however it ends.
         bytes_per_second: How fast steps are copied on at most; None does not limit that.
         most_waiting: How many steps may wait for the next place, when that is slow or cannot be
-            reached. Of more, the oldest one is given up, with a warning.
+            reached. Of more, the oldest one is given up, with an error in the log.
 
     Raises:
         InvalidArgumentError: An argument is invalid.

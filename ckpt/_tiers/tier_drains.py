@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, StepInfo, arrived, stays
+from ckpt._events import EventRecorder, Outcome
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.service import RootService
@@ -53,6 +55,8 @@ class TierDrains:
         self._commits: dict[int, list[Commit]] = {}
         # By tier, the steps that were copied on, or will be: what its policy is told.
         self._previous: list[dict[int, SavedStep]] = [{} for _ in tiers]
+        # By tier, the greatest step that the next place has had.
+        self._newest: list[int | None] = [None] * len(tiers)
         # What the keeper has not copied in the end, also of steps that only then were to go on.
         self._left: tuple[int, ...] = ()
         for link, service in enumerate(self._services):
@@ -65,6 +69,7 @@ class TierDrains:
             await run_in_thread(_say_parts_of_others, service)
         for link, (service, target) in enumerate(zip(self._services, self._targets, strict=True)):
             self._previous[link] = await target.reader.saved_steps()
+            self._newest[link] = max(self._previous[link], default=None)
             what = f"looking for steps that are not in {redact(target.storage.location)}"
             act = partial(self._left_by_others, link)
             found = await service.root.processes.on_primary("drains", link, what, act)
@@ -208,6 +213,11 @@ class TierDrains:
                 self._unheld[link + 1].add(message.step)
             ends = is_last or bool(message.problem)
             commits = self._commits.pop(message.step, []) if ends else []
+            if message.problem:
+                self._previous[link].pop(message.step, None)
+            else:
+                self._newest[link] = max(message.step, self._newest[link] or 0)
+        self._report(message)
         for commit in commits:
             if message.problem:
                 stays(commit, message.problem)
@@ -215,16 +225,43 @@ class TierDrains:
                 arrived(commit)
         if message.problem:
             return
-        logger.info(
-            "copied step %d to %s: %s in %.2f s",
-            message.step,
-            redact(target.storage.location),
-            size_text(message.nbytes),
-            message.seconds,
-        )
         # The manager may be closing.
         with contextlib.suppress(CheckpointError):
             target.loop.submit(partial(self._arrived, link, message.step))
+
+    def _report(self, message: Moved) -> None:
+        """Say what has become of a copy, and tell observers of it."""
+        source, target = self._services[message.link], self._targets[message.link]
+        where, newest = redact(target.storage.location), self._newest[message.link]
+        outcome: Outcome = "ok"
+        if message.problem:
+            outcome = "failed"
+            logger.log(
+                # What somebody has deleted is no news.
+                logging.WARNING if message.is_gone else logging.ERROR,
+                "step %d of %s was NOT copied to %s: %s; the newest durable step there is %s",
+                message.step,
+                redact(source.storage.location),
+                where,
+                message.problem,
+                newest,
+            )
+        else:
+            size, seconds = size_text(message.nbytes), message.seconds
+            logger.info("copied step %d to %s: %s in %.2f s", message.step, where, size, seconds)
+        recorder = EventRecorder("drain", message.step, self._root.engine.observers)
+        began_ns = time.perf_counter_ns() - int(message.seconds * 1e9)
+        reason = message.problem or None
+        end = partial(recorder.end, began_ns, outcome, nbytes=message.nbytes, reason=reason)
+
+        async def on_loop() -> None:
+            end()
+
+        try:
+            target.loop.submit(on_loop)
+        except CheckpointError:
+            # The manager is closing, and nothing more is told there.
+            end()
 
     async def _arrived(self, link: int, number: int) -> None:
         """A step is at the next place: it may go on from there, and that place may be tidied."""

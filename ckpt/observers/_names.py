@@ -47,6 +47,7 @@ PHASES: Mapping[str, Mapping[str, str]] = {
         "digest": "their digests are compared",
     },
     "delete": {},
+    "drain": {},
 }
 _ENDED = {
     "ok": "it did what was asked",

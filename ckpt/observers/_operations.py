@@ -70,7 +70,7 @@ class ObservedOperation(Struct, frozen=True):
     """An operation that has ended, or a phase on its own.
 
     Attributes:
-        name: `"save"`, `"restore"`, `"verify"` or `"delete"`.
+        name: `"save"`, `"restore"`, `"verify"`, `"delete"` or `"drain"`.
         step: The step, or None for a one-shot checkpoint.
         end: How it ended; None for a phase on its own.
         phases: Its phases, in the order in which the first of each kind ended.

@@ -205,13 +205,6 @@ class Drainer:
 
     async def _end(self, drained: Drained) -> None:
         """Tell what has become of a step, and let it go."""
-        if not drained.is_safe:
-            logger.warning(
-                "step %d was not copied to %s: %s",
-                drained.step,
-                redact(self._route.target.location),
-                drained.reason,
-            )
         self._told(drained)
         try:
             # Others wait to hear of it, also if this drainer is being left.

@@ -364,9 +364,14 @@ class Keeper:
                 self._rate = message.nbytes / message.seconds
 
     def tell(self, message: FromKeeper) -> None:
-        """Tell the trainer something; one that has died is not told anything."""
-        with contextlib.suppress(OSError):
+        """Tell the trainer something; of one that has died, the user is told of steps that stay."""
+        is_heard = not self._is_over.is_set() or self._close is not None
+        try:
             self._trainer.sendall(encoded(message))
+        except OSError:
+            is_heard = False
+        if not is_heard and isinstance(message, Moved) and message.problem:
+            _say(f"step {message.step} was NOT copied on: {message.problem}")
 
 
 async def _main(trainer: socket.socket, alarm: socket.socket) -> None:

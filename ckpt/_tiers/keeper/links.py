@@ -78,9 +78,15 @@ class Links:
     def _drained(self, link: int, drained: Drained) -> None:
         problem = "" if drained.is_safe else drained.reason or drained.outcome
         step_dir = self._names[link].name(drained.step)
-        is_damaged = drained.outcome == "damaged"
         moved = Moved(
-            link, drained.step, step_dir, drained.nbytes, drained.seconds, problem, is_damaged
+            link,
+            drained.step,
+            step_dir,
+            drained.nbytes,
+            drained.seconds,
+            problem,
+            is_damaged=drained.outcome == "damaged",
+            is_gone=drained.outcome == "deleted",
         )
         self._moved[link].append(moved)
         self._told(moved)

@@ -303,6 +303,7 @@ class Moved(Struct, frozen=True, tag="moved"):
         seconds: How long that took.
         problem: Why it is not there; empty if it is.
         is_damaged: Whether that is because the tier has it damaged.
+        is_gone: Whether that is because it was deleted.
     """
 
     link: int
@@ -312,6 +313,7 @@ class Moved(Struct, frozen=True, tag="moved"):
     seconds: float = 0.0
     problem: str = ""
     is_damaged: bool = False
+    is_gone: bool = False
 
 
 class Fetch(Struct, frozen=True, tag="fetch"):

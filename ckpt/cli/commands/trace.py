@@ -61,7 +61,7 @@ class _Overlap(Struct, frozen=True):
 @click.option("--step", type=click.IntRange(min=0), help="Only what is about this step.")
 @click.option(
     "--operation",
-    type=click.Choice(["save", "restore", "verify", "delete"]),
+    type=click.Choice(["save", "restore", "verify", "delete", "drain"]),
     help="Only operations of this kind.",
 )
 @options.as_json

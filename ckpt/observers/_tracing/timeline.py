@@ -108,7 +108,7 @@ class Timeline:
 
         Args:
             step: The step; None for all.
-            operation: `"save"`, `"restore"`, `"verify"` or `"delete"`; None for all.
+            operation: `"save"`, `"restore"`, `"verify"`, `"delete"` or `"drain"`; None for all.
 
         Returns:
             Those events, and the spans that were running between the first and the last of them.

@@ -97,7 +97,8 @@ class Trace:
 
         Args:
             step: Only what happened for this step, and the spans beside it; None for everything.
-            operation: Only `"save"`, `"restore"`, `"verify"` or `"delete"`; None for all.
+            operation: Only `"save"`, `"restore"`, `"verify"`, `"delete"` or `"drain"`; None for
+                all.
 
         Raises:
             InvalidArgumentError: There are no events of that step or operation.

@@ -252,6 +252,50 @@ def test_a_place_that_cannot_be_reached(tmp_path: Path, caplog: pytest.LogCaptur
     assert steps_of(tmp_path / "root") == [0, 1, 2]
 
 
+def test_a_step_that_cannot_be_copied_is_heard(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the log, by observers and by who waits for it, once and at once; the run goes on."""
+    events: list[ckpt.Event] = []
+    with manager(tmp_path, observers=[events.append]) as mgr:
+        mgr.save(1, state_of(1)).in_root.result(PATIENCE_S)
+        with ckpt.sync.CheckpointManager(tmp_path / "root") as other:
+            other.save(2, state_of(7)).result()
+        commit = mgr.save(2, state_of(2))
+        assert commit.result().step == 2
+        with pytest.raises(NotInRootError, match="step 2"):
+            commit.in_root.result(PATIENCE_S)
+        # Said by the time at which who waits for it hears of it.
+        [said] = [each for each in caplog.records if "NOT copied" in each.getMessage()]
+        mgr.save(3, state_of(3)).in_root.result(PATIENCE_S)
+    text = said.getMessage()
+    assert said.levelname == "ERROR"
+    assert text.startswith(f"step 2 of {tmp_path}/disk was NOT copied to {tmp_path}/root: ")
+    assert text.endswith("the newest durable step there is 1")
+    ends = [each for each in events if each.operation == "drain"]
+    assert [(each.step, each.outcome) for each in ends] == [(1, "ok"), (2, "failed"), (3, "ok")]
+    assert ends[1].reason
+    assert ends[1].reason in text
+    assert len([each for each in caplog.messages if "NOT copied" in each]) == 1
+    assert not [each for each in caplog.messages if "in time" in each]
+
+
+def test_a_step_that_cannot_be_copied_is_heard_after_the_trainer(tmp_path: Path) -> None:
+    """Then its keeper says so: nobody else does."""
+    with ckpt.sync.CheckpointManager(tmp_path / "root") as other:
+        other.save(1, state_of(7)).result()
+    script = SCRIPT.replace("latest = mgr.latest_step()", "latest = 0")
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "disk", tmp_path / "root", "1", "1e5"],
+        env=environment({"PYTHONPATH": str(ROOT)}),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert "step 1 was NOT copied on: " in done.stderr
+    assert done.stderr.count("copied") == 1
+
+
 def test_a_last_step_that_cannot_go_on_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
