@@ -239,12 +239,14 @@ class TierDrains:
             logger.log(
                 # What somebody has deleted is no news.
                 logging.WARNING if message.is_gone else logging.ERROR,
-                "step %d of %s was NOT copied to %s: %s; the newest durable step there is %s",
+                "step %d of %s was NOT copied to %s: %s; %s",
                 message.step,
                 redact(source.storage.location),
                 where,
                 message.problem,
-                newest,
+                "it has no step yet"
+                if newest is None
+                else f"the newest durable step there is {newest}",
             )
         else:
             size, seconds = size_text(message.nbytes), message.seconds
