@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 Step = Annotated[int, Meta(ge=0)]
 _Text = Annotated[str, Meta(pattern=r"^[^\x00-\x1f]{1,200}\Z")]
@@ -35,6 +35,20 @@ class Parent:
     path: str
     step: Step | None
     attempt: str
+
+
+class ReplacedSave(Struct, frozen=True, omit_defaults=True):
+    """A save of the same step that is to make way wherever the step is copied to.
+
+    Attributes:
+        created_ns: When it began, in Unix nanoseconds.
+        committed_ns: When it was committed; all copies of it have both.
+        state: `damaged` or `unhealthy`, for what is moved aside; empty for what is replaced.
+    """
+
+    created_ns: _Number
+    committed_ns: _Number
+    state: Literal["", "damaged", "unhealthy"] = ""
 
 
 @dataclass(frozen=True, slots=True)

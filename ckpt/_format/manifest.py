@@ -23,7 +23,7 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from ckpt._format.digests import digest
-from ckpt._format.history import DroppedItem, Parent, check_dropped
+from ckpt._format.history import DroppedItem, Parent, ReplacedSave, check_dropped
 from ckpt._format.leaf_table import LeafColumns, LeafTable
 from ckpt._format.manifest_head import (
     COMPRESSION,
@@ -155,6 +155,7 @@ class Manifest(Struct, frozen=True):
             text, since JSON has none. `flat_metrics` makes numbers of them.
         metadata: User metadata given to `save`.
         parent: What the run has begun from, or None.
+        replaces: Saves of the same step that make way for this one wherever it is copied to.
         created_ns: Unix time in nanoseconds at which the save began.
         committed_ns: Unix time in nanoseconds at which the manifest was written.
         writer: Versions of the libraries that wrote the step.
@@ -182,6 +183,7 @@ class Manifest(Struct, frozen=True):
     metrics: Metrics | None = None
     metadata: JsonValue = None
     parent: Parent | None = None
+    replaces: list[ReplacedSave] = []
     save: str = ""
     statistics: dict[str, float] = {}
     sources: dict[str, SourceFile] = {}
@@ -256,6 +258,7 @@ class _Rest(Struct, frozen=True, omit_defaults=True):
     parent: Parent | None = None
     statistics: dict[str, Seconds] = {}
     sources: dict[str, SourceFile] = {}
+    replaces: list[ReplacedSave] = []
 
 
 # Made once, as that of the head.
@@ -288,6 +291,7 @@ def encode(manifest: Manifest) -> bytes:
         manifest.parent,
         manifest.statistics,
         manifest.sources,
+        manifest.replaces,
     )
     try:
         tail = msgspec.json.encode(rest)[1:-1]
@@ -458,6 +462,7 @@ def decode(data: bytes, *, where: str) -> Manifest:
         metrics=front.metrics,
         metadata=rest.metadata,
         parent=rest.parent,
+        replaces=rest.replaces,
         created_ns=front.created_ns,
         committed_ns=front.committed_ns,
         writer=rest.writer,

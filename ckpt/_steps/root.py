@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
 
 from ckpt._events import EventRecorder, Observer
+from ckpt._format.history import ReplacedSave
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import StepIndex
@@ -68,6 +69,9 @@ class Root:
         self._must_exist = must_exist
         self._observers = observers
         self.log_level = log_level
+        # Told a step and whether it is overwritten; returns the saves that make way for it, of all
+        # places to which steps are copied on from here.
+        self.replaced: Callable[[int, bool], Awaitable[Sequence[ReplacedSave]]] = _nothing
         self._opened = False
         self._swept = 0.0
 
@@ -168,3 +172,7 @@ class Root:
             logger.warning("steps that are no longer kept could not be deleted: %s", error)
         except Exception:
             logger.warning("steps that are no longer kept could not be deleted", exc_info=True)
+
+
+async def _nothing(step: int, overwrite: bool) -> Sequence[ReplacedSave]:
+    return ()

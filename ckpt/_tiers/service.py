@@ -6,20 +6,22 @@ and what is read comes from the nearest place that has it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import anyio
 
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, StepInfo
 from ckpt._engine.engine import Engine
-from ckpt._format.history import Parent
+from ckpt._format.history import Parent, ReplacedSave
 from ckpt._redaction import redact
 from ckpt._runtime.loop import EngineLoop, Job
+from ckpt._steps.index import StepIndex
 from ckpt._steps.pins import Pin
 from ckpt._steps.removal.trash import StepTrash
 from ckpt._steps.root import Root
@@ -33,7 +35,7 @@ from ckpt._tiers.memory import MemoryTier
 from ckpt._tiers.reader import TieredReader, TierSteps
 from ckpt._tiers.tier_drains import TierDrains
 from ckpt._tiers.tier_fetches import TierFetches
-from ckpt.errors import CheckpointError, InvalidArgumentError, StepNotFoundError
+from ckpt.errors import CheckpointError, InvalidArgumentError, StepNotFoundError, StorageError
 from ckpt.storage._base import Storage
 
 logger = logging.getLogger("ckpt")
@@ -86,6 +88,7 @@ class TieredService:
         if drains is not None:
             self._saver.saves.is_drained = True
             self._saver.saves.may_tidy = self._send_on
+            self._saver.root.replaced = self._replaced
         if memory is not None:
             memory.service.saves.prepare = self._make_way
         for each in self._all:
@@ -95,6 +98,10 @@ class TieredService:
     def _all(self) -> list[RootService]:
         memory = [] if self._memory is None else [self._memory.service]
         return [*memory, *self._services]
+
+    @property
+    def _indices(self) -> list[StepIndex]:
+        return [each.root.index for each in self._services]
 
     @property
     def loop(self) -> EngineLoop:
@@ -146,6 +153,26 @@ class TieredService:
         await self.open()
         if self._memory is not None:
             await self._memory.make_way(step)
+
+    async def _replaced(self, step: int, overwrite: bool) -> list[ReplacedSave]:
+        """Return the saves of a step, at any place, that make way for the one that begins."""
+        found: dict[tuple[int, int], ReplacedSave] = {}
+        bad = {each.passed_over[step] for each in self._indices if step in each.passed_over}
+        if not overwrite and not bad:
+            return []
+        for index in self._indices:
+            # A place that is away says, when it is back, that another step is there.
+            with contextlib.suppress(StorageError):
+                for step_dir in await index.step_dirs_of(step):
+                    there = await index.look(step_dir)
+                    if there is None or there.is_foreign:
+                        continue
+                    states = (it.state for it in bad if it.attempt == there.attempt)
+                    state: Literal["", "damaged", "unhealthy"] = next(states, "")
+                    if overwrite or state:
+                        times = there.created_ns, there.committed_ns
+                        found.setdefault(times, ReplacedSave(*times, state=state))
+        return list(found.values())
 
     async def _send_on(self, step: int) -> bool:
         """Have a step copied on before its tier is tidied."""

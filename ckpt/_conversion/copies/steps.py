@@ -47,12 +47,14 @@ class CopyRules(Struct, frozen=True):
         whole: Whether the arrays of virtual steps are copied, too.
         select: Patterns of what is copied; empty for everything.
         verify: Whether every byte of what is there already is compared with its digest.
+        makes_way: Whether saves that a step says it replaces make way for it.
     """
 
     overwrite: bool = False
     whole: bool = False
     select: tuple[str, ...] = ()
     verify: bool = False
+    makes_way: bool = False
 
     def writes_anew(self, selection: Selection) -> bool:
         """Tell whether a selection has arrays that cannot be copied with their files."""
@@ -308,6 +310,8 @@ async def copy_step(
                 there = await read_manifest(target.storage, target.name)
                 return replace(copied, outcome="there", is_virtual=bool(there.sources))
             replaces = rules.overwrite or found == "damaged"
+            if found == "other" and rules.makes_way:
+                replaces = await _make_way(manifest, target)
             try:
                 if anew:
                     # Here, since copies file by file need no jax.
@@ -331,6 +335,30 @@ async def copy_step(
         return CopiedStep(step, where, "damaged", reason=error.message)
     except StepExistsError as error:
         return CopiedStep(step, where, "blocked", reason=error.message)
+
+
+async def _make_way(manifest: Manifest, target: CopyPlace) -> bool:
+    """Tell whether what is at a place is a save that a step replaces; move it aside if it is bad.
+
+    Raises:
+        StepExistsError: It is, and is pinned.
+    """
+    there = await read_manifest(target.storage, target.name)
+    times = there.created_ns, there.committed_ns
+    for each in manifest.replaces:
+        if (each.created_ns, each.committed_ns) != times or manifest.step is None:
+            continue
+        pinned = (await pins(target.storage)).get(manifest.step, ())
+        if pinned:
+            raise StepExistsError(
+                f"{target.location} is an earlier save of this step, which this one replaces, and "
+                f"is pinned by {', '.join(map(str, pinned))}. Unpin it",
+                step=manifest.step,
+            )
+        if each.state and not target.storage.keeps_others:
+            await target.storage.move(target.name, each.state, listed=False)
+        return True
+    return False
 
 
 @contextlib.asynccontextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 from msgspec import Struct, field
 
-from ckpt._format.history import DroppedItem, Parent
+from ckpt._format.history import DroppedItem, Parent, ReplacedSave
 from ckpt._format.manifest import JsonValue
 
 
@@ -28,6 +28,7 @@ class SaveRequest(Struct, frozen=True):
         overwrite: Whether an existing step directory is replaced.
         deadline: Seconds after its call at which the save is given up; None never does.
         parent: The checkpoint that the run has begun from, or None.
+        replaces: As of `Manifest`.
         times_ns: Of the copy of another step, when its save began and when it was committed, in
             Unix nanoseconds; None for the times of this save.
         dropped: Items that the other step does not have any more.
@@ -42,6 +43,7 @@ class SaveRequest(Struct, frozen=True):
     overwrite: bool
     deadline: float | None = None
     parent: Parent | None = None
+    replaces: Sequence[ReplacedSave] = ()
     times_ns: tuple[int, int] | None = None
     dropped: Sequence[DroppedItem] = ()
 

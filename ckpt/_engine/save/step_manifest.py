@@ -151,6 +151,7 @@ async def write_manifest(
             metrics=None if request.metrics is None else dict(request.metrics),
             metadata=request.metadata,
             parent=request.parent,
+            replaces=list(request.replaces),
             created_ns=session.created_ns,
             committed_ns=committed_ns,
             writer=engine.versions,

@@ -409,6 +409,8 @@ class SaveQueue:
             if processes.publishes:
                 others = await root.other_step_dirs(slot.step)
                 request = await replacing_part(self.root.storage, request, processes)
+                replaces = await root.replaced(slot.step, request.overwrite)
+                request = replace(request, replaces=replaces)
                 await make_way(root.storage, request, others, root.index.passed_over)
             if not request.overwrite and any(
                 other.step_dir == request.step_dir for other in before

@@ -96,7 +96,7 @@ async def drain_step(
     moved = MovedBytes()
     copier = StepCopier(moved, pace=pace, goes_on=True)
     try:
-        copied = await copy_step(copier, source, step, target, CopyRules(), moved)
+        copied = await copy_step(copier, source, step, target, CopyRules(makes_way=True), moved)
     finally:
         copier.close()
     if copied.outcome in ("copied", "there"):
