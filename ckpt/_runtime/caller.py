@@ -52,9 +52,8 @@ _CALLER: ContextVar[Caller] = ContextVar("ckpt_caller")
 
 def look() -> Caller:
     """Return what this thread has set."""
-    jax: Any = sys.modules.get("jax")
-    if not hasattr(jax, "config"):
-        # Of a program without jax, or while another thread imports it.
+    jax = _jax()
+    if jax is None:
         return Caller()
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
@@ -80,11 +79,18 @@ def caller() -> Caller:
 @contextlib.contextmanager
 def own_settings() -> Iterator[None]:
     """Do the body in this thread as if the program had set nothing but 64 bits."""
-    jax: Any = sys.modules.get("jax")
+    jax = _jax()
     with contextlib.ExitStack() as stack:
-        if hasattr(jax, "config"):
+        if jax is not None:
             wanted = [*_OURS, ("enable_x64", caller().x64)]
             for name, value in wanted:
                 if getattr(jax.config, f"jax_{name}") not in (value, None):
                     stack.enter_context(getattr(jax, name)(value))
         yield
+
+
+def _jax() -> Any:
+    """Return jax; None in a program without it, or while another thread imports it."""
+    jax = sys.modules.get("jax")
+    # Its parts come one after the other.
+    return None if getattr(getattr(jax, "__spec__", None), "_initializing", False) else jax

@@ -90,7 +90,7 @@ async def reach(stage: str) -> None:
     elif now.what == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, HARD))
     elif now.what == "cancel":
-        now.mgr._service.saves.commits.cancel_all()
+        now.mgr._service.saves.commits._cancel_all()
     elif now.what == "slow":
         # It moves, and takes longer than the limit in all.
         await anyio.sleep(seconds / 2)
@@ -104,7 +104,7 @@ async def cancel_late(stage: str) -> None:
     elif now.is_mine and stage == "conclude" and not now.met:
         now.met = True
         assert await values.wait(f"{now.text}/decided", 30) is not None
-        now.mgr._service.saves.commits.cancel_all()
+        now.mgr._service.saves.commits._cancel_all()
         with anyio.CancelScope(shield=True):
             await values.put(f"{now.text}/cancelled", b"")
 

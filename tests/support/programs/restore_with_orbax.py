@@ -25,9 +25,9 @@ def target(stored: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=line)
 
 
-def differs(found: jax.Array, expected: np.ndarray[Any, Any]) -> bool:
-    shards = found.addressable_shards
-    return any(not np.array_equal(np.asarray(each.data), expected[each.index]) for each in shards)
+def differs(found: jax.Array, expected: jax.Array) -> bool:
+    pairs = zip(found.addressable_shards, expected.addressable_shards, strict=True)
+    return any(not np.array_equal(one.data, other.data) for one, other in pairs)
 
 
 with ocp.CheckpointManager(root, item_handlers=ocp.StandardCheckpointHandler()) as manager:
@@ -41,6 +41,7 @@ with ocp.CheckpointManager(root, item_handlers=ocp.StandardCheckpointHandler()) 
     steps = sorted(manager.all_steps())
 with ocp.CheckpointManager(root, item_handlers=ocp.PyTreeCheckpointHandler()) as manager:
     found = manager.restore(step, args=args)
-plain = ckpt.sync.load(root / str(step))
-problems = [name for name in NAMES if differs(found[name], np.asarray(plain[name]))]
+names = ckpt.sync.metadata(root / str(step)).tree
+plain: Any = ckpt.sync.load(root / str(step), like={name: wanted.get(name, ...) for name in names})
+problems = [name for name in NAMES if differs(found[name], plain[name])]
 tell({"steps": steps, "problems": problems, "names": sorted(found)})

@@ -1,0 +1,23 @@
+"""What a thread has set in jax, which it may just be importing."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ckpt._runtime.caller import Caller, look, own_settings
+
+
+def test_jax_is_not_asked_while_another_thread_imports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    half, spec = ModuleType("jax"), ModuleSpec("jax", None)
+    marked: Any = spec
+    marked._initializing = True
+    half.__spec__ = spec
+    half.config = object()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "jax", half)
+    with own_settings():
+        assert look() == Caller()
