@@ -1,17 +1,16 @@
 """The folder in shared memory in which the snapshots of one run lie, and who owns it.
 
     /dev/shm/ckpt-UID/           0700, ours
-        KEY/                     0700; KEY is a digest of the root and of the process of the job;
-                                 locked by the process that takes snapshots
-            owner                says which run it is, and which process of the job
+        KEY/                     0700; KEY is a digest of the root and of the process of the job
+            owner                locked by the process that takes snapshots; says which run it is,
+                                 and which process of the job
             steps/               the root of the snapshots
             held/                what other processes have saved; see `peers.parts`
             flushing-PID/        hard links to a snapshot that a keeper writes to the root
 
 A lock of the system goes when its process dies, however it dies. A process that was forked does not
-keep it. Whoever has the lock writes the note under another name and renames it, so it is never cut.
-What is in the folder is used only if it is of the same run: a root that was removed and made anew
-is another run.
+keep it. What is in the folder is used only if it is of the same run: a root that was removed and
+made anew is another run.
 """
 
 from __future__ import annotations
@@ -110,8 +109,12 @@ class SharedFolder:
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(_PRIVATE)
             _check_ours(folder)
-        fd = _locked(self.path)
+        fd = os.open(
+            self.path / _OWNER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
         try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _check_there(self.path, fd)
             return self._begin(fd, note)
         except BaseException:
             os.close(fd)
@@ -125,15 +128,12 @@ class SharedFolder:
                 shutil.rmtree(each, ignore_errors=True)
         contents = [self.steps, self.path / HELD]
         has_steps = any(each.is_dir() and any(each.iterdir()) for each in contents)
-        is_same = _read(self.path).get("run") == note["run"]
+        is_same = _read(fd).get("run") == note["run"]
         if not is_same:
             for each in contents:
                 shutil.rmtree(each, ignore_errors=True)
-        # A note that was cut would be of no run, and cost the snapshots of this one.
-        new = self.path / f"{_OWNER}.new"
-        new.touch(0o600)
-        new.write_text(json.dumps(note))
-        new.replace(self.path / _OWNER)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps(note).encode(), 0)
         self._fd, self.note = fd, note
         os.register_at_fork(after_in_child=_forgetting(weakref.ref(self)))
         if not has_steps:
@@ -145,19 +145,22 @@ class SharedFolder:
             return error
         why = error.strerror or str(error)
         if isinstance(error, BlockingIOError):
-            owner = _read(self.path).get("pid", "another")
+            owner: object = "another"
+            with contextlib.suppress(OSError), open(self.path / _OWNER, "rb") as file:
+                owner = _read(file.fileno()).get("pid", owner)
             why = f"process {owner} takes snapshots of this run"
         return _unusable(self.path, why)
 
     def remove(self) -> None:
         """Give the memory back, and the folder."""
         if self._fd is not None:
-            # The note goes last: whoever is killed here leaves what is of this run.
+            # What says who owns it goes last: the next owner must not lose what it begins with.
             for each in self.path.iterdir():
                 if each.name != _OWNER:
                     shutil.rmtree(each, ignore_errors=True)
-            shutil.rmtree(self.path, ignore_errors=True)
             with contextlib.suppress(OSError):
+                (self.path / _OWNER).unlink()
+                self.path.rmdir()
                 self.path.parent.rmdir()
             self.leave()
 
@@ -170,17 +173,28 @@ class SharedFolder:
 
 def claim_of(path: Path) -> object:
     """Return what tells this claim of a folder from others; None where there is none."""
-    return _read(path).get("claim")
+    try:
+        fd = os.open(path / _OWNER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with open(fd, "rb"):
+        return _read(fd).get("claim")
 
 
 def take_abandoned(path: Path) -> SharedFolder | None:
     """Own a folder whose process has died; None if another one owns it by now, or it is gone."""
     folder = SharedFolder(path)
     try:
-        folder._fd = _locked(path)
+        fd = os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
-    folder.note = _read(path)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _check_there(path, fd)
+    except OSError:
+        os.close(fd)
+        return None
+    folder._fd, folder.note = fd, _read(fd)
     return folder
 
 
@@ -243,27 +257,16 @@ def _check_ours(folder: Path) -> None:
         raise _unusable(folder, f"others may enter it ({stat.filemode(status.st_mode)})")
 
 
-def _locked(path: Path) -> int:
-    """Lock a folder; return the descriptor that has the lock.
-
-    Raises:
-        OSError: Another process has it, or has removed the folder.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(fd), os.stat(path)):
-            raise FileNotFoundError(errno.ENOENT, "it was removed just now")
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+def _check_there(path: Path, fd: int) -> None:
+    """Raise if the file that was locked is not there any more: another one owns the folder."""
+    if not os.path.samestat(os.fstat(fd), os.stat(path / _OWNER)):
+        raise FileNotFoundError(errno.ENOENT, "it was removed just now")
 
 
-def _read(path: Path) -> dict[str, object]:
-    """Return what the note in a folder says; nothing where there is none."""
-    with contextlib.suppress(OSError, ValueError), open(path / _OWNER, "rb") as file:
-        found = json.loads(file.read(_MOST_BYTES))
+def _read(fd: int) -> dict[str, object]:
+    """Return what the note of an owner says."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(os.pread(fd, _MOST_BYTES, 0))
         if isinstance(found, dict):
             return found
     return {}
