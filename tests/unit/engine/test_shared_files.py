@@ -48,6 +48,7 @@ def test_two_batches_that_want_one_file_get_it_or_not_together(does: bool) -> No
             attempt="2",
             files={},
             sharing={},
+            damaged=frozenset(),
         )
         session.begun.set()
         taken: list[ItemReport | None] = []
