@@ -28,7 +28,7 @@ from tests.support.stateful_objects import Reservoir
 __all__ = ["Keepers", "assert_joined", "made_parts", "no_notes", "notes_of", "quick_notes"]
 
 _ITEMS = 4
-_PATIENCE_S = 30
+_PATIENCE_S = 120
 
 
 def _model(step: int) -> dict[str, Any]:
