@@ -73,7 +73,8 @@ def serve(caller: Caller) -> None:
 def caller() -> Caller:
     """Return what the calling thread has set for which this task works; else what this one has."""
     found = _CALLER.get(None)
-    return look() if found is None else found
+    # It may have called before jax was imported.
+    return look() if found is None or found.x64 is None else found
 
 
 @contextlib.contextmanager

@@ -338,10 +338,12 @@ async def copy_step(
 
 
 async def _make_way(manifest: Manifest, target: CopyPlace) -> bool:
-    """Tell whether what is at a place is a save that a step replaces; move it aside if it is bad.
+    """Tell whether a step is to replace what is at a place; move a bad save out of its way.
+
+    Only saves that its manifest names make way. A storage that cannot move one has it replaced.
 
     Raises:
-        StepExistsError: It is, and is pinned.
+        StepExistsError: What is there should make way, and is pinned.
     """
     there = await read_manifest(target.storage, target.name)
     times = there.created_ns, there.committed_ns
@@ -355,9 +357,9 @@ async def _make_way(manifest: Manifest, target: CopyPlace) -> bool:
                 f"is pinned by {', '.join(map(str, pinned))}. Unpin it",
                 step=manifest.step,
             )
-        if each.state and not target.storage.keeps_others:
-            await target.storage.move(target.name, each.state, listed=False)
-        return True
+        if not each.state or target.storage.keeps_others:
+            return True
+        await target.storage.move(target.name, each.state, listed=False)
     return False
 
 

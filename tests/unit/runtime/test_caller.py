@@ -7,9 +7,19 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import anyio
+import jax
 import pytest
 
-from ckpt._runtime.caller import Caller, look, own_settings
+from ckpt._runtime.caller import Caller, caller, look, own_settings, serve
+
+
+def test_a_call_from_before_jax_was_imported_has_the_settings_of_the_program() -> None:
+    async def main() -> bool | None:
+        serve(Caller())
+        return caller().x64
+
+    assert anyio.run(main) is jax.config.jax_enable_x64
 
 
 def test_jax_is_not_asked_while_another_thread_imports_it(monkeypatch: pytest.MonkeyPatch) -> None:
