@@ -266,10 +266,10 @@ class Commit:
 
     Await it for the `StepInfo` of the durable step, or for the error of this save: from any task of
     any event loop, from any thread through `result()`, any number of times. The error of a failed
-    save is logged at once. Whoever awaits the commit gets it, or calls `result()` or `exception()`;
-    if nobody does, the next `save` of the manager raises it, else its exit. A commit is falsy if
-    its save has failed, or was turned down by a policy: then `skipped` says why, and to await it is
-    an error.
+    save is logged at once, and whoever awaits the commit, or calls `result()` or `exception()`, has
+    checked it. If nobody has, the next `save` of the manager raises the error, else its exit. A
+    commit is falsy if its save has failed, or was turned down by a policy: then `skipped` says why,
+    and to await it is an error.
 
     Cancelling a task that awaits a commit leaves the commit as it is; `cancel()` cancels it.
 

@@ -118,7 +118,7 @@ class ManagerBase:
                 is the memory of this host, for `snapshot`; at a `Tier("/nvme/run")` saves are
                 committed, and copied on to the root behind the training. What is read comes from
                 the nearest place that has it.
-            on_failure: Who hears of a failed save whose commit nobody has looked at. With "raise",
+            on_failure: Who hears of a failed save whose commit nobody has checked. With "raise",
                 the next `save` raises its error before it begins, else the end of the manager.
                 "log" leaves it at the line in the log.
 
@@ -275,7 +275,7 @@ class ManagerBase:
         self._service.stop_listening()
 
     def _raise_unseen(self, error: BaseException | None = None) -> None:
-        """Raise what has failed and nobody has looked at, or add it as a note to `error`."""
+        """Raise failures that nobody has checked, or add them as a note to `error`."""
         unseen = self._service.take_failure()
         if unseen is None:
             return

@@ -76,10 +76,10 @@ class CheckpointManager(ManagedSteps):
         self._raise_unseen(error)
 
     async def close(self) -> None:
-        """Wait for every commit, end the library's thread, and raise what nobody has looked at.
+        """Wait for every commit, end the library's thread, and raise failures nobody has checked.
 
         Raises:
-            CheckpointError: A save has failed, and nobody has looked at its commit. Of several
+            CheckpointError: A save has failed, and nobody has checked its commit. Of several
                 failures it is the first one, with a note that names the others.
 
         Cancellation: the commits still finish. It may be called several times.
@@ -147,7 +147,7 @@ class CheckpointManager(ManagedSteps):
 
         Once this returns, you may donate, delete or change everything you passed. The manager's
         `backlog` decides what happens while another save is under way. If an earlier save has
-        failed and nobody has looked at its commit, this raises its error before anything of `step`
+        failed and nobody has checked its commit, this raises its error before anything of `step`
         begins, and the same call again saves it; with `force`, `step` is saved first.
 
         Args:
@@ -173,7 +173,7 @@ class CheckpointManager(ManagedSteps):
             StepExistsError: The step exists and `overwrite` is False.
             StorageError: The store failed before the snapshot was complete; in a job of several
                 processes, the commit raises that.
-            CheckpointError: What an earlier save has failed with, and nobody has looked at.
+            CheckpointError: An earlier save has failed, and nobody has checked its commit.
             HandlerError: A handler, or an object that it saves, raised an error.
             SaveSkippedError: With `durable`: the save policy, or the backlog, said no.
             DeadlineExceededError: At the `deadline` the snapshot was not complete, or, with

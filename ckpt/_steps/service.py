@@ -257,7 +257,7 @@ class RootService:
         await self.saves.finished(self.idle)
 
     def take_failure(self) -> BaseException | None:
-        """Return what has failed and nobody has looked at; see `OpenCommits.take`."""
+        """Return failures that nobody has checked, as one error; see `OpenCommits.take`."""
         return self.saves.commits.take()
 
     def listen(self) -> None:

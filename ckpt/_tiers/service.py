@@ -270,7 +270,7 @@ class TieredService:
         await self.saves.finished(self.idle)
 
     def take_failure(self) -> BaseException | None:
-        """Return what has failed and nobody has looked at, of saves and snapshots."""
+        """Return failures of saves and snapshots that nobody has checked, as one error."""
         return self.saves.commits.take()
 
     def listen(self) -> None:

@@ -25,7 +25,7 @@ _GIVING_UP_SECONDS = 5.0
 
 
 class OpenCommits:
-    """The commits of saves under way, and of failed ones that nobody has looked at.
+    """The commits of saves under way, and of failed ones that nobody has checked.
 
     A failure is logged the moment it happens, and raised once: by the calls that wait for its
     commit, else by the next save, else at the end of the manager, else at that of the interpreter.
@@ -36,7 +36,7 @@ class OpenCommits:
         self._on_failure = on_failure
         # With each, where it is saved to.
         self._commits: dict[CommitHooks, tuple[Commit, str]] = {}
-        # Whether one has failed since `are_in_doubt` was asked, also one that was looked at.
+        # Whether one has failed since `are_in_doubt` was asked, also one that was checked.
         self._has_failed = False
         self._pid = os.getpid()
 
@@ -93,14 +93,14 @@ class OpenCommits:
             self.drop(hooks)
 
     def take(self) -> BaseException | None:
-        """Return what has failed and nobody has looked at, as one error; it is given out once."""
+        """Return failures that nobody has checked, as one error; it is given out once."""
         return _as_one([error for error, _ in self._take()])
 
     def take_before(self, step: int) -> BaseException | None:
         """Do the same for a call that raises it instead of beginning to save `step`."""
         error = self.take()
         why = (
-            "this is the error of an earlier save, whose commit nobody has looked at. Nothing of "
+            "this is the error of an earlier save, whose commit nobody has checked. Nothing of "
             f"step {step} was begun: the same call again saves it"
         )
         if isinstance(error, CheckpointError):
@@ -110,7 +110,7 @@ class OpenCommits:
         return error
 
     def excuse(self, new: CommitHooks) -> None:
-        """Count what fails of the saves before a new one as looked at: a call has raised it."""
+        """Count what fails of the saves before a new one as checked: a call has raised it."""
         self.take()
         for hooks in self._commits:
             hooks.is_excused = hooks.is_excused or hooks is not new
