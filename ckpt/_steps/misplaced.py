@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from ckpt._arguments import shown
 from ckpt._redaction import redact
+from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import StepIndex
 from ckpt._steps.unreadable import shortened
 from ckpt.errors import CheckpointError
@@ -89,7 +90,7 @@ async def misplaced(
     for kind, each in sorted(named.items(), key=lambda item: -len(item[1])):
         if any(await StepIndex(storage, kind).looked_at(each[-_MOST_FOLDERS:])):
             return Misplaced(_listed(each), f"To go on from there, {_advice(kind)}")
-    files = _files_of_flax(storage.location)
+    files = await run_in_thread(_files_of_flax, storage.location)
     if files:
         return Misplaced(
             f"{_listed(files)}, as files of Flax",

@@ -253,7 +253,7 @@ class RootService:
         return self.saves.saving
 
     async def wait_until_finished(self) -> None:
-        """Do that, and raise what failed; see `SaveQueue.finished`."""
+        """Wait until every save has ended, and raise what failed; see `SaveQueue.finished`."""
         await self.saves.finished(self.idle)
 
     def take_failure(self) -> BaseException | None:

@@ -275,7 +275,7 @@ class MultihostSave:
 
         Args:
             take: Gives what is to be raised, or None; only the primary calls it. What its program
-                has looked at, that of the others need not look at.
+                has checked, the others need not check.
             in_doubt: Whether an earlier save may have failed, as far as this process knows. It then
                 waits for the primary, which says so in its first message if none has.
         """
