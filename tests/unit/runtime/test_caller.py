@@ -19,7 +19,8 @@ def test_a_call_from_before_jax_was_imported_has_the_settings_of_the_program() -
         serve(Caller())
         return caller().x64
 
-    assert anyio.run(main) is jax.config.jax_enable_x64
+    config: Any = jax.config
+    assert anyio.run(main) is config.jax_enable_x64
 
 
 def test_jax_is_not_asked_while_another_thread_imports_it(monkeypatch: pytest.MonkeyPatch) -> None:
