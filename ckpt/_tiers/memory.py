@@ -24,6 +24,7 @@ from ckpt._steps.service import RootService
 from ckpt._tiers.keeper.client import KeeperClient
 from ckpt._tiers.keeper.messages import Claimed, Flushed, Saved, ToKeeper, Told
 from ckpt._tiers.peers.held import remove_held
+from ckpt._tiers.peers.parts import snapshots_in
 from ckpt._tiers.settings import SharedMemory
 from ckpt._tiers.shared_folder import Found, SharedFolder
 from ckpt._tiers.snapshot_peers import SnapshotPeers
@@ -314,7 +315,7 @@ class MemoryTier:
 
     @property
     def flushes(self) -> bool:
-        """Whether the last snapshot is written when the run fails."""
+        """Whether the last snapshot is written when the run ends."""
         return self._is_open and self._settings.flush
 
     @property
@@ -331,10 +332,20 @@ class MemoryTier:
         )
         self._folder.leave()
 
-    def close(self, *, failed: bool, ended: bool) -> None:
+    def left(self, saved: int) -> int | None:
+        """Return the newest snapshot, unless a step as great was saved, or is in the root. Blocks.
+
+        Args:
+            saved: The greatest step that was saved.
+        """
+        found = snapshots_in(self._folder.steps) if self._is_open else []
+        return found[0].step if found and found[0].step > max(saved, self._saved.step) else None
+
+    def close(self, left: int | None, *, failed: bool, ended: bool) -> None:
         """Give the memory back, unless that is all there is of the last snapshot.
 
         Args:
+            left: The newest snapshot, if it is all there is of its step.
             failed: Whether an exception ends the run.
             ended: Whether all is written that was to be.
         """
@@ -346,8 +357,14 @@ class MemoryTier:
         if has_failed or not ended or is_only_place:
             logger.warning("the last snapshot stays in memory: %s", self._folder.path)
             self._folder.leave()
-        else:
-            self._folder.remove()
+            return
+        if left is not None and not self._settings.flush:
+            logger.warning(
+                "the snapshot of step %d is given up: it is only in memory, and flush=False. Save "
+                "the last step, or leave flush on",
+                left,
+            )
+        self._folder.remove()
 
     def heard(self, message: Told) -> None:
         """Take what the keeper says; called in a thread."""

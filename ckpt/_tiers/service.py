@@ -82,6 +82,8 @@ class TieredService:
         self._services = [*near, root]
         self.reader: TieredReader = TieredReader(self._tiers)
         self._is_open = False
+        # The greatest step that was saved.
+        self._latest = -1
         # Made on the engine's loop.
         self._opening: anyio.Lock | None = None
         self._saver.saves.on_committed = self._committed
@@ -143,6 +145,7 @@ class TieredService:
             each.saves.history.begin_from(parent)
 
     def _committed(self, info: StepInfo, commit: Commit) -> None:
+        self._latest = max(self._latest, -1 if info.step is None else info.step)
         if self._drains is not None:
             self._drains.committed(info, commit)
         elif self._memory is not None:
@@ -361,15 +364,16 @@ class TieredService:
         Args:
             timeout: Seconds to wait at most for saves; None waits for as long as it takes.
             failed: Whether an exception ends the run: then the last snapshot is written to the
-                root first, unless a newer step is there.
+                root first, unless a newer step is there; else unless a newer one was saved.
         """
         done = self._saver.close(timeout)
         if self.loop.is_forked:
             # The keeper and the memory of a fork are those of its parent.
             return done
         memory = self._memory
-        flush = failed and memory is not None and memory.flushes
-        if flush and memory is not None and memory.is_of_job:
+        newest = None if memory is None else memory.left(self._latest)
+        flush = memory is not None and memory.flushes and (failed or newest is not None)
+        if failed and flush and memory is not None and memory.is_of_job:
             # The others may not know yet that this process has failed.
             memory.leave()
             self._keeper.leave()
@@ -377,7 +381,7 @@ class TieredService:
             seconds = self._exit_seconds + _LAST_WORDS_SECONDS
             ended = self._keeper.close(flush=flush, timeout=seconds)
             if memory is not None:
-                memory.close(failed=failed, ended=ended)
+                memory.close(newest, failed=failed, ended=ended)
         if self._drains is not None:
             left = self._drains.given_up()
             if left:

@@ -90,8 +90,8 @@ class SharedMemory:
             one before is kept, so that takes twice the size of the state, and with `peers` four
             times, or up to six while copies are slow. None is half of the memory of the machine.
         flush: Whether the last snapshot is written to the root when the process dies, when it gets
-            SIGTERM or one of the manager's `preemption_signals`, and when an exception leaves the
-            block of the manager. Steps of the root that are newer make that unnecessary. In a job
+            SIGTERM or one of the manager's `preemption_signals`, and when the manager is closed,
+            also by an exception. Steps of the root that are newer make that unnecessary. In a job
             that is done once it has come to all processes, by the keepers of all together.
         grace_seconds: How long this host lives on after such a signal. If that is too short for
             all items, by the speed of earlier saves, those of `first` are written first; not in

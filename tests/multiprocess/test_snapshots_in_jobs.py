@@ -38,10 +38,10 @@ def killed(count: int, root: Path, memory: Path, *more: str) -> list[Any]:
         return [result.value for result in job.results()]
 
 
-def ended(count: int, root: Path, memory: Path) -> list[Any]:
+def ended(count: int, root: Path, memory: Path, *more: str) -> list[Any]:
     """Run a job to its end; return what its processes told."""
-    devices = DEVICES[count]
-    results = run_processes(count, PROGRAM, root, memory, "end", devices_per_process=devices)
+    devices, told = DEVICES[count], (root, memory, "end", *more)
+    results = run_processes(count, PROGRAM, *told, devices_per_process=devices)
     return [result.value for result in results]
 
 
@@ -63,6 +63,18 @@ def test_a_job_that_is_started_again_goes_on_from_memory(
     with ckpt.sync.CheckpointManager(root) as mgr:
         assert mgr.all_steps() == [0, 2, 4]
     assert list(memory.iterdir()) == []
+
+
+def test_a_clean_end_of_a_job_keeps_its_last_snapshot(tmp_path: Path, memory: Path) -> None:
+    """The keepers of all processes make one step of their parts."""
+    root = tmp_path / "run"
+    ended(2, root, memory, "flush")
+    assert list(memory.iterdir()) == []
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        assert mgr.all_steps() == [0, 1]
+    for each in ended(2, root, memory, "flush"):
+        assert (each["start"], each["right"]) == (2, True)
+        assert each["places"] == [str(root)]
 
 
 @pytest.mark.parametrize(("more", "start"), [((), 1), (("flush",), 2)])

@@ -23,7 +23,7 @@ from ckpt._settings import Timeouts
 from ckpt._tiers.keeper.flush import Hurry, flush, items_in_time
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.storage._local.storage import LocalStorage
-from ckpt.tiers import SharedMemory
+from ckpt.tiers import SharedMemory, Tier
 from tests.support.numbered_states import state_of
 from tests.support.snapshots import (
     PATIENCE_S,
@@ -100,6 +100,60 @@ def test_a_run_that_ends_well_after_a_signal(tmp_path: Path, memory: Path) -> No
         assert run.process.returncode == 0
     assert steps_of(tmp_path / "run") == [4]
     assert list(memory.iterdir()) == []
+
+
+@pytest.mark.parametrize("disk", [False, True], ids=["memory", "memory and disk"])
+def test_a_clean_end_keeps_what_a_crash_would(disk: bool, tmp_path: Path, memory: Path) -> None:
+    """The newest snapshot, also if it is all that there is; the next run goes on from there."""
+    root = tmp_path / "run"
+    for first, kind in [(1, "snapshot"), (4, "save")]:
+        with ckpt.sync.CheckpointManager(root, tiers=_tiers(tmp_path, memory, disk=disk)) as mgr:
+            assert mgr.resume(lambda: state_of(0))[0] in (0, first)
+            getattr(mgr, kind)(first, state_of(first)).result()
+            for step in (first + 1, first + 2):
+                mgr.snapshot(step, state_of(step)).result()
+        assert list(memory.iterdir()) == []
+        assert steps_of(root)[-1] == first + 2
+    assert steps_of(root) == [3, 4, 6]
+    with ckpt.sync.CheckpointManager(root) as mgr:
+        assert mgr.resume(lambda: state_of(0))[0] == 7
+
+
+@pytest.mark.parametrize("disk", [False, True], ids=["memory", "memory and disk"])
+def test_a_clean_end_writes_no_snapshot_before_the_last_step(
+    disk: bool, tmp_path: Path, memory: Path
+) -> None:
+    tiers = _tiers(tmp_path, memory, disk=disk)
+    with ckpt.sync.CheckpointManager(tmp_path / "run", tiers=tiers) as mgr:
+        mgr.snapshot(1, state_of(1)).result()
+        # From the disk it comes to the root behind the end.
+        mgr.save(2, state_of(2)).result()
+    assert steps_of(tmp_path / "run") == [2]
+    assert list(memory.iterdir()) == []
+
+
+@pytest.mark.parametrize("last", ["save", "snapshot"])
+def test_a_clean_end_names_the_step_that_it_gives_up(
+    last: str, tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where flush is off; a snapshot that is older than the last step is no loss."""
+    tier = SharedMemory(directory=str(memory), flush=False)
+    with ckpt.sync.CheckpointManager(tmp_path / "run", tiers=[tier]) as mgr:
+        mgr.snapshot(1, state_of(1)).result()
+        mgr.save(2, state_of(2)).result()
+        getattr(mgr, last)(3, state_of(3)).result()
+    said = [each for each in caplog.records if each.levelname == "WARNING"]
+    if last == "save":
+        assert said == []
+    else:
+        [only] = said
+        assert "the snapshot of step 3 is given up" in only.getMessage()
+    assert list(memory.iterdir()) == []
+
+
+def _tiers(tmp_path: Path, memory: Path, *, disk: bool) -> list[SharedMemory | Tier]:
+    near = SharedMemory(directory=str(memory))
+    return [near, Tier(tmp_path / "disk")] if disk else [near]
 
 
 def test_a_newer_step_of_the_root_is_enough(tmp_path: Path, memory: Path) -> None:

@@ -90,9 +90,10 @@ def test_a_run_fails_whose_keeper_was_killed(tmp_path: Path, memory: Path) -> No
     assert list(memory.iterdir()) == []
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(("fails", "saves"), [(False, False), (False, True), (True, False)])
 def test_a_keeper_that_is_stopped(
     fails: bool,
+    saves: bool,
     tmp_path: Path,
     memory: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -104,13 +105,15 @@ def test_a_keeper_that_is_stopped(
     mgr = manager(root, memory)
     with mgr:
         mgr.snapshot(3, state_of(3)).result()
+        if saves:
+            mgr.save(4, state_of(4)).result()
         process_of(mgr).send_signal(signal.SIGSTOP)
         error = ValueError() if fails else None
         mgr.__exit__(type(error) if error else None, error, None)
     assert process_of(mgr).returncode == -signal.SIGKILL
-    assert steps_of(root) == []
-    assert any("stays in memory" in each for each in caplog.messages) is fails
-    if not fails:
+    assert steps_of(root) == ([4] if saves else [])
+    assert any("stays in memory" in each for each in caplog.messages) is not saves
+    if saves:
         assert list(memory.iterdir()) == []
         return
     with manager(root, memory) as mgr:
