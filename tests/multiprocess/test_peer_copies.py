@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.peer_jobs import DEVICES, PROGRAM, Hosts, keeper_of, settings, wait_for_line
+from tests.support.peer_jobs import (
+    DEVICES,
+    PROGRAM,
+    Hosts,
+    keeper_of,
+    kill_keeper,
+    settings,
+    wait_for_line,
+)
 from tests.support.ports import free_port
 from tests.support.real_jobs import Job, Result, run_processes, started
 from tests.support.snapshots import shared_memory
@@ -150,7 +158,7 @@ def test_a_run_that_goes_back_without_its_keepers_does_not_find_what_came_after(
     with running(root, hosts, steps=[10, None, 5]) as job:
         paused(job, [10])
         for child in job.children:
-            os.kill(keeper_of(child), signal.SIGKILL)
+            kill_keeper(child)
         go_on(job)
         end_all(job)
     held = hosts.held()
@@ -192,7 +200,7 @@ def test_a_keeper_that_was_killed_is_made_good(tmp_path: Path, memory: Path) -> 
     root, hosts = tmp_path / "run", Hosts(memory, 3)
     with running(root, hosts, steps=[0, None, 1]) as job:
         paused(job, [0])
-        os.kill(keeper_of(job[1]), signal.SIGKILL)
+        kill_keeper(job[1])
         go_on(job)
         results = end_all(job)
     assert [each.value["skipped"] for each in results] == [[]] * 3
@@ -251,7 +259,7 @@ def test_a_fixed_port_is_used_again_by_the_next_keeper(tmp_path: Path, memory: P
     root, hosts = tmp_path / "run", Hosts(memory, 2)
     with running(root, hosts, steps=[0, None, 1], ports=[free_port(), 0]) as job:
         paused(job, [0])
-        os.kill(keeper_of(job[0]), signal.SIGKILL)
+        kill_keeper(job[0])
         go_on(job)
         end_all(job)
     assert hosts.held() == {0: [(1, 1)], 1: [(0, 1)]}

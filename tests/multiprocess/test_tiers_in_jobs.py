@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.parts_of_states import steps_of
-from tests.support.peer_jobs import keeper_of
+from tests.support.peer_jobs import keeper_of, kill_keeper
 from tests.support.real_jobs import Job, Result, run_processes, started
 from tests.support.snapshots import shared_memory, wait_for
 
@@ -141,7 +141,7 @@ def test_keepers_that_are_alone_write_nothing(tmp_path: Path, memory: Path) -> N
     with at_the_end(root, 2, hosts=folders, snapshots=1, kept=3.0) as job:
         for child in job.children:
             child.reached("the end")
-        os.kill(keeper_of(job[1]), signal.SIGKILL)
+        kill_keeper(job[1])
         shutil.rmtree(folders[1])
         for child in job.children:
             child.kill()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 from tests.support.real_jobs import Child
+from tests.support.snapshots import PATIENCE_S
 
-__all__ = ["DEVICES", "PROGRAM", "Hosts", "keeper_of", "settings", "wait_for_line"]
+__all__ = ["DEVICES", "PROGRAM", "Hosts", "keeper_of", "kill_keeper", "settings", "wait_for_line"]
 
 PROGRAM = "peers_in_job.py"
 # Of each process, by how many there are.
@@ -68,6 +72,17 @@ def settings(hosts: Hosts, then: str, snapshots: int, **given: Any) -> str:
 
 def keeper_of(child: Child) -> int:
     return int(next(each for each in child.lines if each.startswith("keeper ")).split()[1])
+
+
+def kill_keeper(child: Child) -> None:
+    """Kill a keeper, and wait until it is dead: on a busy machine that takes its time."""
+    pid = keeper_of(child)
+    dies = os.pidfd_open(pid)
+    try:
+        os.kill(pid, signal.SIGKILL)
+        assert select.select([dies], [], [], PATIENCE_S)[0]
+    finally:
+        os.close(dies)
 
 
 def wait_for_line(child: Child, line: str) -> None:
