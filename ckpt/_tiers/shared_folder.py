@@ -4,13 +4,14 @@
         KEY/                     0700; KEY is a digest of the root and of the process of the job
             owner                locked by the process that takes snapshots; says which run it is,
                                  and which process of the job
+            owner.new            the same, of a process that begins to; takes the place of `owner`
             steps/               the root of the snapshots
             held/                what other processes have saved; see `peers.parts`
             flushing-PID/        hard links to a snapshot that a keeper writes to the root
 
 A lock of the system goes when its process dies, however it dies. A process that was forked does not
 keep it. What is in the folder is used only if it is of the same run: a root that was removed and
-made anew is another run.
+made anew is another run. So what says which run it is must be whole, whenever a process is killed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ckpt._tiers.peers.parts import HELD, STEPS
 from ckpt.errors import StorageError
 
 FLUSHING = "flushing-"
-_OWNER = "owner"
+_OWNER, _NEW_OWNER = "owner", "owner.new"
 _PRIVATE = 0o700
 # Of the note of the owner; even where each character takes six bytes, the name fits.
 _MOST_BYTES, _MOST_SHOWN = 4096, 500
@@ -116,12 +117,11 @@ class SharedFolder:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _check_there(self.path, fd)
             return self._begin(fd, note)
-        except BaseException:
+        finally:
             os.close(fd)
-            raise
 
     def _begin(self, fd: int, note: dict[str, object]) -> Found:
-        """Own the folder by a descriptor that has the lock."""
+        """Own the folder, of which `fd` has the lock until then."""
         for each in self.path.glob(f"{FLUSHING}*"):
             # A keeper that still writes has its files open, or tries an older snapshot.
             if not is_alive(each.name.removeprefix(FLUSHING)):
@@ -132,9 +132,7 @@ class SharedFolder:
         if not is_same:
             for each in contents:
                 shutil.rmtree(each, ignore_errors=True)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps(note).encode(), 0)
-        self._fd, self.note = fd, note
+        self._fd, self.note = _put_note(self.path, note), note
         os.register_at_fork(after_in_child=_forgetting(weakref.ref(self)))
         if not has_steps:
             return "nothing"
@@ -158,6 +156,9 @@ class SharedFolder:
             for each in self.path.iterdir():
                 if each.name != _OWNER:
                     shutil.rmtree(each, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                # Of a process that was killed.
+                os.remove(self.path / _NEW_OWNER)
             with contextlib.suppress(OSError):
                 (self.path / _OWNER).unlink()
                 self.path.rmdir()
@@ -261,6 +262,24 @@ def _check_there(path: Path, fd: int) -> None:
     """Raise if the file that was locked is not there any more: another one owns the folder."""
     if not os.path.samestat(os.fstat(fd), os.stat(path / _OWNER)):
         raise FileNotFoundError(errno.ENOENT, "it was removed just now")
+
+
+def _put_note(path: Path, note: dict[str, object]) -> int:
+    """Replace the note of a folder that is locked; return the descriptor that has the lock now.
+
+    Under its name the note is whole and locked at every moment. An empty one would be of no run,
+    and the next process would remove the snapshots.
+    """
+    new = path / _NEW_OWNER
+    fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.pwrite(fd, json.dumps(note).encode(), 0)
+        os.replace(new, path / _OWNER)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _read(fd: int) -> dict[str, object]:

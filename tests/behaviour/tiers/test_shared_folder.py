@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +16,9 @@ import pytest
 
 from ckpt._tiers.keeper.__main__ import _is_owned_again
 from ckpt._tiers.shared_folder import SharedFolder, take_abandoned, take_abandoned_of
-from tests.support.snapshots import shared_memory
+from tests.support.command import environment
+from tests.support.paths import ROOT
+from tests.support.snapshots import PATIENCE_S, shared_memory
 
 
 @pytest.fixture
@@ -79,6 +84,113 @@ def test_a_lock_on_a_file_that_is_gone_owns_nothing(
     monkeypatch.setattr(fcntl, "flock", first_others)
     assert take_abandoned(path) is None
     assert (path / "owner").exists()
+
+
+# Claims a folder in children that are killed, each one line of the code later than the one before.
+# Tells what the note was after each of them, and what the next trainer has found.
+CLAIMS = """
+import os, signal, sys
+from pathlib import Path
+from ckpt._tiers import shared_folder
+
+def claim(path, left):
+    def trace(frame, event, arg):
+        nonlocal left
+        if frame.f_code.co_filename != shared_folder.__file__:
+            return None
+        left -= event == "line"
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    sys.settrace(trace)
+    shared_folder.SharedFolder(path).claim("run", "root")
+    sys.settrace(None)
+    os._exit(0)
+
+top, is_new, moment, code = Path(sys.argv[1]), sys.argv[2] == "new", 0, -signal.SIGKILL
+while code == -signal.SIGKILL:
+    path = top / (f"{moment}" if is_new else "key")
+    if not (child := os.fork()):
+        claim(path, moment)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    note = path / "owner"
+    said = note.read_text() if note.exists() else ""
+    following = shared_folder.SharedFolder(path)
+    print(following.claim("run", "root"), said, sep="|", flush=True)
+    if is_new:
+        following.remove()
+        assert not path.exists()
+    following.leave()
+    moment += 1
+sys.exit(code)
+"""
+
+
+def _killed_claims(top: Path, which: str) -> list[list[str]]:
+    """Return what claims that were killed at every moment have left."""
+    program = [sys.executable, "-c", CLAIMS, str(top), which]
+    done = subprocess.run(
+        program,
+        env=environment({"PYTHONPATH": str(ROOT)}),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
+    )
+    found = [line.split("|") for line in done.stdout.splitlines()]
+    assert len(found) > 10
+    return found
+
+
+def test_a_kill_at_any_moment_of_a_claim_costs_no_snapshot(memory: Path) -> None:
+    """The note is whole at every moment, so that the next trainer finds what is its own."""
+    first = SharedFolder(memory / "ours" / "key")
+    first.claim("run", "root")
+    (first.steps / "1").mkdir(parents=True)
+    first.leave()
+    left = _killed_claims(memory / "ours", "same")
+    assert {found for found, _ in left} == {"same run"}
+    assert {json.loads(note)["run"] for _, note in left} == {"run"}
+    assert (first.steps / "1").is_dir()
+    # Also a keeper that gives the memory back leaves nothing.
+    last = take_abandoned(first.path)
+    assert last is not None
+    (first.path / "owner.new").touch()
+    last.remove()
+    assert list(memory.iterdir()) == []
+
+
+def test_a_kill_at_any_moment_of_a_first_claim_is_made_good(memory: Path) -> None:
+    left = _killed_claims(memory / "ours", "new")
+    assert {found for found, _ in left} == {"nothing"}
+    assert {note and json.loads(note)["run"] for _, note in left} == {"", "run"}
+
+
+def test_a_folder_is_owned_while_its_note_is_replaced(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one process, at every moment."""
+    path = memory / "ours" / "key"
+    first = SharedFolder(path)
+    first.claim("run", "root")
+    first.leave()
+    replace, seen = os.replace, []
+
+    def looked_at(*args: Any) -> None:
+        seen.append(take_abandoned(path))
+        replace(*args)
+        seen.append(take_abandoned(path))
+
+    monkeypatch.setattr(os, "replace", looked_at)
+    new = SharedFolder(path)
+    new.claim("run", "root")
+    assert seen == [None, None]
+    assert take_abandoned(path) is None
+    new.leave()
+    left = take_abandoned(path)
+    assert left is not None
+    left.leave()
 
 
 def test_a_root_with_a_long_name_is_known_again(memory: Path) -> None:
