@@ -30,7 +30,7 @@ from ckpt.testing.compare import differences
 from tests.reliability.specimens import METRICS, comparable, items
 from tests.support.damage import files_of
 
-PATIENCE_S = 20
+PATIENCE_S = 120
 
 
 # -- steps with something else in the place of a file ---------------------------------------------

@@ -84,7 +84,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def four(root: Path) -> list[Result]:
     """What four processes with two devices each found."""
-    with started(4, "restore_broadcast.py", root, *PHASES, timeout=120) as job:
+    with started(4, "restore_broadcast.py", root, *PHASES) as job:
         results = job.results()
     for result in results:
         assert result.code == 0, result.errors
@@ -185,7 +185,7 @@ def test_a_process_that_does_not_go_on_is_waited_for_in_vain_for_a_limited_time(
     root: Path, phase: str
 ) -> None:
     """Between two exchanges, and where all are ready to exchange but its caller is not."""
-    with started(2, "restore_broadcast.py", root, phase, devices_per_process=1, timeout=120) as job:
+    with started(2, "restore_broadcast.py", root, phase, devices_per_process=1) as job:
         job[1].reached("exchanged once" if phase == "stops" else "is read")
         job[0].told(60)
         (told,) = job[0].values

@@ -65,7 +65,7 @@ def test_two_processes() -> None:
     plain, slow, count = "none:x:0", "late:report:1", "count:any:1"
     stop, idle, gone = "stop:lead:1", "idle:conclude:0", "stop:report:0"
     scenarios = [*failures, plain, slow, count, stop, idle, gone]
-    with started(2, "run_operations.py", LIMIT, *scenarios, timeout=110) as job:
+    with started(2, "run_operations.py", LIMIT, *scenarios) as job:
         for stage, index in early + late:
             check_error(job, stage, index)
         for index in range(2):
@@ -101,7 +101,7 @@ def test_four_processes() -> None:
     failures = [f"fail:{stage}:{index}" for stage, index in early]
     stop, late, kill, end = "stop:report:3", "kill:conclude:1", "kill:report:2", "kill:report:0"
     scenarios = [*failures, stop, late, kill, end]
-    with started(4, "run_operations.py", LIMIT, *scenarios, timeout=110) as job:
+    with started(4, "run_operations.py", LIMIT, *scenarios) as job:
         for stage, index in early:
             check_error(job, stage, index)
         job[3].reached(stop)

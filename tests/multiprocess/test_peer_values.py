@@ -7,7 +7,7 @@ from tests.support.real_jobs import run_processes
 
 def test_four_processes_share_values_and_end_in_peace() -> None:
     # Each has to end with code 0, though it has given up a wait.
-    told = [result.value for result in run_processes(4, "check_key_values.py", timeout=110)]
+    told = [result.value for result in run_processes(4, "check_key_values.py")]
     assert sum(each["won"] for each in told) == 1
     winner = next(each["me"] for each in told if each["won"])
     assert {each["first"] for each in told} == {str(winner)}

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,13 @@ def ended(root: Path, count: int, **given: Any) -> Sequence[Result]:
     return run_processes(count, PROGRAM, root, told, devices_per_process=DEVICES[count])
 
 
-def at_the_end(root: Path, count: int, **given: Any) -> Any:
+def at_the_end(
+    root: Path, count: int, options: Mapping[str, Any] | None = None, **given: Any
+) -> Any:
     told = json.dumps({"then": "wait", **given})
-    return started(count, PROGRAM, root, told, devices_per_process=DEVICES[count])
+    return started(
+        count, PROGRAM, root, told, devices_per_process=DEVICES[count], **(options or {})
+    )
 
 
 def starts(results: Sequence[Result]) -> set[tuple[int, bool]]:
@@ -115,9 +119,10 @@ def test_a_process_that_fails_leaves_its_part_to_its_keeper(tmp_path: Path, memo
     """The others are killed later, as a scheduler does."""
     root = tmp_path / "root"
     given = {"hosts": hosts(memory, 2), "snapshots": 2, "raises": 1}
-    with at_the_end(root, 2, **given) as job:
+    # The one that fails waits in vain for the other one.
+    with at_the_end(root, 2, {"shutdown_seconds": 5}, **given) as job:
         job[0].reached("the end")
-        assert job[1].process.wait(60) != 0
+        assert job[1].process.wait(200) != 0
         assert not (root / "1").exists()
         job[0].kill()
         wait_for(root, 1)

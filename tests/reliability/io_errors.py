@@ -35,7 +35,7 @@ from tests.reliability.tally import Tally
 
 __all__ = ["failing_leaves", "failing_reads", "short_writes", "slow_operations"]
 
-PATIENCE_S = 30
+PATIENCE_S = 120
 
 
 def is_write(operation: FileOperation) -> bool:

@@ -25,7 +25,7 @@ __all__ = ["errors", "kills", "stops"]
 LIMIT = 3.0
 # All raise within the limit and 2 seconds, on a machine at leisure.
 GRACE = 6.0
-PATIENCE_S = 90.0
+PATIENCE_S = 120.0
 
 Said = dict[str, Any]
 

@@ -34,7 +34,7 @@ from tests.support.odd_items import Odd, OddHandler
 
 __all__ = ["machine"]
 
-PATIENCE_S = 60
+PATIENCE_S = 120
 KEPT = 4
 REFUSED = 7
 STEPS = st.integers(0, 9)

@@ -27,7 +27,7 @@ from tests.support.paths import PROGRAMS
 __all__ = ["different_steps", "same_steps", "sweeps"]
 
 # Nobody may hang; far above what a loaded machine takes.
-PATIENCE_S = 90.0
+PATIENCE_S = 120.0
 LONGEST_OFFSET_S = 0.08
 
 Child = Forked | subprocess.Popen[str]

@@ -19,7 +19,7 @@ from tests.reliability.tally import Tally
 __all__ = ["managers_in_tasks", "managers_in_threads", "one_manager_in_threads"]
 
 CALLERS = 8
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 
 def state(who: int, number: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ __all__ = ["KEY", "READER", "SECRET", "environment", "missing", "moto", "seaweed
 # Canaries: no message may hold the secrets. The keys are those that the stores know.
 KEY, SECRET = "AKIAtellNobody7AKEY0", "tellNobody7Secret0/abcdefghij+klmnopqrst"
 READER = ("AKIAtellNobody7AREAD", "tellNobody7Reader0/abcdefghij+klmnopqrst")
-_PATIENCE_S = 60
+_PATIENCE_S = 120
 # The bytes of answers pass no pipe between processes: none may fill and stop the store.
 _SNAILMAIL = """
 import sys

@@ -24,7 +24,7 @@ from tests.stores.places import Place
 CANARY = "tellNobody7"
 STATE = {"w": np.arange(100_000.0)}
 # A second for each request that can hang, and some of them one after the other.
-PATIENCE_S = 30
+PATIENCE_S = 120
 
 
 @pytest.fixture(autouse=True)

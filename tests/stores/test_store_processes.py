@@ -26,7 +26,7 @@ from tests.stores.use_store import SIZE, state
 
 CHILD = Path(__file__).with_name("use_store.py")
 STEPS = range(10)
-PATIENCE_S = 60
+PATIENCE_S = 120
 ALL = "CKPT_ALL_STORES" in os.environ
 
 pytestmark = [

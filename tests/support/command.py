@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 GOLDEN_OUTPUT = Path(__file__).resolve().parents[1] / "cli" / "golden"
-_SECONDS = 60
+_SECONDS = 120
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 __all__ = ["until"]
 
 
-def until(holds: Callable[[], object], seconds: float = 60.0) -> None:
+def until(holds: Callable[[], object], seconds: float = 120.0) -> None:
     """Return once the condition holds; fail if that takes longer than a test may."""
     deadline = time.monotonic() + seconds
     while not holds():

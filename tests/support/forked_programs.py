@@ -28,7 +28,7 @@ from typing import Any, Self, TextIO
 __all__ = ["Forked", "fork", "program"]
 
 _LARGEST_REQUEST = 1 << 20
-_PATIENCE_S = 60.0
+_PATIENCE_S = 120.0
 _LOCK = threading.Lock()
 
 

@@ -13,7 +13,7 @@ from ckpt.handlers._base import Deferred
 
 __all__ = ["PATIENCE_S", "Gate", "GateHandler"]
 
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 
 class Gate:

@@ -10,8 +10,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from tests.support.real_jobs import Child
-from tests.support.snapshots import PATIENCE_S
+from tests.support.real_jobs import PATIENCE_S, Child
 
 __all__ = ["DEVICES", "PROGRAM", "Hosts", "keeper_of", "kill_keeper", "settings", "wait_for_line"]
 
@@ -86,4 +85,4 @@ def kill_keeper(child: Child) -> None:
 
 
 def wait_for_line(child: Child, line: str) -> None:
-    child.wait_for(lambda lines: line in lines, f"no {line!r}", 60.0)
+    child.wait_for(lambda lines: line in lines, f"no {line!r}", PATIENCE_S)

@@ -42,6 +42,8 @@ from tests.support.paths import PROGRAMS
 
 _AT, _RESULT = "AT ", "RESULT "
 _SETTINGS = "CKPT_TEST_PROCESS"
+# As long as that a test waits for what happens in the end, also on a machine that is busy.
+PATIENCE_S = 200.0
 
 
 class Process(Protocol):
@@ -108,7 +110,7 @@ class Child:
         if not found:
             _fail(f"{what} of child {self.index} within {timeout:.0f} s\n{self.report()}")
 
-    def reached(self, mark: str, timeout: float = 60.0) -> None:
+    def reached(self, mark: str, timeout: float = PATIENCE_S) -> None:
         """Wait until the child stands `at(mark)`."""
         self.wait_for(lambda lines: f"{_AT}{mark}" in lines, f"no mark {mark!r}", timeout)
 
@@ -233,9 +235,9 @@ def started(
     script: str | Path,
     *args: object,
     devices_per_process: int = 2,
-    timeout: float = 60.0,
-    heartbeat_seconds: int = 100,
-    shutdown_seconds: int = 15,
+    timeout: float = PATIENCE_S,
+    heartbeat_seconds: int = 200,
+    shutdown_seconds: int = 200,
     environment: dict[str, str] | None = None,
     distributed: bool = True,
 ) -> Iterator[Job]:
@@ -377,7 +379,7 @@ def run_child() -> None:
             # Otherwise it listens on every interface.
             coordinator_bind_address=settings["address"],
             cluster_detection_method="deactivate",
-            initialization_timeout=30,
+            initialization_timeout=int(PATIENCE_S),
             heartbeat_timeout_seconds=settings["heartbeat"],
             shutdown_timeout_seconds=settings["shutdown"],
         )

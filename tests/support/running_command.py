@@ -14,7 +14,7 @@ from typing import IO
 from tests.support.command import Ran, environment
 from tests.support.paths import ROOT
 
-_SECONDS = 60
+_SECONDS = 120
 _NOBODY = 65534
 
 

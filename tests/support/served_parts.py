@@ -27,7 +27,7 @@ from ckpt.storage._local.storage import LocalStorage
 
 __all__ = ["ADDRESS", "SAVE", "Host", "Raw", "target_of"]
 
-PATIENCE_S = 60
+PATIENCE_S = 120
 ADDRESS = "127.0.0.1"
 SAVE = "5a" * 16
 

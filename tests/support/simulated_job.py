@@ -24,7 +24,7 @@ from ckpt.coordination import OwnDisks
 # A time limit far above what it takes to tell the others, and above what a test may take.
 FAR = 50.0
 STATE = {"a": np.arange(10, dtype=np.int32), "b": 3}
-_PATIENCE_S = 40.0
+_PATIENCE_S = 120.0
 
 
 class SharedValues:
@@ -121,7 +121,7 @@ def managers(
     *,
     jobs: list[Any] | None = None,
     own_disks: bool = False,
-    seconds: float = 1.0,
+    seconds: float = 4.0,
     each: Sequence[Mapping[str, Any]] = (),
     **options: Any,
 ) -> list[ckpt.sync.CheckpointManager]:

@@ -20,7 +20,7 @@ from tests.support.numbered_states import state_of
 from tests.support.paths import ROOT
 
 PROGRAM = ROOT / "tests/support/programs/take_snapshots.py"
-PATIENCE_S = 90
+PATIENCE_S = 120
 
 
 class Trainer:

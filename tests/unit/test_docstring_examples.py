@@ -62,7 +62,7 @@ WITHOUT_EXAMPLE = {
     "ckpt.StepInfo.time_of": CALLED_BACK,
 }
 FENCE = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-LIMIT_SECONDS = 20
+LIMIT_SECONDS = 120
 
 
 def modules() -> Iterator[ModuleType]:

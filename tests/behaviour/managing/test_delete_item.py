@@ -42,7 +42,7 @@ from ckpt.testing.faults import (
 from tests.reliability.scenarios import age, leftovers
 from tests.support.trees import assert_same
 
-PATIENCE_S = 60
+PATIENCE_S = 120
 ITEMS: dict[str, Any] = {
     "params": {"w": jnp.arange(12.0).reshape(3, 4), "big": np.arange(1 << 19, dtype=np.int32)},
     "optimizer": {"mu": np.zeros((64, 4096), np.float32), "count": 3},

@@ -27,7 +27,7 @@ from tests.support.paths import PROGRAMS
 # Programs are started here, which takes its time on a machine that does other things.
 pytestmark = pytest.mark.timeout(300)
 
-PATIENCE_S = 90
+PATIENCE_S = 120
 USR1, TERM = signal.SIGUSR1, signal.SIGTERM
 PROGRAM = str(PROGRAMS / "train_preempted.py")
 

@@ -27,7 +27,7 @@ from ckpt.errors import InvalidArgumentError
 from ckpt.policies import FixedInterval
 from tests.support.odd_items import Odd, OddHandler
 
-PATIENCE_S = 90
+PATIENCE_S = 120
 USR1, USR2, TERM = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
 
 

@@ -17,7 +17,7 @@ import ckpt
 import ckpt.sync
 from tests.support.paths import PROGRAMS
 
-PATIENCE_S = 60
+PATIENCE_S = 120
 BACKENDS = ["asyncio", "trio"]
 QUICK = 0.02
 

@@ -17,7 +17,7 @@ from tests.support.odd_items import Odd, OddHandler
 
 SMALL = {"w": np.arange(8, dtype=np.float32)}
 LARGE = state_of(0, large=1 << 19)
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 
 def fire(number: int = 0) -> ckpt.CheckpointError:

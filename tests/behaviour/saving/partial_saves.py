@@ -14,7 +14,7 @@ import pytest
 import ckpt
 import ckpt.sync
 
-PATIENCE_S = 60
+PATIENCE_S = 120
 # Little enough that a part of a megabyte has several chunks and files, and does not fit.
 STAGING = ckpt.Staging(budget_bytes=1 << 20)
 BACKENDS = pytest.mark.parametrize("backend", ["asyncio", "trio"])

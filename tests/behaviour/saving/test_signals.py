@@ -22,7 +22,7 @@ from tests.support.paths import PROGRAMS
 pytestmark = pytest.mark.timeout(300)
 
 PROGRAM = str(PROGRAMS / "stop_in_save.py")
-PATIENCE_S = 60
+PATIENCE_S = 120
 # Far above what a loaded machine takes; a hang is what is looked for.
 GRACE_S = 20
 

@@ -24,7 +24,7 @@ from tests.support.paths import PROGRAMS
 from tests.support.trees import assert_same
 
 SCRIPTS = str(PROGRAMS / "end_scripts.py")
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 
 def small(number: int) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from tests.hostile.test_hostile import changed
 from tests.support.manifests import change_leaf
 from tests.support.paths import GOLDEN
 
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 
 # --- Nothing is wrong -----------------------------------------------------------------------------

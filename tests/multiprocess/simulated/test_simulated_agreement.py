@@ -64,7 +64,7 @@ def test_what_is_not_the_same_everywhere_is_not_saved(
     other, text = OTHERS[kind]
     every = [{"one": STATE, "two": {"c": np.zeros(2)}}, other]
     pairs = list(zip(mgrs, every, strict=True))
-    found = together(*(lambda m=m, i=i: m.save(1, items=i).result(40) for m, i in pairs))
+    found = together(*(lambda m=m, i=i: m.save(1, items=i).result(100) for m, i in pairs))
     assert [type(each) for each in found] == [CoordinationError] * 2
     assert all(text in str(each) for each in found)
     # Nobody publishes before all are known to agree.
@@ -80,8 +80,8 @@ def test_items_that_were_saved_by_other_handlers_are_not_the_same() -> None:
 
 
 def test_who_saves_another_step_is_named_with_it(tmp_path: Path) -> None:
-    mgrs = managers(tmp_path, seconds=0.5)
-    found = together(*(lambda m=m, s=s: m.save(s, STATE).result(40) for s, m in enumerate(mgrs)))
+    mgrs = managers(tmp_path, seconds=3.0)
+    found = together(*(lambda m=m, s=s: m.save(s, STATE).result(100) for s, m in enumerate(mgrs)))
     assert [type(each) for each in found] == [CoordinationTimeoutError] * 2
     assert "process 1 of 2 (host " in str(found[0])
     assert "which came to the save of step 1 last" in str(found[0])
@@ -93,7 +93,7 @@ def test_who_saves_another_step_is_named_with_it(tmp_path: Path) -> None:
 def test_saves_are_made_in_the_order_of_their_calls_where_one_is_slow_to_begin(
     tmp_path: Path,
 ) -> None:
-    mgrs = managers(tmp_path, seconds=2.0)
+    mgrs = managers(tmp_path, seconds=FAR)
     saved(mgrs, 0)
     peers: Any = mgrs[1]._service.root.processes.peers  # type: ignore[union-attr]
     operation = peers.operation
@@ -118,7 +118,7 @@ def test_saves_are_made_in_the_order_of_their_calls_where_one_is_slow_to_begin(
             commits.append(mgr.save(step, STATE))
 
         anyio.run(run)
-        return sorted(commit.result(40).step for commit in commits)
+        return sorted(commit.result(100).step for commit in commits)
 
     assert together(*(lambda m=m: two(m) for m in mgrs)) == [[1, 2]] * 2
     closed(mgrs)
@@ -136,7 +136,7 @@ def test_steps_are_published_in_the_order_of_their_saves(tmp_path: Path) -> None
 
     storage.publish = slower_first
     commits = together(*(lambda m=m: [m.save(step, STATE) for step in (1, 2)] for m in mgrs))
-    assert [[each.result(40).step for each in pair] for pair in commits] == [[1, 2]] * 2
+    assert [[each.result(100).step for each in pair] for pair in commits] == [[1, 2]] * 2
     assert order == ["1", "2"]
     closed(mgrs)
 
@@ -159,7 +159,7 @@ def test_the_primary_asks_its_policy_for_all(wanted: bool, tmp_path: Path) -> No
 def test_who_saves_while_the_primary_has_a_policy_that_does_not_is_told(tmp_path: Path) -> None:
     mgrs = managers(tmp_path, seconds=FAR, each=[{"save_policy": lambda *_: False}, {}])
     commit, error = together(
-        lambda: mgrs[0].save(1, STATE), lambda: mgrs[1].save(1, STATE).result(40)
+        lambda: mgrs[0].save(1, STATE), lambda: mgrs[1].save(1, STATE).result(100)
     )
     assert commit.stage == "skipped"
     assert type(error) is CoordinationError
@@ -221,13 +221,13 @@ def test_an_attempt_that_others_have_joined_is_discarded_as_one(tmp_path: Path) 
 
 @pytest.mark.parametrize(("name", "path"), [("sweep", ""), ("write", "ckpt.json")])
 def test_a_primary_that_moves_no_bytes_is_waited_for(name: str, path: str, tmp_path: Path) -> None:
-    mgrs = managers(tmp_path, seconds=0.5)
+    mgrs = managers(tmp_path, seconds=1.0)
     storage = mgrs[0]._service.storage
     function = getattr(storage, name)
 
     async def slowly(*args: Any) -> Any:
         if not path or path in args:
-            await anyio.sleep(1.3)
+            await anyio.sleep(2.5)
         return await function(*args)
 
     setattr(storage, name, slowly)
@@ -254,7 +254,7 @@ def test_all_know_what_was_saved_and_have_their_own_back(tmp_path: Path) -> None
     rngs = [np.random.default_rng(index) for index in range(2)]
     items = [{"state": STATE, "rng": rng} for rng in rngs]
     pairs = list(zip(mgrs, items, strict=True))
-    infos = together(*(lambda m=m, i=i: m.save(1, items=i).result(40) for m, i in pairs))
+    infos = together(*(lambda m=m, i=i: m.save(1, items=i).result(100) for m, i in pairs))
     assert steps(infos) == [1, 1]
     assert infos[0] == infos[1]
     # Of the array; scalars are in the manifest.

@@ -117,7 +117,7 @@ def test_who_cancels_a_save_ends_it_everywhere(index: int, tmp_path: Path) -> No
         if mgr is mgrs[index]:
             assert writing.wait(20)
             commit.cancel()
-        return commit.result(40)
+        return commit.result(100)
 
     found = together(*(lambda m=m: save(m) for m in mgrs))
     assert kinds(found) == [CommitCancelledError] * 2
@@ -154,9 +154,9 @@ def test_who_has_cancelled_a_save_has_cancelled_it_also_where_another_fails(tmp_
         assert joining.wait(20)
         commit.cancel()
         cancelled.set()
-        return commit.result(40)
+        return commit.result(100)
 
-    found = together(lambda: mgrs[0].save(1, STATE).result(40), cancel)
+    found = together(lambda: mgrs[0].save(1, STATE).result(100), cancel)
     assert kinds(found) == [StorageError, CommitCancelledError]
     assert found[0].message == "no luck"
     mgrs[1].wait_until_finished()
@@ -185,7 +185,7 @@ def test_a_step_that_is_being_published_is_not_cancelled(
             assert publishing.wait(20)
             commit.cancel()
             cancelled.set()
-        return commit.result(40)
+        return commit.result(100)
 
     found = together(*(lambda m=m: save(m) for m in mgrs))
     assert steps(found) == [1, 1]
@@ -197,7 +197,7 @@ def test_what_is_shared_is_lost_while_a_step_is_published(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     jobs = coordinators(2)
-    mgrs = managers(tmp_path, jobs=jobs, seconds=5.0)
+    mgrs = managers(tmp_path, jobs=jobs, seconds=FAR)
     values = jobs[0].key_values()
 
     async def lose(*_: Any) -> None:
@@ -218,7 +218,7 @@ def test_what_is_shared_is_lost_while_a_step_is_published(
 
 def test_what_is_shared_is_lost_while_a_step_is_written(tmp_path: Path) -> None:
     jobs = coordinators(2)
-    mgrs = managers(tmp_path, jobs=jobs, seconds=5.0)
+    mgrs = managers(tmp_path, jobs=jobs, seconds=FAR)
     values = jobs[0].key_values()
 
     async def lose(*_: Any) -> None:
@@ -237,22 +237,22 @@ def test_what_is_shared_is_lost_while_a_step_is_written(tmp_path: Path) -> None:
 def test_a_primary_that_goes_silent_while_it_publishes_may_have_saved_the_step(
     tmp_path: Path,
 ) -> None:
-    mgrs = managers(tmp_path, seconds=0.5)
+    mgrs = managers(tmp_path, seconds=3.0)
     missed = threading.Event()
 
     async def hang(*_: Any) -> None:
         # Its loop stands still, so it gives no sign of life.
-        assert missed.wait(20)
+        assert missed.wait(100)
 
     before(storage_of(mgrs[0]), "publish", hang)
 
     def save() -> Any:
         try:
-            return mgrs[1].save(1, STATE).result(40)
+            return mgrs[1].save(1, STATE).result(100)
         finally:
             missed.set()
 
-    own, other = together(lambda: mgrs[0].save(1, STATE).result(40), save)
+    own, other = together(lambda: mgrs[0].save(1, STATE).result(100), save)
     assert steps([own]) == [1]
     assert type(other) is CoordinationTimeoutError
     assert other.missing == (0,)
@@ -261,13 +261,13 @@ def test_a_primary_that_goes_silent_while_it_publishes_may_have_saved_the_step(
 
 
 def test_a_restore_that_moves_is_waited_for(tmp_path: Path) -> None:
-    mgrs = managers(tmp_path, seconds=0.5)
+    mgrs = managers(tmp_path, seconds=2.0)
     saved(mgrs, 1)
 
     async def slowly(*_: Any) -> None:
         # As a large step is read, in parts.
         for _part in range(6):
-            await anyio.sleep(0.25)
+            await anyio.sleep(1.0)
             for observe in mgrs[1]._service.root.processes.observers:
                 observe(Event("restore", "read", 1, 0, 1, nbytes=8))
 

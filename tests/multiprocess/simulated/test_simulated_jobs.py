@@ -48,7 +48,7 @@ def test_saves_of_several_tasks_keep_the_order_of_their_calls(tmp_path: Path) ->
     jobs = coordinators(2)
 
     async def run(job: Any) -> None:
-        timeouts = ckpt.Timeouts(coordination=5.0)
+        timeouts = ckpt.Timeouts(coordination=60.0)
         async with ckpt.CheckpointManager(tmp_path, coordinator=job, timeouts=timeouts) as mgr:
             for first in range(0, 9, 3):
                 async with anyio.create_task_group() as tasks:
@@ -83,12 +83,12 @@ def test_the_others_hear_why_the_primary_cannot_open_the_root(tmp_path: Path) ->
 def test_a_primary_that_takes_its_time_to_publish_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mgrs = managers(tmp_path)
+    mgrs = managers(tmp_path, seconds=2.0)
     storage = mgrs[0]._service.storage
     publish = storage.publish
 
     async def slowly(*args: Any, **options: Any) -> None:
-        await anyio.sleep(2.5)
+        await anyio.sleep(5.0)
         await publish(*args, **options)
 
     monkeypatch.setattr(storage, "publish", slowly)
@@ -97,7 +97,7 @@ def test_a_primary_that_takes_its_time_to_publish_is_waited_for(
 
 
 def test_a_step_that_only_some_disks_have_is_none(tmp_path: Path) -> None:
-    mgrs = managers(tmp_path, own_disks=True, seconds=5.0)
+    mgrs = managers(tmp_path, own_disks=True, seconds=60.0)
     assert steps(saved(mgrs, 1) + saved(mgrs, 2)) == [1, 1, 2, 2]
     # As a crash between two publications leaves it.
     shutil.rmtree(tmp_path / "1" / "2")

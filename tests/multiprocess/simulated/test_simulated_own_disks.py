@@ -82,7 +82,7 @@ def test_roots_with_names_are_opened_in_any_order(tmp_path: Path) -> None:
     def save(name: str, index: int, after: int) -> int:
         # Once so many have come.
         assert not after or opened[after - 1].wait(20)
-        info = roots[name][index].save(1, STATE).result(40)
+        info = roots[name][index].save(1, STATE).result(100)
         assert info is not None
         assert info.step is not None
         return info.step
@@ -99,7 +99,7 @@ def test_a_call_too_many_harms_no_later_save_of_the_step(tmp_path: Path) -> None
     mgrs = managers(tmp_path, own_disks=True)
     saved(mgrs, 1)
     with pytest.raises(CoordinationTimeoutError):
-        mgrs[1].save(5, STATE).result(40)
+        mgrs[1].save(5, STATE).result(100)
     assert steps(saved(mgrs, 5)) == [5, 5]
     assert kinds(saved(mgrs, 5)) == [StepExistsError] * 2
     assert together(*(mgr.all_steps for mgr in mgrs)) == [[1, 5]] * 2
@@ -133,7 +133,7 @@ def test_what_one_process_keeps_all_keep(tmp_path: Path) -> None:
         assert steps(
             together(
                 *(
-                    lambda m=m, v=v, s=step: m.save(s, STATE, metrics={"loss": v}).result(40)
+                    lambda m=m, v=v, s=step: m.save(s, STATE, metrics={"loss": v}).result(100)
                     for m, v in pairs
                 )
             )
@@ -183,9 +183,9 @@ def test_who_publishes_slowly_is_waited_for_also_once_it_is_cancelled(
         commit = mgrs[0].save(1, STATE)
         assert publishing.wait(20)
         commit.cancel()
-        return commit.result(40)
+        return commit.result(100)
 
-    assert steps(together(cancelled, lambda: mgrs[1].save(1, STATE).result(40))) == [1, 1]
+    assert steps(together(cancelled, lambda: mgrs[1].save(1, STATE).result(100))) == [1, 1]
     closed(mgrs)
 
 
@@ -211,9 +211,9 @@ def test_who_is_cancelled_before_it_hears_that_all_publish_keeps_nobody_waiting(
         commit = mgrs[1].save(2, STATE)
         assert hit.wait(20)
         commit.cancel()
-        return commit.result(40)
+        return commit.result(100)
 
-    found = together(lambda: mgrs[0].save(2, STATE).result(20), cancelled)
+    found = together(lambda: mgrs[0].save(2, STATE).result(100), cancelled)
     assert kinds(found) == [CommitCancelledError] * 2
     values.wait = wait
     assert together(*(mgr.all_steps for mgr in mgrs)) == [[1]] * 2

@@ -30,7 +30,7 @@ def save(mgrs: Sequence[Any], step: int, losses: Sequence[float] = (1.0, 1.0)) -
         "empty": {},
     }
     calls = [
-        lambda m=m, v=v: m.save(step, items=items, metrics={"loss": v}).result(40)
+        lambda m=m, v=v: m.save(step, items=items, metrics={"loss": v}).result(100)
         for m, v in zip(mgrs, losses, strict=True)
     ]
     assert steps(together(*calls)) == [step] * len(mgrs)

@@ -65,7 +65,7 @@ if given.get("endpoints"):
 host = Path(given["hosts"][index])
 if given.get("boot_ids"):
     snapshot_peers._BOOT_ID = Path(given["boot_ids"][index])
-snapshot_peers._ANSWER_SECONDS = given.get("seconds", 30.0)
+snapshot_peers._ANSWER_SECONDS = given.get("seconds", 200.0)
 most = {"own": 0, "held": 0}
 
 
@@ -94,7 +94,7 @@ memory = ckpt.tiers.SharedMemory(
     peers=None if given.get("no_peers") else peers,
     flush=bool(given.get("flush")),
 )
-limits = ckpt.Timeouts(coordination=30.0)
+limits = ckpt.Timeouts(coordination=200.0)
 with ckpt.sync.CheckpointManager(root, tiers=[memory], timeouts=limits) as mgr:
     start, state = mgr.resume(lambda: state_of(0), like=state_of(0))
     found = mgr.latest_step()

@@ -20,7 +20,7 @@ root, directory, then, *more = sys.argv[1:]
 jnp.zeros(1).block_until_ready()
 memory = ckpt.tiers.SharedMemory(directory=directory, flush="flush" in more)
 # A host that is lost takes its memory along: here each process has a folder of its own.
-limits = ckpt.Timeouts(coordination=30.0)
+limits = ckpt.Timeouts(coordination=200.0)
 with ckpt.sync.CheckpointManager(root, tiers=[memory], timeouts=limits) as mgr:
     start, state = mgr.resume(lambda: state_of(0), like=state_of(0))
     found = mgr.latest_step()

@@ -42,7 +42,7 @@ if given.get("hosts"):
     )
 if given.get("disk"):
     tiers.append(ckpt.tiers.Tier(given["disk"], preservation=ckpt.policies.LatestN(2)))
-limits = ckpt.Timeouts(coordination=30.0)
+limits = ckpt.Timeouts(coordination=200.0)
 with ckpt.sync.CheckpointManager(root, tiers=tiers, timeouts=limits) as mgr:
     start, state = mgr.resume(lambda: state_of(0), like=state_of(0))
     found = mgr.latest_step()

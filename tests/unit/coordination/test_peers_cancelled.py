@@ -14,7 +14,7 @@ from ckpt.coordination._memory import MemoryKeyValues
 from ckpt.coordination._peers import Peers
 from ckpt.errors import CheckpointError, CoordinationTimeoutError
 
-COUNT, LIMIT = 3, 5.0
+COUNT, LIMIT = 3, 60.0
 
 
 class Requests:

@@ -33,7 +33,7 @@ from ckpt.errors import (
     StorageError,
 )
 
-LIMIT = 5.0
+LIMIT = 60.0
 COUNT, MEMBERS = 4, 2
 # The first group needs three short chunks, and the other one three long ones: in two rounds.
 LENGTHS = [1000] * 3 + [200_000] * 3

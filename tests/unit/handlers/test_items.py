@@ -22,7 +22,7 @@ from ckpt.handlers._pytree import PyTreeHandler
 from ckpt.testing.compare import differences
 
 MIB = 1 << 20
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 
 class Scripted:

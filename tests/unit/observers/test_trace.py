@@ -24,7 +24,7 @@ from ckpt.observers._tracing.trace import chrome_events
 from tests.unit.observers.examples import TIMELINES, US, a_save, a_whole_save, event
 
 MIB = 1 << 20
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 
 def state() -> dict[str, Any]:

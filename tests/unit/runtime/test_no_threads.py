@@ -22,7 +22,7 @@ from ckpt._runtime.threads import DaemonThreads
 from ckpt.errors import StorageError
 from tests.support.paths import PROGRAMS
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 STATE = {"w": np.arange(300_000.0), "b": np.ones(3)}
 REFUSAL = r"the system refused a thread \(can't start new thread\): .*ulimit -u"
 

@@ -28,7 +28,7 @@ from ckpt.storage._local.sweep import sweep_root
 from tests.support.odd_items import Odd, OddHandler
 
 T = TypeVar("T")
-PATIENCE_S = 60
+PATIENCE_S = 120
 STATE = {"w": np.arange(100_000.0)}
 WRITER = """
 import os, signal, sys, anyio

@@ -25,7 +25,7 @@ LEASE_S = 0.05
 # Where the store answers, every request is waited for. Where it does not, it is given up soon.
 REQUEST_S = 5.0
 SILENCE_S = 0.05
-PATIENCE_S = 20
+PATIENCE_S = 120
 
 
 class Place:

@@ -28,7 +28,7 @@ MANIFEST = "5/ckpt.json"
 REQUEST_S = 1.0
 # Where nothing can be found out it is waited for that long.
 SHORT_S = 0.15
-PATIENCE_S = 30
+PATIENCE_S = 120
 NO_CONNECTION = "UNAVAILABLE: CURL error Could not connect to server"
 NO_TLS = "UNAVAILABLE: CURL error SSL connect error: Recv failure"
 NO_HOST = "UNAVAILABLE: CURL error Could not resolve hostname"

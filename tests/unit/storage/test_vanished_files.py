@@ -21,7 +21,7 @@ from ckpt.testing.faults import Effect, FaultyFiles, FileOperation
 from tests.support.simulated_job import closed, managers, saved
 
 STATE = {"w": np.arange(100_000.0), "b": np.arange(3)}
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 
 def names(root: Path) -> set[str]:

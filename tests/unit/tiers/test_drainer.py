@@ -25,7 +25,7 @@ from ckpt.storage._resolve import open_root
 from ckpt.testing.faults import Fail, FaultyFiles, FileOperation
 from tests.support.drained_roots import assert_whole, attempts, cut, made, sizes_below
 
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 
 class Drains:
