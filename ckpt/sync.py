@@ -326,7 +326,7 @@ class CheckpointManager(ManagerBase):
         return self._loop.call(self._service.reader.all_steps)
 
     def latest_step(self, *, healthy: bool | Healthy = False) -> int | None:
-        """Return the greatest committed step, or the greatest healthy one; None without any."""
+        """Return the latest committed step, or the latest healthy one; None without any."""
         return self._loop.call(self._service.reader.latest_step, healthy)
 
     def best_step(self, metric: Metric | None = None, mode: Mode | None = None) -> int | None:

@@ -42,7 +42,9 @@ class ManagedSteps(ManagerBase):
         return await self._loop.run(self._service.reader.all_steps)
 
     async def latest_step(self, *, healthy: bool | Healthy = False) -> int | None:
-        """Return the greatest committed step, or healthy one (see `restore`); None without any.
+        """Return the latest committed step, or healthy one (see `restore`); None without any.
+
+        It is the greatest one, but for those that the run went back behind.
 
         Example:
             ```python

@@ -63,6 +63,7 @@ class CheckpointTarget(Struct, frozen=True):
             old.metadata,
             self.overwrite,
             parent=old.parent if self.keeps_times else None,
+            left_behind=old.left_behind if self.keeps_times else (),
             dropped=old.dropped if self.keeps_times else (),
             times_ns=(old.created_ns, old.committed_ns) if self.keeps_times else None,
         )

@@ -10,6 +10,8 @@ from typing import Annotated, Literal, Protocol
 from msgspec import Meta, Struct
 
 Step = Annotated[int, Meta(ge=0)]
+# Says of a root that a run went back in it, so that numbers alone do not tell what is newer.
+WENT_BACK_NOTE = ".ckpt-run/went-back"
 _Text = Annotated[str, Meta(pattern=r"^[^\x00-\x1f]{1,200}\Z")]
 # Bounded as in the head of the manifest.
 _Number = Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -43,12 +45,13 @@ class ReplacedSave(Struct, frozen=True, omit_defaults=True):
     Attributes:
         created_ns: When it began, in Unix nanoseconds.
         committed_ns: When it was committed; all copies of it have both.
-        state: `damaged` or `unhealthy`, for what is moved aside; empty for what is replaced.
+        state: `damaged`, `unhealthy` or `abandoned`, for what is moved aside; empty for what is
+            replaced.
     """
 
     created_ns: _Number
     committed_ns: _Number
-    state: Literal["", "damaged", "unhealthy"] = ""
+    state: Literal["", "damaged", "unhealthy", "abandoned"] = ""
 
 
 @dataclass(frozen=True, slots=True)

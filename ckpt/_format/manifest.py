@@ -156,6 +156,8 @@ class Manifest(Struct, frozen=True):
         metadata: User metadata given to `save`.
         parent: What the run has begun from, or None.
         replaces: Saves of the same step that make way for this one wherever it is copied to.
+        left_behind: When the saves of greater steps began, in Unix nanoseconds, that were there and
+            that its run had not gone on from.
         created_ns: Unix time in nanoseconds at which the save began.
         committed_ns: Unix time in nanoseconds at which the manifest was written.
         writer: Versions of the libraries that wrote the step.
@@ -184,6 +186,7 @@ class Manifest(Struct, frozen=True):
     metadata: JsonValue = None
     parent: Parent | None = None
     replaces: list[ReplacedSave] = []
+    left_behind: list[int] = []
     save: str = ""
     statistics: dict[str, float] = {}
     sources: dict[str, SourceFile] = {}
@@ -311,6 +314,7 @@ def encode(manifest: Manifest) -> bytes:
             manifest.unequal_leaves,
             manifest.dropped,
             _fileless(manifest.items, manifest.files),
+            manifest.left_behind,
             # The comma before it, and the trailer after it.
             1 + len(tail) + len(TRAILER_KEY) + HEX_DIGITS + len(TRAILER_END),
         )
@@ -463,6 +467,7 @@ def decode(data: bytes, *, where: str) -> Manifest:
         metadata=rest.metadata,
         parent=rest.parent,
         replaces=rest.replaces,
+        left_behind=front.left_behind,
         created_ns=front.created_ns,
         committed_ns=front.committed_ns,
         writer=rest.writer,

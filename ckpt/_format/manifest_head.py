@@ -71,6 +71,7 @@ class Summary(Struct, frozen=True, omit_defaults=True):
         unequal_leaves: How many leaves had replicas that were not equal.
         dropped: The items that were taken out of the step after it was committed.
         fileless: Names of the items that have no file.
+        left_behind: When greater steps were saved that its run went back behind.
         rest: How many bytes of the file follow the head.
         manifest_bytes: Bytes of the file itself; told by `peek`, and not in the file.
     """
@@ -90,6 +91,7 @@ class Summary(Struct, frozen=True, omit_defaults=True):
     unequal_leaves: Size = 0
     dropped: list[DroppedItem] = []
     fileless: list[str] = []
+    left_behind: list[UnixTime] = []
     rest: Size = 0
     manifest_bytes: Size = 0
 

@@ -7,16 +7,17 @@ with 10,000 steps the first look takes about 0.2 s, and every later one 0.06 s.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 from msgspec import Struct
 
 from ckpt._arguments import check_step
-from ckpt._format.history import DroppedItem
+from ckpt._format.history import WENT_BACK_NOTE, DroppedItem
 from ckpt._format.manifest_head import FILE_NAME, HEAD_BYTES, MAX_BYTES, Summary, peek
 from ckpt._format.metrics import flat_metrics, grouped_metrics
 from ckpt._format.step_files.item_file_names import is_item_name
@@ -45,6 +46,10 @@ _MOST_CLOSE_LOOKS = 24
 _MOST_FILES = 256
 # Stands before the stamps of steps that another library wrote.
 _FOREIGN = "foreign"
+_BEHIND = (
+    "%s: step %d is the latest, since the run went back: what was saved before is left behind, and "
+    "can be restored by its number: steps %s"
+)
 # Errors that are about one step, not about the whole root.
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
 
@@ -64,6 +69,7 @@ class IndexedStep(Struct, frozen=True):
         is_foreign: Whether Orbax wrote it, not this library.
         nonfinite_leaves: As in `Summary`.
         unequal_leaves: As in `Summary`.
+        left_behind: As in `Manifest`.
         items: Names of its items; none where they are not known.
         dropped: The items that were taken out of it after it was committed.
         groups: Its metrics as they were passed, if some are in groups.
@@ -80,6 +86,7 @@ class IndexedStep(Struct, frozen=True):
     is_foreign: bool = False
     nonfinite_leaves: int | None = None
     unequal_leaves: int = 0
+    left_behind: Sequence[int] = ()
     items: tuple[str, ...] = ()
     dropped: tuple[DroppedItem, ...] = ()
     groups: Mapping[str, Any] | None = None
@@ -91,12 +98,13 @@ class PassedOver(Struct, frozen=True):
     Attributes:
         attempt: The attempt that wrote it; what another attempt wrote may be whole.
         reason: What is wrong with it.
-        state: `damaged`, or `unhealthy` where it was only not known to be healthy.
+        state: `damaged`; `unhealthy` where it was only not known to be healthy; `abandoned` where
+            the run had gone back behind it.
     """
 
     attempt: str
     reason: str
-    state: Literal["damaged", "unhealthy"] = "damaged"
+    state: Literal["damaged", "unhealthy", "abandoned"] = "damaged"
 
 
 class StepIndex:
@@ -105,6 +113,8 @@ class StepIndex:
     Attributes:
         passed_over: Steps that a restore has passed over; a save of the same number replaces them.
         elsewhere: What the root has instead of steps, empty for nothing; None if nobody has looked.
+        others: The other places of the same run.
+        went_back: Whether a run ever went back here or there, as far as was seen.
     """
 
     def __init__(
@@ -130,7 +140,10 @@ class StepIndex:
         self._listed: dict[str, int] = {}
         self.passed_over: dict[int, PassedOver] = {}
         self.elsewhere: str | None = None
+        self.others: Sequence[StepIndex] = ()
         self._is_missing = False
+        self.went_back: bool = False
+        self._said_behind: set[int] = set()
 
     @property
     def unreadable(self) -> list[UnreadableStep]:
@@ -142,6 +155,11 @@ class StepIndex:
         """The committed steps that were seen so far, ascending; without looking."""
         found = (each for _, each in self._known.copy().values())
         return sorted({each.step for each in found if each is not None})
+
+    @property
+    def greatest(self) -> int:
+        """The greatest step that was seen so far, damaged or not; -1 for none."""
+        return max([*self._listed.values(), *self.known], default=-1)
 
     @property
     def names(self) -> StepNames:
@@ -193,20 +211,57 @@ class StepIndex:
         await self._say_left_out(left_out)
         return dict(sorted(found.items()))
 
+    async def everywhere(self) -> list[IndexedStep]:
+        """Return the steps of this place and of the others, as far as those can be listed."""
+        found = list((await self.refresh()).values())
+        for each in self.others:
+            with contextlib.suppress(StorageError):
+                found += (await each.refresh()).values()
+        return found
+
+    async def left_behind(self) -> dict[int, IndexedStep]:
+        """Return the steps of a branch that was given up, as any of the places tells.
+
+        One small read in each place, until a run went back there.
+        """
+        for each in (self, *self.others):
+            # What keeps another place from being read is said when that is listed.
+            with contextlib.suppress(*(() if each is self else (StorageError,))):
+                if not self.went_back:
+                    note = await each.storage.read_note(WENT_BACK_NOTE, MAX_BYTES)
+                    self.went_back = note is not None
+        if not self.went_back:
+            return {}
+        behind, own = left_behind(await self.everywhere()), await self.refresh()
+        return {step: each for step, each in own.items() if each.created_ns in behind}
+
+    def _say_behind(self, newest: int, behind: Collection[int]) -> None:
+        """Name the greater steps that a run has left behind, once."""
+        greater = {step for step in behind if step > newest}
+        if not greater <= self._said_behind:
+            where = redact(self._storage.location)
+            logger.warning(_BEHIND, where, newest, shortened(sorted(greater)))
+        self._said_behind |= greater
+
     async def latest(self) -> IndexedStep | None:
-        """Return the greatest committed step, or None; reads as few manifests as that takes."""
+        """Return the greatest committed step of the newest branch, or None.
+
+        Reads as few manifests as that takes: of all steps only where a run went back.
+        """
         left_out: list[str] = []
+        behind = await self.left_behind()
 
         async def look(candidates: Sequence[str]) -> IndexedStep | None:
             left_out.clear()
             for name in candidates:
                 (found,) = await self.looked_at([name])
                 if found is not None:
+                    self._say_behind(found.step, behind)
                     return found
                 left_out.append(name)
             return None
 
-        latest = await self._first_answer(look)
+        latest = await self._first_answer(look, behind)
         await self._say_left_out(left_out)
         return latest
 
@@ -258,21 +313,23 @@ class StepIndex:
         raise await self.not_found(step)
 
     async def open_latest(self) -> OpenedStep | None:
-        """Open the greatest committed step; None if there is none. Reads each manifest once.
+        """Open the step of `latest`; None if there is none. Reads its manifest once.
 
         Raises:
             CorruptCheckpointError: That step is committed, and its manifest contradicts itself.
             UnsupportedFormatError: It is of a later format.
         """
         left_out: list[str] = []
+        behind = await self.left_behind()
 
         async def look(candidates: Sequence[str]) -> OpenedStep | None:
             left_out.clear()
             for name in candidates:
-                step = self._names.step(name)
+                step = check_step(self._names.step(name))
                 try:
                     opened = await open_step(self._storage, name, step)
                     if opened is not None and await self._counts(opened):
+                        self._say_behind(step, behind)
                         return opened
                 except NotACheckpointError:
                     pass
@@ -282,7 +339,7 @@ class StepIndex:
                 left_out.append(name)
             return None
 
-        latest = await self._first_answer(look)
+        latest = await self._first_answer(look, behind)
         await self._say_left_out(left_out)
         return latest
 
@@ -480,12 +537,15 @@ class StepIndex:
             summary.manifest_bytes + sum(each.size for each in summary.files.values()),
             nonfinite_leaves=summary.nonfinite_leaves,
             unequal_leaves=summary.unequal_leaves,
+            left_behind=tuple(summary.left_behind),
             items=tuple(sorted(filter(is_item_name, {*summary.tops, *summary.fileless}))),
             dropped=tuple(summary.dropped),
             groups=grouped_metrics(summary.metrics),
         )
 
-    async def _first_answer(self, look: Callable[[Sequence[str]], Awaitable[T | None]]) -> T | None:
+    async def _first_answer(
+        self, look: Callable[[Sequence[str]], Awaitable[T | None]], last: Collection[int] = ()
+    ) -> T | None:
         """Ask `look` about the names of a root that may be steps until it answers, or they stay.
 
         A writer that keeps one step commits the next and deletes the one before. A reader that has
@@ -493,14 +553,30 @@ class StepIndex:
 
         Args:
             look: Given the candidates, descending, returns its answer; None to list again.
+            last: Steps that come after all others.
         """
         known: list[str] | None = None
         while (candidates := await self._candidates()) != known:
-            answer = await look(candidates)
+            answer = await look(sorted(candidates, key=lambda name: self._names.step(name) in last))
             if answer is not None:
                 return answer
             known = candidates
         return None
+
+
+def left_behind(saves: Iterable[IndexedStep]) -> set[int]:
+    """Return when the saves began that a run went back behind: a branch that was given up.
+
+    Each save names the greater ones that were there, and that its run had not gone on from. What
+    no smaller step names, of those that are there, counts by its number, as do all where nothing is
+    known. So the smallest step is never among them.
+    """
+    found, named = set(), set[int]()
+    for each in sorted(saves, key=lambda save: save.step):
+        if each.created_ns in named:
+            found.add(each.created_ns)
+        named.update(each.left_behind)
+    return found
 
 
 def _largest(sizes: dict[str, int]) -> dict[str, int]:

@@ -75,21 +75,21 @@ class StepReader:
         engine: Engine,
         ranking: BestN | None,
         processes: Processes,
-        begins_from: Callable[[Parent], None],
+        begins_from: Callable[[Parent | None, int | None], None],
         *,
         may_write: bool,
     ) -> None:
         """Read from `storage`, together with the other processes of the job.
 
         `ranking` says which step is the best where a call does not. `begins_from` is told of the
-        checkpoint that the run has begun from.
+        checkpoint that the run has begun from, and of its own step that was restored.
         """
         self._storage = storage
         self._index = index
         self._engine = engine
         self.ranking: BestN | None = ranking
         self._processes = processes
-        self.begins_from: Callable[[Parent], None] = begins_from
+        self.begins_from: Callable[[Parent | None, int | None], None] = begins_from
         self._may_write = may_write
         self.choice: StepChoice = StepChoice(storage, index, processes)
         # The attempts of steps of which it was said which items they lack.
@@ -100,7 +100,7 @@ class StepReader:
         return list(await self._processes.steps.refresh())
 
     async def latest_step(self, healthy: bool | Healthy = False) -> int | None:
-        """Return the greatest committed step, or the greatest healthy one; None without any."""
+        """Return the latest committed step, or the latest healthy one; None without any."""
         wanted = check_healthy(healthy)
         if wanted is not None:
             return (await self.choice.healthy_step(wanted))[0]
@@ -231,7 +231,7 @@ class StepReader:
             context = context_of(opened, storage, self._engine, processes.process, processes.count)
             loaded = await restore_items(context, wanted_items(manifest, like, items, adapt))
         # What is written down for others must not hold what opens the store.
-        self.begins_from(Parent(redact(where), manifest.step, manifest.attempt))
+        self.begins_from(Parent(redact(where), manifest.step, manifest.attempt), None)
         logger.info(
             "a new run begins from %s: %s in %.2f s",
             redact(where),
@@ -429,8 +429,7 @@ class StepReader:
                         self.distrust(known)
                     raise
                 nbytes = sum(context.moved)
-                if manifest.parent is not None:
-                    self.begins_from(manifest.parent)
+                self.begins_from(manifest.parent, manifest.step)
                 if self._may_write and (engine.last_save is None or engine.last_save.was_restored):
                     engine.last_save = restored(self._storage, opened.step_dir, manifest)
                 if copies is not None and copies.first is not None:

@@ -8,9 +8,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
+from msgspec.structs import replace
 
+from ckpt._arguments import check_step
+from ckpt._engine.save.request import SaveRequest
 from ckpt._events import EventRecorder, Observer
-from ckpt._format.history import ReplacedSave
+from ckpt._format.history import WENT_BACK_NOTE, ReplacedSave
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import StepIndex
@@ -27,6 +30,9 @@ from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage
 
 logger = logging.getLogger("ckpt")
+
+# Of many steps that are left behind, the greatest are named: 20 bytes each in the list of steps.
+_MOST_BEHIND = 4096
 
 
 class Root:
@@ -144,7 +150,7 @@ class Root:
         )
 
     async def newest_time(self) -> float | None:
-        """Return when the save of the greatest committed step began, in Unix seconds."""
+        """Return when the save of the latest committed step began, in Unix seconds."""
         latest = await self.index.latest()
         return None if latest is None else saved_step(latest).time
 
@@ -155,6 +161,26 @@ class Root:
             return []
         written = self.names.name(step)
         return [step_dir for step_dir in await self.index.step_dirs_of(step) if step_dir != written]
+
+    async def branched(self, request: SaveRequest, restored: int | None) -> SaveRequest:
+        """Return a request that names the saves that make way for it, and those it leaves behind.
+
+        Those are of greater steps, where the run went on from a smaller one. Of a program that has
+        restored nothing, or this very step, it is not known that it goes back.
+        """
+        step = check_step(request.step)
+        request = replace(request, replaces=await self.replaced(step, request.overwrite))
+        # The places are listed only where greater steps were seen before, or saved.
+        places = self.index, *self.index.others
+        seen = max(*(each.greatest for each in places), self.retention.newest or 0)
+        if restored is None or not restored < step < seen:
+            return request
+        saves = {each.created_ns: each.step for each in await self.index.everywhere()}
+        behind = [each for each in sorted(saves, key=lambda it: -saves[it]) if saves[each] > step]
+        if behind:
+            # First, since nobody looks for what the step says without it.
+            await self.storage.put_note(WENT_BACK_NOTE, b"", replace=False)
+        return replace(request, left_behind=behind[:_MOST_BEHIND])
 
     async def preserve(self, saved: int) -> None:
         """Delete what the policy does not keep; a failure is logged, since the save is done.

@@ -215,6 +215,9 @@ class MemoryTier:
         """
         root, is_alone = self.service.root, self.service.root.processes.count == 1
         if await self.open():
+            if step < self._saved.step:
+                # So are steps of the root, which are no reason not to write this one.
+                self.saved_already(step - 1)
             if self._peers is not None:
                 await self._peers.forget(after=step - 1)
             for other in await root.index.refresh():

@@ -68,11 +68,13 @@ class _Place(Struct, frozen=True):
         step: The step.
         number: The number of the tier; 0 is the nearest one.
         lacks_files: Whether files of it are missing or too short, so that it is in no list.
+        is_behind: Whether the run went back behind it, and this is of a branch that was given up.
     """
 
     step: int
     number: int
     lacks_files: bool = False
+    is_behind: bool = False
 
 
 class TieredReader:
@@ -85,37 +87,42 @@ class TieredReader:
         self._said: set[str] = set()
 
     async def _listed(
-        self, look: Callable[[StepReader], Awaitable[Iterable[int]]]
+        self, look: Callable[[StepReader], Awaitable[Iterable[int]]], *, ranks: bool = True
     ) -> tuple[Sequence[TierSteps], list[_Place]]:
-        """Return the tiers, and where `look` finds steps: the newest first, then the nearest."""
+        """Return the tiers, and where `look` finds steps: the newest first, then the nearest.
+
+        Without `ranks` it does not matter which of the steps is the newest.
+        """
         tiers = await self._find_tiers()
         places: list[_Place] = []
         for number, tier in enumerate(tiers):
             try:
                 steps = await tier.reader.agreed(partial(look, tier.reader))
-                places += [_Place(step, number) for step in steps]
+                behind = await tier.reader.agreed(tier.reader.choice.left_behind) if ranks else ()
+                places += [_Place(step, number, is_behind=step in behind) for step in steps]
             except StorageError as error:
                 if not tier.may_fail:
                     raise
                 if tier.location not in self._said:
                     self._said.add(tier.location)
                     logger.warning("the steps of a tier are left out: %s", error)
-        return tiers, sorted(places, key=lambda place: (-place.step, place.number))
+        # What the run has left behind comes last, in case all others are gone.
+        return tiers, sorted(places, key=lambda it: (it.is_behind, -it.step, it.number))
 
     async def all_steps(self) -> list[int]:
         """Return the steps of all tiers, ascending."""
-        _, places = await self._listed(StepReader.all_steps)
+        _, places = await self._listed(StepReader.all_steps, ranks=False)
         return sorted({place.step for place in places})
 
     async def latest_step(self, healthy: bool | Healthy = False) -> int | None:
-        """Return the greatest step of all tiers, or the greatest healthy one."""
+        """Return the latest step of all tiers, or the latest healthy one."""
         _, places = await self._listed(partial(_latest, healthy=healthy))
         return places[0].step if places else None
 
     async def best_step(self, metric: Metric | None, mode: Mode | None) -> int | None:
         """Return the step with the best metric, of all tiers."""
         found: dict[int, SavedStep] = {}
-        tiers, _ = await self._listed(_no_steps)
+        tiers, _ = await self._listed(_no_steps, ranks=False)
         for tier in reversed(tiers):
             found |= await tier.reader.saved_steps()
         steps = [found[step] for step in sorted(found)]
@@ -159,7 +166,7 @@ class TieredReader:
             The report of the first tier where something is wrong, or else of the last one.
         """
         limits = deep, sample, seed, deadline
-        tiers, places = await self._listed(_looking_for(step))
+        tiers, places = await self._listed(_looking_for(step), ranks=False)
         if not places:
             # One whose manifest is damaged is not listed, and the root reports that.
             return await tiers[-1].reader.verify(step, *limits)
@@ -183,6 +190,9 @@ class TieredReader:
         """Return whether a run begins here: no tier has a step."""
         check_healthy(healthy)
         tiers, places = await self._listed(partial(_latest, healthy=False))
+        for tier in tiers:
+            with contextlib.suppress(StorageError):
+                tier.reader.choice.pass_over_all(await tier.reader.choice.left_behind())
         if places:
             return RunStart(is_fresh=False)
         # The root says what else is in it.
@@ -282,7 +292,7 @@ class TieredReader:
         Raises:
             StepNotFoundError: There is no such step.
         """
-        tiers, places = await self._listed(_looking_for(step))
+        tiers, places = await self._listed(_looking_for(step), ranks=step is None)
         if not places:
             steps = await self.all_steps()
             if step is not None and steps:

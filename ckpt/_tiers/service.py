@@ -95,6 +95,9 @@ class TieredService:
             memory.service.saves.prepare = self._make_way
         for each in self._all:
             each.reader.begins_from = self._begin_from
+            if root.root.processes.count == 1:
+                # In a job, not all processes see the same of all places.
+                each.root.index.others = [it.root.index for it in self._all if it is not each]
 
     @property
     def _all(self) -> list[RootService]:
@@ -140,9 +143,9 @@ class TieredService:
         """The notice that the run is to end."""
         return self._saver.preemption
 
-    def _begin_from(self, parent: Parent) -> None:
+    def _begin_from(self, parent: Parent | None, restored: int | None) -> None:
         for each in self._all:
-            each.saves.history.begin_from(parent)
+            each.saves.history.begin_from(parent, restored)
 
     def _committed(self, info: StepInfo, commit: Commit) -> None:
         self._latest = max(self._latest, -1 if info.step is None else info.step)
@@ -154,6 +157,7 @@ class TieredService:
     async def _make_way(self, step: int) -> None:
         # In a job, all processes open the memory together.
         await self.open()
+        self._latest = step - 1 if step < self._latest else self._latest
         if self._memory is not None:
             await self._memory.make_way(step)
 
@@ -171,7 +175,7 @@ class TieredService:
                     if there is None or there.is_foreign:
                         continue
                     states = (it.state for it in bad if it.attempt == there.attempt)
-                    state: Literal["", "damaged", "unhealthy"] = next(states, "")
+                    state: Literal["", "damaged", "unhealthy", "abandoned"] = next(states, "")
                     if overwrite or state:
                         times = there.created_ns, there.committed_ns
                         found.setdefault(times, ReplacedSave(*times, state=state))

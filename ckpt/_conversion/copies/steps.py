@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from ckpt._conversion.copies.place import CopyPlace, copied_meanwhile, presence_of
 from ckpt._conversion.copies.selection import Selection, nothing_selected, selected, unmatched
 from ckpt._conversion.copies.step_copy import CopyProgress, StepCopier, others_in
+from ckpt._format.history import WENT_BACK_NOTE
 from ckpt._format.manifest import Manifest
 from ckpt._steps.index import StepIndex
 from ckpt._steps.pins import PinLease, hold, pin, pins, refuse_pinned
@@ -312,6 +313,9 @@ async def copy_step(
             replaces = rules.overwrite or found == "damaged"
             if found == "other" and rules.makes_way:
                 replaces = await _make_way(manifest, target)
+            if wanted.left_behind and step is not None:
+                # Before the step, so that no reader takes the greatest one once it is there.
+                await target.storage.put_note(WENT_BACK_NOTE, b"", replace=False)
             try:
                 if anew:
                     # Here, since copies file by file need no jax.
@@ -358,7 +362,8 @@ async def _make_way(manifest: Manifest, target: CopyPlace) -> bool:
                 step=manifest.step,
             )
         if not each.state or target.storage.keeps_others:
-            return True
+            # What a run has left behind is lost only if it was to be overwritten.
+            return each.state != "abandoned"
         await target.storage.move(target.name, each.state, listed=False)
     return False
 

@@ -29,6 +29,7 @@ class SaveRequest(Struct, frozen=True):
         deadline: Seconds after its call at which the save is given up; None never does.
         parent: The checkpoint that the run has begun from, or None.
         replaces: As of `Manifest`.
+        left_behind: As of `Manifest`.
         times_ns: Of the copy of another step, when its save began and when it was committed, in
             Unix nanoseconds; None for the times of this save.
         dropped: Items that the other step does not have any more.
@@ -44,6 +45,7 @@ class SaveRequest(Struct, frozen=True):
     deadline: float | None = None
     parent: Parent | None = None
     replaces: Sequence[ReplacedSave] = ()
+    left_behind: Sequence[int] = ()
     times_ns: tuple[int, int] | None = None
     dropped: Sequence[DroppedItem] = ()
 

@@ -152,6 +152,7 @@ async def write_manifest(
             metadata=request.metadata,
             parent=request.parent,
             replaces=list(request.replaces),
+            left_behind=list(request.left_behind),
             created_ns=session.created_ns,
             committed_ns=committed_ns,
             writer=engine.versions,

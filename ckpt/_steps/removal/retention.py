@@ -14,7 +14,7 @@ from ckpt._events import EventRecorder, Observer
 from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, peek_files
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
-from ckpt._steps.index import IndexedStep, StepIndex
+from ckpt._steps.index import IndexedStep, StepIndex, left_behind
 from ckpt._steps.opened import OpenedStep, open_step
 from ckpt._steps.pins import deletion_of, pins, refuse_pinned
 from ckpt._steps.previous_steps import AilingLeaves, saved_step
@@ -208,7 +208,9 @@ class Retention:
         # What is not known of a step now is no reason to delete it.
         always: set[int | None] = {self.newest, *self.spared(), *self._ailing.unread}
         if self._keeps_latest:
-            always.add(max(found, default=None))
+            behind = left_behind(found.values())
+            branch = (step for step, each in found.items() if each.created_ns not in behind)
+            always |= {max(found, default=None), max(branch, default=None)}
         now = self._now_ns() / 1e9
         going = await run_in_thread(superfluous_by, self._policy, found, steps, now, always)
         if isinstance(self._policy, Mapping):

@@ -78,6 +78,9 @@ class StepChoice:
                 if wanted is None:
                     latest = await self._processes.steps.open_latest()
                     is_fresh = latest is None
+                    if self._index.went_back:
+                        # When the run comes to them again, they have to make way.
+                        self.pass_over_all(await self.left_behind())
                 else:
                     chosen = await self._greatest_healthy(wanted, (), goes_back=True)
                     is_fresh = chosen is None
@@ -106,7 +109,7 @@ class StepChoice:
         *,
         goes_back: bool,
     ) -> int | None:
-        """Return the greatest step that was not tried, for all processes; None without any.
+        """Return the latest step that was not tried, for all processes; None without any.
 
         Args:
             wanted: It has to be healthy by that; None if not.
@@ -126,7 +129,8 @@ class StepChoice:
                 step, reason = damaged
                 self._index.passed_over[step] = PassedOver(found[step].attempt, reason)
             if wanted is None:
-                return max((step for step in found if step not in tried), default=None)
+                behind = await self.left_behind()
+                return max((step for step in found if step not in {*tried, *behind}), default=None)
             chosen = await self._greatest_healthy(wanted, tried, goes_back=goes_back)
             if chosen is None and not tried:
                 raise self._index.no_step()
@@ -135,6 +139,17 @@ class StepChoice:
         # All of them have to try the same one.
         chosen = await self._processes.decided("choice", "which step is restored", act)
         return None if chosen is None else check_step(chosen)
+
+    async def left_behind(self) -> dict[int, PassedOver]:
+        """Return the steps that the run went back behind.
+
+        Disks of a job may not say the same, and there all steps count by their numbers.
+        """
+        if self._processes.steps is not self._index:
+            return {}
+        found = await self._index.left_behind()
+        why = "the run went back behind it"
+        return {step: PassedOver(each.attempt, why, "abandoned") for step, each in found.items()}
 
     async def _greatest_healthy(
         self, wanted: Healthy, tried: Collection[int], *, goes_back: bool
@@ -180,8 +195,9 @@ class StepChoice:
             return await self._ailing.saved_steps(found.values())
 
         reasons = await self._processes.judged(see, partial(why_not_healthy, allow=wanted.allow))
+        behind = await self.left_behind()
         return {
-            step: PassedOver(attempts[step], why, "unhealthy") if why else None
+            step: behind.get(step, PassedOver(attempts[step], why, "unhealthy") if why else None)
             for step, why in reasons.items()
         }
 

@@ -24,11 +24,13 @@ class SaveHistory:
     Attributes:
         parent: The checkpoint that the run has begun from, which its steps name; None for one that
             began from scratch.
+        restored: The step that was restored last, where the run went on or went back to.
     """
 
     def __init__(self, now_ns: Callable[[], int], preemption: Preemption) -> None:
         """Tell the time by `now_ns`, in Unix nanoseconds, and the end by `preemption`."""
         self.parent: Parent | None = None
+        self.restored: int | None = None
         self._now_ns = now_ns
         self._preemption = preemption
         self._pace = OverheadEstimate()
@@ -38,9 +40,10 @@ class SaveHistory:
         # The save at preemption, unless it has failed.
         self._final: BacklogSlot | None = None
 
-    def begin_from(self, parent: Parent) -> None:
-        """Say what the run has begun from."""
-        self.parent = parent
+    def begin_from(self, parent: Parent | None, restored: int | None) -> None:
+        """Say what the run has begun from, and which of its own steps was restored."""
+        self.parent = parent or self.parent
+        self.restored = restored
 
     def context(self, step: int) -> SaveContext:
         """Return the moment in which it is asked whether `step` is to be saved."""
@@ -79,7 +82,7 @@ class SaveHistory:
 
         Args:
             context: The moment of this one.
-            newest_time: When the greatest committed step was saved, by whatever manager.
+            newest_time: When the latest committed step was saved, by whatever manager.
         """
         last = newest_time if context.last_time is None else context.last_time
         last = self._first_time if last is None else last

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ckpt")
 
 # Why steps are saved anew. Those that they replace go to a folder of the root of that name.
-_WHY = {"damaged": "it is damaged", "unhealthy": "it was passed over as not healthy"}
+_WHY = {
+    "damaged": "it is damaged",
+    "unhealthy": "it was passed over as not healthy",
+    "abandoned": "it is of a branch that was given up",
+}
 
 
 async def with_plain_metrics(request: SaveRequest) -> SaveRequest:

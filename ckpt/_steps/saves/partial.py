@@ -231,6 +231,7 @@ class OpenSave:
                 raise failure
             await root.open()
             others = await root.other_step_dirs(step)
+            request = await root.branched(request, saves.history.restored)
             await make_way(root.storage, request, others, root.index.passed_over)
             self.opened.set_result(None)
             engine = saves.engine

@@ -337,8 +337,7 @@ class SaveQueue:
         finally:
             if slot is not None:
                 backlog.leave(slot)
-                blocked = hooks.watch.taken.blocked or 0.0
-                self.history.end(slot, blocked if committed else None)
+                self.history.end(slot, (hooks.watch.taken.blocked or 0.0) if committed else None)
         if slot is None or scope.cancelled_caught:
             if slot is not None:
                 refusal = f"superseded by step {slot.superseded_by} (backlog='supersede')"
@@ -406,11 +405,13 @@ class SaveQueue:
             hooks.watch.add_wait(hooks.watch.began)
             await root.open()
             before = [other for other in backlog.under_way if other is not slot]
+            if any(other.step > slot.step for other in before):
+                # The run goes back behind steps that are not there yet.
+                await backlog.first(slot)
             if processes.publishes:
                 others = await root.other_step_dirs(slot.step)
                 request = await replacing_part(self.root.storage, request, processes)
-                replaces = await root.replaced(slot.step, request.overwrite)
-                request = replace(request, replaces=replaces)
+                request = await root.branched(request, self.history.restored)
                 await make_way(root.storage, request, others, root.index.passed_over)
             if not request.overwrite and any(
                 other.step_dir == request.step_dir for other in before
@@ -487,7 +488,6 @@ class SaveQueue:
             # Observers first: once the commit is done, the line is written and the bar is gone.
             recorder.end(began_ns, "ok", nbytes=info.nbytes)
             hooks.finish(info, in_root=not self.is_drained)
-            seconds = hooks.watch.elapsed
             kept = ""
             if kept_seconds is not None:
                 recorder.preempted(kept_seconds)
@@ -498,7 +498,7 @@ class SaveQueue:
                 info.step,
                 redact(self.root.storage.location),
                 size_text(info.nbytes),
-                seconds,
+                hooks.watch.elapsed,
                 hooks.watch.taken.blocked or 0.0,
                 kept,
             )

@@ -123,6 +123,7 @@ MANIFESTS = st.builds(
     committed_ns=st.integers(0, 2**62),
     writer=st.dictionaries(TEXT, TEXT, max_size=2),
     process_count=st.integers(1, 9),
+    left_behind=st.lists(st.integers(0, 1 << 62), max_size=3),
     files=st.dictionaries(
         TEXT, st.builds(FileEntry, size=st.integers(0, 1 << 62), digest=TEXT), max_size=2
     ),
