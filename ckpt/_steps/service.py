@@ -114,6 +114,18 @@ class RootService:
         """Where the root is."""
         return self.root.storage
 
+    @property
+    def tidies_alone(self) -> bool:
+        """Whether this process deletes what is not kept, without the others of a job."""
+        processes = self.root.processes
+        return processes.owns_root and not isinstance(processes, SeparateRoots)
+
+    async def tidy(self) -> None:
+        """Delete what is not kept, when something else than a save has changed the steps."""
+        latest = await self.root.index.latest() if self.tidies_alone else None
+        if latest is not None:
+            await self.root.preserve(latest.step)
+
     def start_partial(
         self,
         step: SupportsIndex,

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, SupportsIndex
 
 import anyio
@@ -20,7 +21,7 @@ from ckpt._commit import Commit, StepInfo
 from ckpt._engine.engine import Engine
 from ckpt._format.history import Parent, ReplacedSave
 from ckpt._redaction import redact
-from ckpt._runtime.loop import EngineLoop, Job
+from ckpt._runtime.loop import EngineLoop, Job, call_once
 from ckpt._steps.index import StepIndex
 from ckpt._steps.pins import Pin
 from ckpt._steps.removal.trash import StepTrash
@@ -91,6 +92,9 @@ class TieredService:
             self._saver.saves.is_drained = True
             self._saver.saves.may_tidy = self._send_on
             self._saver.root.replaced = self._replaced
+        else:
+            # A step is there before its save knows that, and the root may be tidied just then.
+            root.root.retention.spared = lambda: root.saves.joined
         if memory is not None:
             memory.service.saves.prepare = self._make_way
         for each in self._all:
@@ -221,10 +225,14 @@ class TieredService:
             self._memory.saved_already(await self._root.reader.latest_step())
         if self._drains is not None:
             await self._drains.open()
-            latest = await self._root.reader.latest_step()
-            if latest is not None and self._root.root.processes.owns_root:
-                # Steps that arrived when the run before had ended.
-                await self._root.root.preserve(latest)
+        # The keeper may have written steps when the run before had died.
+        await self._tidy(self._services)
+
+    async def _tidy(self, places: Sequence[RootService]) -> None:
+        """Delete what is not kept at some places, once steps have come there, or gone on."""
+        for each in places:
+            with contextlib.suppress(StorageError):
+                await each.tidy()
 
     def start_snapshot(
         self,
@@ -374,7 +382,7 @@ class TieredService:
         if self.loop.is_forked:
             # The keeper and the memory of a fork are those of its parent.
             return done
-        memory = self._memory
+        memory, ended = self._memory, False
         newest = None if memory is None else memory.left(self._latest)
         flush = memory is not None and memory.flushes and (failed or newest is not None)
         if failed and flush and memory is not None and memory.is_of_job:
@@ -386,14 +394,17 @@ class TieredService:
             ended = self._keeper.close(flush=flush, timeout=seconds)
             if memory is not None:
                 memory.close(newest, failed=failed, ended=ended)
-        if self._drains is not None:
-            left = self._drains.given_up()
-            if left:
-                logger.warning(
-                    "%s: steps %s were not copied there in time; they stay at %s, and the next "
-                    "run goes on with them",
-                    redact(self.storage.location),
-                    shortened(left),
-                    redact(self._saver.storage.location),
-                )
+        left = [] if self._drains is None else self._drains.given_up()
+        if left:
+            logger.warning(
+                "%s: steps %s were not copied there in time; they stay at %s, and the next "
+                "run goes on with them",
+                redact(self.storage.location),
+                shortened(left),
+                redact(self._saver.storage.location),
+            )
+        if done and ended and (flush or (self._drains is not None and self._drains.is_untidy)):
+            # The loop of the run has ended. A root that some steps did not get to may be away.
+            with contextlib.suppress(CheckpointError):
+                call_once(partial(self._tidy, self._services[:-1] if left else self._services))
         return done

@@ -2,7 +2,7 @@
 
 The trainer decides, since policies are functions of Python; its keeper copies, and tells. In a job
 the primary decides for all, and each keeper copies the part of its process. The retention of a tier
-leaves what its keeper does not hold yet.
+leaves what still is to be copied on.
 """
 
 from __future__ import annotations
@@ -51,12 +51,16 @@ class TierDrains:
         self._told: list[dict[int, Step]] = [{} for _ in tiers]
         # By tier, steps that its retention must leave, and that the keeper does not hold yet.
         self._unheld: list[set[int]] = [set() for _ in tiers]
+        # By tier, steps that were given up. They stay until its next save, or for the next run.
+        self._failed: list[set[int]] = [set() for _ in tiers]
         # By step, the commits that wait for the root.
         self._commits: dict[int, list[Commit]] = {}
         # By tier, the steps that were copied on, or will be: what its policy is told.
         self._previous: list[dict[int, SavedStep]] = [{} for _ in tiers]
         # By tier, the greatest step that the next place has had.
         self._newest: list[int | None] = [None] * len(tiers)
+        # Whether steps have arrived since the loop was closed.
+        self.is_untidy = False
         # What the keeper has not copied in the end, also of steps that only then were to go on.
         self._left: tuple[int, ...] = ()
         for link, service in enumerate(self._services):
@@ -113,6 +117,7 @@ class TierDrains:
         """Return what the keeper is told of a step, which from then on is on its way."""
         step = Step(link, number, self._services[link].root.names.name(number), wanted, save)
         with self._guard:
+            self._failed[link].clear()
             if wanted:
                 self._unheld[link].add(number)
             told = self._told[link]
@@ -165,9 +170,18 @@ class TierDrains:
             self._say_refused(link, number)
 
     def _waiting(self, link: int) -> set[int]:
-        """Return the steps that the keeper does not hold yet; called by the retention."""
+        """Return the steps that the next place is to have; called by the retention.
+
+        Not all of them are held: the keeper may not have heard of one, or may have ended. Those of
+        saves under way are among them: a step is there before its save knows that.
+        """
         with self._guard:
-            return set(self._unheld[link])
+            told, service = self._told[link], self._services[link]
+            # Of those that stay, the newest goes on in the end.
+            going = {n for n, each in told.items() if each.is_wanted or n == max(told)}
+            return going.union(
+                self._unheld[link], self._failed[link], self._left, service.saves.joined
+            )
 
     def _say_refused(self, link: int, number: int) -> None:
         """End the wait for a step that stays where it is."""
@@ -214,6 +228,7 @@ class TierDrains:
             ends = is_last or bool(message.problem)
             commits = self._commits.pop(message.step, []) if ends else []
             if message.problem:
+                self._failed[link].add(message.step)
                 self._previous[link].pop(message.step, None)
             else:
                 self._newest[link] = max(message.step, self._newest[link] or 0)
@@ -225,9 +240,11 @@ class TierDrains:
                 arrived(commit)
         if message.problem:
             return
-        # The manager may be closing.
-        with contextlib.suppress(CheckpointError):
+        try:
             target.loop.submit(partial(self._arrived, link, message.step))
+        except CheckpointError:
+            # The manager is closing, and tidies then.
+            self.is_untidy = True
 
     def _report(self, message: Moved) -> None:
         """Say what has become of a copy, and tell observers of it."""
@@ -266,12 +283,12 @@ class TierDrains:
             end()
 
     async def _arrived(self, link: int, number: int) -> None:
-        """A step is at the next place: it may go on from there, and that place may be tidied."""
-        target = self._targets[link]
+        """A step is at the next place: it may go on from there, and both may be tidied."""
         if link + 1 < len(self._services):
             await self.send_on(link + 1, number)
-        if target.root.processes.owns_root:
-            await target.root.preserve(check_step(number))
+        for each in (self._targets[link], self._services[link]):
+            if each.tidies_alone:
+                await each.root.preserve(check_step(number))
 
     async def _distrust(self, link: int, number: int) -> None:
         """Have saves share no file of a step that its tier has damaged."""

@@ -97,6 +97,8 @@ class Drainer:
         self._backlog = DrainBacklog(most_waiting)
         self._holds = Holds(route.source)
         self._failures = 0
+        # How many steps are let go at the moment, of which it is not told yet.
+        self._ending = 0
         self._is_prepared = False
         self._may_have_left = True
         # Set, and replaced, whenever a task may have waited for that.
@@ -153,7 +155,7 @@ class Drainer:
         """
         self._is_urgent = _told_again(self._is_urgent)
         with anyio.move_on_after(seconds):
-            while self._backlog.left:
+            while self._backlog.left or self._ending:
                 await self._ended.wait()
             await self._tidy()
         return self._backlog.left
@@ -204,8 +206,8 @@ class Drainer:
         return await self._way.drain(step)
 
     async def _end(self, drained: Drained) -> None:
-        """Tell what has become of a step, and let it go."""
-        self._told(drained)
+        """Let a step go, and tell what has become of it."""
+        self._ending += 1
         try:
             # Others wait to hear of it, also if this drainer is being left.
             with anyio.move_on_after(_LAST_WORDS_SECONDS, shield=True):
@@ -213,7 +215,10 @@ class Drainer:
         except StorageError as error:
             # It is tried again with the next step.
             logger.debug("what has become of step %d was not noted: %s", drained.step, error)
+        # First: who hears of it tidies the root.
         await self._holds.drop(drained.step)
+        self._told(drained)
+        self._ending -= 1
         self._ended = _told_again(self._ended)
 
     async def _shorten(self) -> None:

@@ -225,6 +225,24 @@ def test_the_hold_is_renewed_while_a_step_waits(
     drains.run(body)
 
 
+def test_a_step_is_let_go_before_that_is_told(drains: Drains) -> None:
+    """So who hears of it can tidy the root; `finish` waits for both."""
+
+    async def main() -> None:
+        route = DrainRoute(open_root(drains.near), open_root(drains.far))
+        found: list[tuple[int, list[Path]]] = []
+
+        def told(drained: Drained) -> None:
+            found.append((drained.step, list((drains.near / ".ckpt-pins").glob("*"))))
+
+        async with draining(route, told) as drainer:
+            await _all(drainer, 1)
+            assert await drainer.finish(PATIENCE_S) == []
+            assert found == [(1, [])]
+
+    call_once(main)
+
+
 def test_deleted_and_damaged_steps_are_told_once(drains: Drains) -> None:
     for path in (drains.near / "2").rglob("d/*"):
         path.write_bytes(bytes(path.stat().st_size))

@@ -1,0 +1,250 @@
+"""At the end of a run each place holds what its policy keeps, and what did not get to the root."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import pytest
+
+import ckpt
+import ckpt.sync
+from ckpt._steps.saves import queue as queue_of_saves
+from ckpt.errors import NotInRootError
+from ckpt.policies import FixedInterval, LatestN
+from ckpt.tiers import SharedMemory, Tier
+from tests.support.command import environment
+from tests.support.numbered_states import state_of
+from tests.support.paths import ROOT
+from tests.support.snapshots import PATIENCE_S, shared_memory, steps_of
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    with shared_memory() as folder:
+        yield folder
+
+
+def manager(base: Path, tier: dict[str, Any], **options: Any) -> ckpt.sync.CheckpointManager:
+    near = Tier(base / "disk", preservation=LatestN(2), **tier)
+    given = {"tiers": [near], "preservation": LatestN(3), **options}
+    return ckpt.sync.CheckpointManager(base / "root", **given)
+
+
+@contextlib.contextmanager
+def keeper_stopped(mgr: ckpt.sync.CheckpointManager) -> Iterator[None]:
+    """Stop the keeper while the body runs: nothing is copied meanwhile."""
+    keeper = mgr._service._keeper._process.pid  # type: ignore[union-attr]
+    os.kill(keeper, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+
+
+def saved_behind_the_keeper(mgr: ckpt.sync.CheckpointManager) -> list[ckpt.Commit]:
+    """Save eight steps, all of which have to be copied then."""
+    with keeper_stopped(mgr):
+        commits = [mgr.save(step, state_of(step)) for step in range(8)]
+        mgr.wait_until_finished()
+    return commits
+
+
+def there(base: Path, *, at: str = "disk") -> list[int]:
+    return steps_of(base / at)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_each_place_holds_what_its_policy_keeps(waits: bool, tmp_path: Path) -> None:
+    with manager(tmp_path, {}) as mgr:
+        for step in range(8):
+            commit = mgr.save(step, state_of(step))
+            if waits:
+                commit.in_root.result(PATIENCE_S)
+    assert there(tmp_path) == [6, 7]
+    assert there(tmp_path, at="root") == [5, 6, 7]
+
+
+@pytest.mark.anyio
+async def test_each_place_holds_what_its_policy_keeps_with_asyncio(tmp_path: Path) -> None:
+    near = Tier(tmp_path / "disk", preservation=LatestN(2))
+    async with ckpt.CheckpointManager(
+        tmp_path / "root", tiers=[near], preservation=LatestN(3)
+    ) as mgr:
+        for step in range(5):
+            await mgr.save(step, state_of(step))
+    assert there(tmp_path) == [3, 4]
+    assert there(tmp_path, at="root") == [2, 3, 4]
+
+
+def test_a_tier_is_tidied_once_its_steps_are_in_the_root(tmp_path: Path) -> None:
+    """While the run goes on, without another save."""
+    events: queue.Queue[ckpt.Event] = queue.Queue()
+    with manager(tmp_path, {}, preservation=None, observers=[events.put]) as mgr:
+        with keeper_stopped(mgr):
+            for step in range(4):
+                mgr.save(step, state_of(step))
+            mgr.wait_until_finished()
+            assert there(tmp_path) == [0, 1, 2, 3]
+        gone: set[int | None] = set()
+        while gone < {0, 1}:
+            event = events.get(timeout=PATIENCE_S)
+            gone |= {event.step} if event.operation == "delete" else set()
+        assert there(tmp_path) == [2, 3]
+
+
+def test_what_is_copied_after_the_block_is_tidied_too(tmp_path: Path) -> None:
+    """All steps wait for the root when the loop ends."""
+    with manager(tmp_path, {"bytes_per_second": 4e7}) as mgr:
+        commits = saved_behind_the_keeper(mgr)
+    assert all(commit.in_root.done() for commit in commits)
+    assert there(tmp_path) == [6, 7]
+    assert there(tmp_path, at="root") == [5, 6, 7]
+
+
+def test_what_the_root_does_not_want_goes_all_the_same(tmp_path: Path) -> None:
+    with manager(tmp_path, {"drain": FixedInterval(5)}) as mgr:
+        for step in range(8):
+            mgr.save(step, state_of(step))
+    assert there(tmp_path) == [6, 7]
+    # The last one is copied in the end.
+    assert there(tmp_path, at="root") == [0, 5, 7]
+
+
+def test_three_places_hold_what_their_policies_keep(tmp_path: Path) -> None:
+    tiers = [Tier(tmp_path / each, preservation=LatestN(2)) for each in ("disk", "between")]
+    with ckpt.sync.CheckpointManager(
+        tmp_path / "root", tiers=tiers, preservation=LatestN(3)
+    ) as mgr:
+        for step in range(8):
+            mgr.save(step, state_of(step))
+    assert there(tmp_path) == there(tmp_path, at="between") == [6, 7]
+    assert there(tmp_path, at="root") == [5, 6, 7]
+
+
+def test_a_snapshot_that_is_written_in_the_end_makes_way(tmp_path: Path, memory: Path) -> None:
+    near = SharedMemory(directory=str(memory))
+    with ckpt.sync.CheckpointManager(
+        tmp_path / "root", tiers=[near], preservation=LatestN(2)
+    ) as mgr:
+        for step in (1, 2):
+            mgr.save(step, state_of(step)).result()
+        mgr.snapshot(3, state_of(3)).result()
+    assert there(tmp_path, at="root") == [2, 3]
+
+
+def test_no_step_that_did_not_get_to_the_root_is_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody holds them once the keeper has ended; the next run brings them there."""
+    timeouts = ckpt.Timeouts(exit=1.0)
+    with manager(tmp_path, {}, timeouts=timeouts) as mgr:
+        mgr.save(0, state_of(0)).in_root.result(PATIENCE_S)
+        (tmp_path / "root").rename(tmp_path / "away")
+        (tmp_path / "root").write_text("in the way")
+        for step in range(1, 8):
+            mgr.save(step, state_of(step)).result()
+    assert [each for each in caplog.messages if "steps 1, 2, 3, 4, 5, 6, 7 were not" in each]
+    assert there(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
+    (tmp_path / "root").unlink()
+    (tmp_path / "away").rename(tmp_path / "root")
+    with manager(tmp_path, {}):
+        pass
+    assert there(tmp_path) == [6, 7]
+    assert there(tmp_path, at="root") == [5, 6, 7]
+
+
+def test_steps_of_a_keeper_that_was_killed_stay(tmp_path: Path) -> None:
+    """It has told nothing of what it leaves."""
+    with manager(tmp_path, {}) as mgr, keeper_stopped(mgr):
+        for step in range(8):
+            mgr.save(step, state_of(step)).result()
+        mgr.wait_until_finished()
+        os.kill(mgr._service._keeper._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+    assert there(tmp_path) == list(range(8))
+    with manager(tmp_path, {}):
+        pass
+    assert there(tmp_path) == [6, 7]
+    assert there(tmp_path, at="root") == [5, 6, 7]
+
+
+def test_a_step_that_was_given_up_in_the_end_stays(tmp_path: Path) -> None:
+    """Another run has it in the root: what this one has saved is nowhere else."""
+    with manager(tmp_path, {}) as mgr:
+        with ckpt.sync.CheckpointManager(tmp_path / "root") as other:
+            other.save(4, state_of(4)).result()
+        commits = saved_behind_the_keeper(mgr)
+    with pytest.raises(NotInRootError, match="step 4"):
+        commits[4].in_root.result(0)
+    assert there(tmp_path) == [4, 6, 7]
+    assert there(tmp_path, at="root") == [5, 6, 7]
+
+
+@pytest.mark.parametrize("near", ["disk", "memory"])
+def test_a_step_that_its_save_has_just_published_stays(
+    near: str, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that went back saves steps that no policy would keep but for being the newest."""
+    tiers = {"memory": {"tiers": [SharedMemory(directory=str(memory))]}, "disk": {}}
+    is_there, goes_on = threading.Event(), threading.Event()
+
+    async def wait(*args: Any) -> None:
+        is_there.set()
+        await anyio.to_thread.run_sync(goes_on.wait)
+
+    at = "disk" if near == "disk" else "root"
+    with manager(tmp_path, {}, **{"preservation": LatestN(2), **tiers[near]}) as mgr:
+        for step in (10, 11):
+            mgr.save(step, state_of(step)).in_root.result(PATIENCE_S)
+        monkeypatch.setattr(queue_of_saves, "remove_others", wait)
+        commit = mgr.save(5, state_of(5))
+        try:
+            assert is_there.wait(PATIENCE_S)
+            # As when a drain ends at this moment.
+            service: Any = mgr._service
+            mgr._loop.call(service._tidy, service._services)
+            assert there(tmp_path, at=at) == [5, 10, 11]
+        finally:
+            goes_on.set()
+        assert commit.result().step == 5
+    assert there(tmp_path, at=at) == [5, 10, 11]
+
+
+SCRIPT = """
+import os, signal, sys
+import ckpt, ckpt.sync
+from ckpt.policies import LatestN
+from tests.support.numbered_states import state_of
+
+tier = ckpt.tiers.Tier(sys.argv[1], preservation=LatestN(2))
+mgr = ckpt.sync.CheckpointManager(sys.argv[2], tiers=[tier], preservation=LatestN(3))
+mgr.__enter__()
+for step in range(8):
+    mgr.save(step, state_of(step)).result()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_next_run_tidies_what_a_killed_one_has_left(tmp_path: Path) -> None:
+    """Its keeper has copied all, and knows no policy."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, tmp_path / "disk", tmp_path / "root"],
+        env=environment({"PYTHONPATH": str(ROOT)}),
+        capture_output=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert there(tmp_path, at="root")[-1] == 7
+    with manager(tmp_path, {}) as mgr:
+        assert mgr.latest_step() == 7
+        assert there(tmp_path) == [6, 7]
+        assert there(tmp_path, at="root") == [5, 6, 7]
