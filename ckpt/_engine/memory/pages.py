@@ -26,6 +26,8 @@ _QUICK_SECONDS = 1e-3
 _HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 # MADV_POPULATE_WRITE of Linux 5.14, which Python has no name for.
 _POPULATE_WRITE = 23
+# Of cold small pages it takes 2.5 ms, and for so long nobody else can map memory.
+_POPULATED_BYTES = 1 << 20
 
 
 def choose_pages(regions: Sequence[Memory]) -> None:
@@ -45,9 +47,15 @@ def populate(memory: Memory) -> bool:
     """Fault in pages, which memory begins with, without changing them; tell if the system can.
 
     Other threads go on meanwhile. `mmap.madvise` would keep the interpreter lock: 512 MiB hold the
-    event loop of a caller for 0.3 s.
+    event loop of a caller for 0.3 s. A call keeps the lock of the address space, too. A thread that
+    holds the interpreter lock and needs memory waits for it, and the loop for that thread: so many
+    small calls.
     """
-    return _advise(memory.ctypes.data, len(memory), _POPULATE_WRITE)
+    start, length = memory.ctypes.data, len(memory)
+    return all(
+        _advise(start + done, min(length - done, _POPULATED_BYTES), _POPULATE_WRITE)
+        for done in range(0, length, _POPULATED_BYTES)
+    )
 
 
 def _are_quick(region: Memory) -> bool:

@@ -104,6 +104,23 @@ def test_other_threads_go_on_while_pages_are_made() -> None:
         thread.join()
 
 
+def test_no_call_keeps_the_address_space_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    fails_at = 10
+
+    def advise(start: int, nbytes: int, _: int) -> bool:
+        asked.append((start, nbytes))
+        return len(asked) != fails_at
+
+    monkeypatch.setattr(pages, "_advise", advise)
+    memory = np.frombuffer(mmap.mmap(-1, 16 * MIB), np.uint8)[: 7 * MIB + 4096]
+    assert pages.populate(memory)
+    starts = range(memory.ctypes.data, memory.ctypes.data + len(memory), MIB)
+    assert asked == [*((start, MIB) for start in starts[:-1]), (starts[-1], 4096)]
+    assert not pages.populate(memory)
+    assert len(asked) == fails_at
+
+
 def test_a_small_save_touches_no_more_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(pages, "_advise", lambda *advice: asked.append(advice))
