@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import anyio
 import numpy as np
 
 from ckpt._format.regions import Region
+from ckpt._runtime.mappings import map_memory
 from ckpt._runtime.threads import run_in_thread
 from ckpt.storage._local.data_files import WITHOUT_DIRECT, reserve
 from ckpt.storage._local.errors import translated
@@ -37,7 +37,7 @@ async def write_pieces(pieces: Iterable[Callable[[Bytes], None]], at_once: int) 
     left = iter(pieces)
 
     async def work() -> None:
-        scratch = np.frombuffer(mmap.mmap(-1, _SCRATCH_BYTES), np.uint8)
+        scratch = np.frombuffer(map_memory(_SCRATCH_BYTES), np.uint8)
         for piece in left:
             await run_in_thread(piece, scratch)
 

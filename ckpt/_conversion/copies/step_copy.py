@@ -8,9 +8,7 @@ the way back.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import mmap
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from typing import Protocol
@@ -29,6 +27,7 @@ from ckpt._format.digests import digest, new_digest
 from ckpt._format.manifest import Manifest, encode, features, sizes
 from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, OWN_DISKS, VIRTUAL, FileEntry, peek
 from ckpt._plan.orbax_view import item_marks, step_view
+from ckpt._runtime.mappings import map_memory
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.saves.overwrite import make_way
 from ckpt.errors import CorruptCheckpointError, StepDeletedError, StorageError, located
@@ -117,15 +116,13 @@ class StepCopier:
         self._progress = progress
         self._pace = pace
         self._goes_on = goes_on
-        self._regions = [mmap.mmap(-1, _PIECE_BYTES) for _ in range(_LANES)]
+        self._regions = [map_memory(_PIECE_BYTES) for _ in range(_LANES)]
         self._whole_files = Allowance(_WHOLE_FILES_BYTES)
 
     def close(self) -> None:
         """Free the memory."""
-        for region in self._regions:
-            # An error in flight may still refer to it; then it is freed with the error.
-            with contextlib.suppress(BufferError):
-                region.close()
+        # An error in flight may still refer to some; then it is freed with the error.
+        self._regions.clear()
 
     async def copy(
         self,
@@ -247,7 +244,7 @@ class StepCopier:
             )
         )
 
-        async def lane(region: mmap.mmap) -> None:
+        async def lane(region: memoryview) -> None:
             for path, file in left:
                 await self._copy_file(place, path, file, target.storage, attempt, region)
 
@@ -288,7 +285,7 @@ class StepCopier:
         self,
         left: CopyPlace,
         files: Iterator[tuple[str, FileEntry]],
-        region: mmap.mmap,
+        region: memoryview,
         whole: list[str],
     ) -> None:
         """Add those files to `whole` whose bytes are as listed."""
@@ -296,7 +293,7 @@ class StepCopier:
             digester = new_digest()
             try:
                 for start in range(0, file.size, len(region)):
-                    piece = memoryview(region)[: min(len(region), file.size - start)]
+                    piece = region[: min(len(region), file.size - start)]
                     await self._pace(len(piece))
                     then = partial(digester.update, piece)
                     await left.storage.read_block(left.name, path, start, piece, then)
@@ -313,17 +310,16 @@ class StepCopier:
         file: FileEntry,
         target: Storage,
         attempt: Attempt,
-        region: mmap.mmap,
+        region: memoryview,
     ) -> None:
         """Copy a file, and compare it with its digest before its last byte is written."""
         # A store without parts takes an object at once, and its client holds all of it.
         if isinstance(target, WritesParts) or file.size <= _PIECE_BYTES:
-            await self._move(source, path, file, target, attempt, memoryview(region))
+            await self._move(source, path, file, target, attempt, region)
             return
         # Memory is bounded by this, or by one file that is larger, and not by several of them.
         async with self._whole_files.taken(file.size):
-            memory = mmap.mmap(-1, file.size)
-            await self._move(source, path, file, target, attempt, memoryview(memory))
+            await self._move(source, path, file, target, attempt, map_memory(file.size))
 
     async def _move(
         self,

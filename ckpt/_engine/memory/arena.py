@@ -17,6 +17,7 @@ import numpy as np
 from msgspec import Struct
 
 from ckpt._engine.memory.pages import LEAST_BYTES, choose_pages, populate
+from ckpt._runtime.mappings import advise, map_memory
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import address_space
 from ckpt.errors import StorageError
@@ -45,7 +46,7 @@ class Arena:
     def __init__(self, capacity: int) -> None:
         """Reserve (not touch) `capacity` bytes, rounded up to whole pages."""
         self.capacity: int = _round_up(capacity)
-        self._region: mmap.mmap | None = None
+        self._region: memoryview | None = None
         # Whether its pages were chosen, small or huge.
         self._has_pages = False
         self._free: list[tuple[int, int]] = [(0, self.capacity)]
@@ -181,10 +182,10 @@ def limit_reached() -> str:
     )
 
 
-def _reserve(nbytes: int) -> mmap.mmap:
+def _reserve(nbytes: int) -> memoryview:
     """Map anonymous memory that takes no page until it is touched."""
     try:
-        region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        region = map_memory(nbytes)
     except OSError as error:
         raise StorageError(
             f"cannot reserve {nbytes} bytes of staging memory: {error.strerror}{limit_reached()}. "
@@ -193,5 +194,5 @@ def _reserve(nbytes: int) -> mmap.mmap:
         ) from error
     if hasattr(mmap, "MADV_DONTFORK"):
         # A forked data loader would otherwise turn every write here into a copy of the page.
-        region.madvise(mmap.MADV_DONTFORK)
+        advise(np.frombuffer(region, np.uint8).ctypes.data, nbytes, mmap.MADV_DONTFORK)
     return region

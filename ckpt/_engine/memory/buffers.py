@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ckpt._engine.memory.arena import Arena, limit_reached
+from ckpt._runtime.mappings import advise, map_memory
 from ckpt.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]
@@ -42,7 +43,7 @@ class Buffers:
         arena.on_growth = partial(_trim, weakref.ref(self))
         # Reentrant: garbage collection can drop an array while this thread holds the lock.
         self._guard = threading.RLock()
-        self._idle: dict[int, list[mmap.mmap]] = {}
+        self._idle: dict[int, list[memoryview]] = {}
         self.idle_bytes: int = 0
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
@@ -66,7 +67,7 @@ class Buffers:
         """Free idle memory that is over the limit."""
         self._make_room(0)
 
-    def take_back(self, region: mmap.mmap) -> None:
+    def take_back(self, region: memoryview) -> None:
         """Keep `region`, whose arrays are gone; memory that was kept earlier makes room for it."""
         length = len(region)
         with self._guard:
@@ -83,7 +84,7 @@ class Buffers:
                 self._take(length)
             return limit >= 0
 
-    def _take(self, length: int) -> mmap.mmap | None:
+    def _take(self, length: int) -> memoryview | None:
         """Return an idle region of that size, or None."""
         same = self._idle.get(length)
         if not same:
@@ -101,20 +102,20 @@ def _trim(buffers: weakref.ref[Buffers]) -> None:
         found.trim()
 
 
-def _give_back(buffers: weakref.ref[Buffers], region: mmap.mmap) -> None:
+def _give_back(buffers: weakref.ref[Buffers], region: memoryview) -> None:
     alive = buffers()
     if alive is not None:
         alive.take_back(region)
 
 
-def _map(length: int, shape: Sequence[int]) -> mmap.mmap:
+def _map(length: int, shape: Sequence[int]) -> memoryview:
     try:
-        region = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        region = map_memory(length)
     except (OSError, OverflowError, ValueError) as error:
         raise CheckpointError(
             f"there is no memory for an array of shape {list(shape)[:8]} and {length} bytes"
             f"{limit_reached()}. Skip it with ... in like=, or shard it over more devices"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        region.madvise(mmap.MADV_HUGEPAGE)
+        advise(np.frombuffer(region, np.uint8).ctypes.data, length, mmap.MADV_HUGEPAGE)
     return region

@@ -7,14 +7,14 @@ its host 5 times as slow. So one huge page is filled first, and the time that ta
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import mmap
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from ckpt._runtime.mappings import advise
 
 Memory = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -71,11 +71,4 @@ def _are_quick(region: Memory) -> bool:
 
 
 def _advise(start: int, nbytes: int, advice: int) -> bool:
-    madvise = _library().madvise
-    result: int = madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), ctypes.c_int(advice))
-    return result == 0
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
+    return advise(start, nbytes, advice) is None

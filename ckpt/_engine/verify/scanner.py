@@ -6,9 +6,7 @@ of any size take no more than that.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -33,6 +31,7 @@ from ckpt._format.chunk_locations import (
 from ckpt._format.digests import Digester, new_digest
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.leaf_table import UNCHECKED, LeafEntry
+from ckpt._runtime.mappings import map_memory
 from ckpt._runtime.threads import run_in_thread
 from ckpt._vitals.fingerprint import BoxFingerprint
 from ckpt.errors import CorruptCheckpointError
@@ -91,7 +90,7 @@ class Scanner:
         self._most_decoded = most_decoded
         self._files = files
         self._recorder = recorder
-        self._regions: dict[int, mmap.mmap] = {}
+        self._regions: dict[int, memoryview] = {}
         # Decoding takes a chunk three times; once is enough.
         self._decoding = anyio.Lock()
 
@@ -101,11 +100,8 @@ class Scanner:
 
     def close(self) -> None:
         """Free the memory; no read may be in progress."""
-        while self._regions:
-            _, region = self._regions.popitem()
-            # An error in flight may still refer to it; then it is freed with the error.
-            with contextlib.suppress(BufferError):
-                region.close()
+        # An error in flight may still refer to some; then it is freed with the error.
+        self._regions.clear()
 
     async def in_lanes(self, jobs: Iterable[T], work: Callable[[T, int], Awaitable[None]]) -> None:
         """Await `work(job, lane)` for every job, one at a time in each lane."""
@@ -188,10 +184,8 @@ class Scanner:
 
     async def _read(self, path: str, start: int, nbytes: int, lane: int) -> memoryview:
         if lane not in self._regions:
-            self._regions[lane] = mmap.mmap(
-                -1, _PIECE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            )
-        piece = memoryview(self._regions[lane])[:nbytes]
+            self._regions[lane] = map_memory(_PIECE_BYTES)
+        piece = self._regions[lane][:nbytes]
         with self._recorder.phase("read", nbytes, lane):
             await self._files.read_block(path, start, piece)
         return piece

@@ -14,14 +14,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import functools
 import mmap
 import os
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+from ckpt._runtime.mappings import advise, map_memory, system_library
 from ckpt.storage._local.posix import open_regular
 
 # Direct I/O needs offsets, lengths and addresses that are multiples of this, on common devices.
@@ -182,40 +181,29 @@ def map_block(
 
 
 def _mapped(fd: int, offset: int, nbytes: int) -> memoryview:
-    """Return a private mapping that is undone when nobody refers to it.
-
-    Python's own `mmap` keeps a descriptor for each, of which a process may have a thousand.
-    """
-    library = _library()
-    library.mmap.restype = ctypes.c_void_p
-    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
-    size = ctypes.c_size_t(nbytes)
-    address = library.mmap(None, size, access, flags, fd, ctypes.c_int64(offset))
-    if address in (None, ctypes.c_void_p(-1).value):
-        raise _error_of_system()
-    region = (ctypes.c_uint8 * nbytes).from_address(address)
-    undo = weakref.finalize(region, library.munmap, ctypes.c_void_p(address), size)
-    # At exit a thread may still read it.
-    undo.atexit = False
-    if not _is_in_memory(fd) and library.madvise(ctypes.c_void_p(address), size, _POPULATE_READ):
-        error = _error_of_system()
-        if error.errno != errno.EINVAL:
-            undo()
+    region = map_memory(nbytes, fd, offset)
+    if not _is_in_memory(fd):
+        error = advise(_address(region), nbytes, _POPULATE_READ)
+        if error is not None and error.errno != errno.EINVAL:
             # Touching a page would have ended the process.
             number = errno.EIO if error.errno == errno.EFAULT else error.errno or 0
             raise OSError(number, os.strerror(number))
-    return memoryview(region).cast("B")
+    return region
+
+
+def _address(region: memoryview) -> int:
+    # numpy here and below, since lists of steps need no array bytes.
+    import numpy as np
+
+    return int(np.frombuffer(region, np.uint8).ctypes.data)
 
 
 def _is_in_memory(fd: int) -> bool:
     """Tell whether a file is in shared memory, as far as the system says."""
+    if sys.platform != "linux":
+        return False
     words = (ctypes.c_long * _MOST_WORDS)()
-    return sys.platform == "linux" and not _library().fstatfs(fd, words) and words[0] == _IN_MEMORY
-
-
-def _error_of_system() -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, os.strerror(number))
+    return not system_library().fstatfs(fd, words) and words[0] == _IN_MEMORY
 
 
 def _is_cached(fd: int, offset: int, nbytes: int) -> bool:
@@ -225,28 +213,21 @@ def _is_cached(fd: int, offset: int, nbytes: int) -> bool:
     ahead, and the next reader would find only the first pages cached. For a file that this process
     may not write, the kernel always says that all of it is cached.
     """
-    # Here and below, since lists of steps need no array bytes.
     import numpy as np
 
     start = offset // mmap.PAGESIZE * mmap.PAGESIZE
     length = offset + nbytes - start
     try:
-        mincore = _library().mincore
-        region = np.frombuffer(mmap.mmap(fd, length, prot=mmap.PROT_READ, offset=start), np.uint8)
+        mincore = system_library().mincore
+        region = map_memory(length, fd, start, mmap.PROT_READ)
     except (AttributeError, OSError, ValueError):
         # Unknown, and the cache is as good a guess.
         return True
     pages = np.empty(-(-length // mmap.PAGESIZE), np.uint8)
-    address, found = ctypes.c_void_p(region.ctypes.data), ctypes.c_void_p(pages.ctypes.data)
+    address, found = ctypes.c_void_p(_address(region)), ctypes.c_void_p(pages.ctypes.data)
     if mincore(address, ctypes.c_size_t(length), found):
         return True
     return int(np.count_nonzero(pages & 1)) * 2 > len(pages)
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    # Loading it again makes a new class.
-    return ctypes.CDLL(None, use_errno=True)
 
 
 def _read_direct(fd: int, offset: int, target: memoryview) -> int:
@@ -261,7 +242,7 @@ def _read_direct(fd: int, offset: int, target: memoryview) -> int:
     # Memory of jax is aligned to cache lines only. A copy costs less than the page cache does.
     pieces = None
     if place.ctypes.data % _SECTOR:
-        pieces = np.frombuffer(mmap.mmap(-1, min(_PIECE_BYTES, length)), np.uint8)
+        pieces = np.frombuffer(map_memory(min(_PIECE_BYTES, length)), np.uint8)
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | _DIRECT)

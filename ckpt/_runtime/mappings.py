@@ -1,0 +1,72 @@
+"""Mappings of memory that are made without the interpreter lock.
+
+The address space has a lock of its own, which the system holds while pages are made for a thread:
+milliseconds, where files are read into cold memory. `mmap.mmap` waits for it with the interpreter
+lock in its hand, and so the event loop of the caller waits as well. A call through `ctypes` lets
+the interpreter lock go.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import weakref
+
+__all__ = ["advise", "map_memory", "system_error", "system_library"]
+
+_READ_WRITE: int = mmap.PROT_READ | mmap.PROT_WRITE
+
+
+def map_memory(
+    nbytes: int, fd: int | None = None, offset: int = 0, access: int = _READ_WRITE
+) -> memoryview:
+    """Map memory that is private to this process, until nobody refers to it.
+
+    Python's own `mmap` also keeps a descriptor for each file, of which a process may have a
+    thousand.
+
+    Args:
+        nbytes: How much.
+        fd: The file whose bytes it has; without one it is zeros, and takes no page until it is
+            touched.
+        offset: Where in the file it begins, at a whole page.
+        access: `mmap.PROT_READ` and `mmap.PROT_WRITE`.
+
+    Raises:
+        OSError: The system refused it.
+        OverflowError, ValueError: No process can have so much.
+    """
+    # It raises where a number of C would be cut off.
+    kind = ctypes.c_uint8 * nbytes
+    library = system_library()
+    size, start = ctypes.c_size_t(nbytes), ctypes.c_int64(offset)
+    flags = mmap.MAP_PRIVATE | (mmap.MAP_ANONYMOUS if fd is None else 0)
+    address = library.mmap(None, size, access, flags, -1 if fd is None else fd, start)
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise system_error()
+    region = kind.from_address(address)
+    # At exit a thread may still read it.
+    weakref.finalize(region, library.munmap, ctypes.c_void_p(address), size).atexit = False
+    return memoryview(region).cast("B")
+
+
+def advise(start: int, nbytes: int, advice: int) -> OSError | None:
+    """Call `madvise`; return what the system says against it."""
+    address, size = ctypes.c_void_p(start), ctypes.c_size_t(nbytes)
+    return system_error() if system_library().madvise(address, size, advice) else None
+
+
+@functools.cache
+def system_library() -> ctypes.CDLL:
+    """Return the functions of the system; loading them again would make a new class."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    return library
+
+
+def system_error() -> OSError:
+    """Return what the last call of a function of the system failed with, in this thread."""
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
