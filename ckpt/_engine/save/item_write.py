@@ -372,16 +372,17 @@ class ItemWrite:
             index: DatabaseIndex | None
             if self._expected or self._plan.save.is_encoded:
                 await self._placed.wait()
-                places = await run_in_thread(partial(self._report, with_digests=False))
-                index = await run_in_thread(index_over, self._plan.save.leaves, places)
+                report = partial(self._report, with_digests=False)
+                places = await self._session.compute(report)
+                index = await self._session.compute(index_over, self._plan.save.leaves, places)
                 data_files = list(places.files)
             else:
                 # Nothing that this save finds out is in it: it may be that of an earlier one.
-                index = await run_in_thread(lambda: others.index())
+                index = await self._session.compute(lambda: others.index())
                 kept = () if self._plan.kept is None else self._plan.kept.files
                 data_files = [*kept, *self._files]
             if index is not None:
-                files = await run_in_thread(
+                files = await self._session.compute(
                     database_files, index, data_files, self._session.created_ns
                 )
                 for path, data in files.items():
@@ -390,7 +391,7 @@ class ItemWrite:
     async def write_view(self) -> None:
         """Write the files for Orbax that do not depend on values."""
         others = await self._for_others()
-        view = await run_in_thread(others.view)
+        view = await self._session.compute(others.view)
         async with anyio.create_task_group() as writers:
             for path, (data, entry) in view.items():
                 writers.start_soon(self._session.write, f"{self._item}/{path}", data, entry)

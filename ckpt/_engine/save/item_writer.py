@@ -247,7 +247,7 @@ class EngineItemWriter:
             await write.digested()
             # While the last batches are still being written.
             with located(item=self._item):
-                entry = await self.in_thread(self._filled, entry)
+                entry = await self._session.compute(self._filled, entry)
             await write.settled()
         if self._parts is not None:
             self._parts.entry = entry

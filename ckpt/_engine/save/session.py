@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Set
+from collections.abc import AsyncIterator, Callable, Set
+from typing import TypeVar, TypeVarTuple
 
 import anyio
 from anyio.abc import TaskGroup
@@ -24,8 +25,12 @@ from ckpt._format.digests import digest
 from ckpt._format.manifest_head import FileEntry
 from ckpt._plan.format_rules import Formatted
 from ckpt._plan.unchanged.frozen_leaves import FrozenLeaves
+from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Staging, VitalSignsMode
 from ckpt.storage._base import Attempt, Storage
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 # Measured on 2 cores: direct writes of two lanes keep a disk of 2 GB/s busy, and four do where each
 # write takes longer. Two copying threads saturate the memory of a small machine.
@@ -87,6 +92,7 @@ class SaveSession(Struct):
         formatted: What the formats came to, for every item that was planned.
         blocks: The staging memory in use.
         lanes: The write lanes, shared by all items.
+        computing: Held by whoever computes in Python; see `compute`.
         planning: Held while an item is planned: the plan cache is used by one at a time.
         stagers: Bounds the copying while the caller waits.
         held_stagers: Bounds the copying after the caller has returned.
@@ -122,10 +128,20 @@ class SaveSession(Struct):
     formatted: list[Formatted] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     lanes: Lanes = field(default_factory=lambda: Lanes(LANES))
+    computing: anyio.Lock = field(default_factory=anyio.Lock)
     planning: anyio.Lock = field(default_factory=anyio.Lock)
     stagers: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(STAGERS))
     held_stagers: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(STAGERS))
     encoders: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(ENCODERS))
+
+    async def compute(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Call a function that computes in Python for long in a thread, one at a time.
+
+        Several would be no faster: they would only take the interpreter lock from each other, and
+        from the caller's event loop.
+        """
+        async with self.computing:
+            return await run_in_thread(function, *args)
 
     def begin_staging(self, call: SaveCall) -> None:
         """Note that staging goes on after the handlers' calls have returned."""
