@@ -138,10 +138,9 @@ def item_view(item: ItemEntry) -> dict[str, bytes]:
         else:
             likeness = (leaf.kind, leaf.chunks)
             about = known.get(likeness) or known.setdefault(likeness, _value_metadata(leaf))
-        tree[f"({', '.join(names)}{',' * (len(names) == 1)})"] = {
-            "key_metadata": keys,
-            "value_metadata": about,
-        }
+        # As text at once: containers for thousands of leaves would call the garbage collector.
+        text = msgspec.json.encode({"key_metadata": keys, "value_metadata": about})
+        tree[f"({', '.join(names)}{',' * (len(names) == 1)})"] = msgspec.Raw(text)
     metadata = {
         "tree_metadata": tree,
         "use_ocdbt": True,

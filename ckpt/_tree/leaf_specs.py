@@ -189,6 +189,14 @@ def is_function(leaf: Any) -> bool:
     return made_by_jax or isinstance(leaf, types.FunctionType | np.ufunc)
 
 
+class _Seen(Struct, frozen=True, gc=False):
+    """What an array had; kept, so that the identity of these objects is not reused."""
+
+    aval: Any
+    sharding: Any
+    spec: LeafSpec
+
+
 class Classifier:
     """Classifies leaves, and remembers what it has seen.
 
@@ -202,9 +210,9 @@ class Classifier:
     def __init__(self, spanning: bool = False) -> None:
         """Start empty; see `classify` for `spanning`."""
         self._spanning = spanning
-        # By identity, since hashing a sharding is slow; the objects are kept, so that their
-        # identity is not reused.
-        self._known: dict[tuple[int, int, bool, type], tuple[Any, Any, LeafSpec]] = {}
+        # By identity, since hashing a sharding is slow. Nothing here is looked at by the garbage
+        # collector, which thousands of them would call.
+        self._known: dict[tuple[int, int, bool, int], _Seen] = {}
         self._equal: dict[tuple[Any, Any, bool, type], LeafSpec] = {}
         self._specs: dict[LeafSpec, LeafSpec] = {}
         # Classes of concrete arrays: looking a class up is faster than `isinstance`.
@@ -220,7 +228,7 @@ class Classifier:
         if leaf.is_deleted():
             return classify(leaf, name, self._spanning)
         aval, sharding = leaf.aval, leaf.sharding
-        key = (id(aval), id(sharding), leaf.committed, kind)
+        key = (id(aval), id(sharding), leaf.committed, id(kind))
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= _MOST_KNOWN:
@@ -232,8 +240,8 @@ class Classifier:
             if spec is None:
                 spec = classify(leaf, name, self._spanning)
                 spec = self._equal[value] = self._specs.setdefault(spec, spec)
-            known = self._known[key] = (aval, sharding, spec)
-        return known[2]
+            known = self._known[key] = _Seen(aval, sharding, spec)
+        return known.spec
 
 
 def _hint_at_state(leaf: Any) -> str:

@@ -41,7 +41,9 @@ class Destination(Struct, gc=False):
             files.
         left: Chunks still to be read.
         regions: The distinct regions that this process needs, each with its memory. They are
-            made by `open`; a packed leaf has none before it is read.
+            made by `open`; a packed leaf has none.
+        box: The region that a packed leaf was read as.
+        packed_data: Its elements, once it is read.
         blanks: A blank array for each device, that the regions are read into; empty where they are
             read into host buffers.
         vanished: How many values a cast has made 0.
@@ -52,8 +54,17 @@ class Destination(Struct, gc=False):
     memory: ArrayMemory = "jax"
     left: int = 0
     regions: Sequence[tuple[Region, Array]] = ()
+    box: Region | None = None
+    packed_data: Array | None = None
     blanks: Sequence[jax.Array] = ()
     vanished: int = 0
+
+    @property
+    def filled(self) -> Sequence[tuple[Region, Array]]:
+        """What was read: regions, each with its memory."""
+        if self.box is None or self.packed_data is None:
+            return self.regions
+        return ((self.box, self.packed_data),)
 
     @property
     def is_lent(self) -> bool:
@@ -111,7 +122,7 @@ class Destination(Struct, gc=False):
         """Copy a box of a chunk whose elements are `data` to its place."""
         if self.packed:
             # It is placed before the memory of the request is used again.
-            self.regions = ((use.target, data),)
+            self.box, self.packed_data = use.target, data
             return
         if self.memory == "files":
             self.regions = [

@@ -362,7 +362,7 @@ class EngineItemReader:
                 placed = await self.in_thread(place, complete)
         for each in complete:
             # What was lent can be used again.
-            each.regions, each.blanks = (), ()
+            each.regions, each.blanks, each.packed_data = (), (), None
             if loses_precision(each.read):
                 dtypes = each.read.stored, each.read.target.dtype.name
                 counts = self._restore.casts.setdefault(dtypes, [0, 0])

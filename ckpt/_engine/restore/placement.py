@@ -31,6 +31,8 @@ Array = np.ndarray[Any, Any]
 _SLACK = 4096
 # Values of a cast that are looked at together.
 _PIECE = 1 << 20
+# Arrays that are made together. The lists for thousands at once would call the garbage collector.
+_AT_ONCE = 256
 
 
 class _Alike(Struct):
@@ -43,7 +45,6 @@ class _Alike(Struct):
         copies: Whether the memory that they were read into is lent.
         is_cast: Whether they are stored in another dtype.
         numbers: Their numbers.
-        hosts: Of each array, what the devices are given.
     """
 
     kind: ArrayKind
@@ -52,15 +53,14 @@ class _Alike(Struct):
     copies: bool
     is_cast: bool
     numbers: list[int] = field(default_factory=list)
-    hosts: list[Hosts] = field(default_factory=list)
 
-    def add(self, number: int, complete: Destination) -> None:
-        regions = complete.regions
+    def hosts(self, complete: Destination) -> Hosts:
+        """Return what the devices are given of an array."""
+        regions = complete.filled
         if self.is_cast:
             regions = [(region, _cast(buffer, complete)) for region, buffer in regions]
-        self.numbers.append(number)
         is_one = len(self.devices) == 1 and regions[0][0] == self.regions[0][0]
-        self.hosts.append([regions[0][1]] if is_one else self._shards(regions))
+        return [regions[0][1]] if is_one else self._shards(regions)
 
     def _shards(self, found: Sequence[tuple[Region, Array]]) -> Hosts:
         """Return what each device is given of an array: a part, or one of what was read whole."""
@@ -96,14 +96,17 @@ def place(complete: Sequence[Destination]) -> list[Any]:
             alike = groups.get(likeness)
             if alike is None:
                 alike = groups[likeness] = _alike(each)
-            alike.add(number, each)
+            alike.numbers.append(number)
         else:
             placed[number] = _on_host(each)
     for alike in groups.values():
         target = complete[alike.numbers[0]].read.target
-        arrays = make_arrays(alike.kind, alike.devices, alike.hosts, copies=alike.copies)
-        for number, array in zip(alike.numbers, arrays, strict=True):
-            placed[number] = _finished(array, target)
+        for first in range(0, len(alike.numbers), _AT_ONCE):
+            numbers = alike.numbers[first : first + _AT_ONCE]
+            hosts = [alike.hosts(complete[number]) for number in numbers]
+            arrays = make_arrays(alike.kind, alike.devices, hosts, copies=alike.copies)
+            for number, array in zip(numbers, arrays, strict=True):
+                placed[number] = _finished(array, target)
     return placed
 
 
@@ -125,7 +128,7 @@ def _alike(each: Destination) -> _Alike:
 def _on_host(each: Destination) -> Any:
     """Return an array of numpy, or a scalar."""
     kind = each.read.target.kind
-    ((_, buffer),) = each.regions
+    ((_, buffer),) = each.filled
     host = _cast(buffer, each)
     if kind == "numpy":
         # Memory of its own: a part of a larger buffer would keep all of that alive.
