@@ -15,6 +15,7 @@ import functools
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from ckpt.storage._local.data_files import WITHOUT_DIRECT
 from ckpt.storage._local.posix import open_regular
 
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+# What is read at once: TensorStore hands it out as bytes, and keeps the interpreter lock while it
+# copies them, 50 ms for 64 MiB.
+_PIECE_BYTES = 4 << 20
 # TensorStore's generation of a file that does not exist.
 _MISSING = b"\x02"
 
@@ -51,12 +55,19 @@ def read_block(
     if end > size:
         raise EOFError(f"it has {size} bytes, {end} are needed")
     source = top / path
-    found = _request(source, lambda store: store.read(_key(source), byte_range=slice(offset, end)))
-    if len(found.value) != len(target):
-        raise EOFError("it was cut short while it was read")
-    target[:] = found.value
+    for first in range(0, len(target), _PIECE_BYTES):
+        part = target[first : first + _PIECE_BYTES]
+        place = slice(offset + first, offset + first + len(part))
+        found = _request(source, partial(_read, _key(source), place)).value
+        if len(found) != len(part):
+            raise EOFError("it was cut short while it was read")
+        part[:] = found
     if then is not None:
         then()
+
+
+def _read(key: str, place: slice, store: Any) -> Any:
+    return store.read(key, byte_range=place)
 
 
 def _request(path: Path, request: Callable[[Any], Any]) -> Any:
