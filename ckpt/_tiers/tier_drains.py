@@ -60,7 +60,7 @@ class TierDrains:
         # By tier, the greatest step that the next place has had.
         self._newest: list[int | None] = [None] * len(tiers)
         # Whether steps have arrived since the loop was closed.
-        self.is_untidy = False
+        self.is_untidy: bool = False
         # What the keeper has not copied in the end, also of steps that only then were to go on.
         self._left: tuple[int, ...] = ()
         for link, service in enumerate(self._services):
