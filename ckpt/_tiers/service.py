@@ -225,8 +225,8 @@ class TieredService:
             self._memory.saved_already(await self._root.reader.latest_step())
         if self._drains is not None:
             await self._drains.open()
-        # The keeper may have written steps when the run before had died.
-        await self._tidy(self._services)
+            # Steps that arrived when the run before had ended.
+            await self._tidy(self._services)
 
     async def _tidy(self, places: Sequence[RootService]) -> None:
         """Delete what is not kept at some places, once steps have come there, or gone on."""
