@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from ckpt._arguments import check_step
 from ckpt._engine.save.request import SaveRequest
 from ckpt._events import EventRecorder, Observer
-from ckpt._format.history import WENT_BACK_NOTE, ReplacedSave
+from ckpt._format.history import ReplacedSave
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import StepIndex
@@ -28,6 +28,7 @@ from ckpt.policies._context import SaveContext
 from ckpt.policies._save_policies import SavePolicyLike, refusal_of
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage
+from ckpt.storage._manifests import note_branch
 
 logger = logging.getLogger("ckpt")
 
@@ -177,9 +178,7 @@ class Root:
             return request
         saves = {each.created_ns: each.step for each in await self.index.everywhere()}
         behind = [each for each in sorted(saves, key=lambda it: -saves[it]) if saves[each] > step]
-        if behind:
-            # First, since nobody looks for what the step says without it.
-            await self.storage.put_note(WENT_BACK_NOTE, b"", replace=False)
+        await note_branch(self.storage, behind)
         return replace(request, left_behind=behind[:_MOST_BEHIND])
 
     async def preserve(self, saved: int) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from ckpt._format.history import is_rest_of
+from ckpt._format.history import WENT_BACK_NOTE, is_rest_of
 from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, OWN_FORMAT
 from ckpt._format.step_files.item_file_names import is_item_name
 from ckpt._runtime.threads import run_in_thread
@@ -21,7 +21,7 @@ from ckpt.errors import (
     StorageError,
     located,
 )
-from ckpt.storage._base import ReadsSteps
+from ckpt.storage._base import ReadsSteps, Storage
 
 if TYPE_CHECKING:
     from ckpt._format.manifest import Manifest
@@ -33,6 +33,15 @@ _SMALL_BYTES = 8 << 10
 def lies_in(step_dir: str, manifest: Manifest) -> str:
     """Return the directory that holds the files of a step directory, relative to the root."""
     return f"{step_dir}/{manifest.folder}" if manifest.folder else step_dir
+
+
+async def note_branch(storage: Storage, left_behind: Sequence[int]) -> None:
+    """Note in a root that a step, which is not there yet, leaves others behind.
+
+    Readers look at `Manifest.left_behind` only in roots that have this note.
+    """
+    if left_behind:
+        await storage.put_note(WENT_BACK_NOTE, b"", replace=False)
 
 
 async def read_manifest(storage: ReadsSteps, step_dir: str, *, step: int | None = None) -> Manifest:

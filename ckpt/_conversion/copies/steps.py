@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from ckpt._conversion.copies.place import CopyPlace, copied_meanwhile, presence_of
 from ckpt._conversion.copies.selection import Selection, nothing_selected, selected, unmatched
 from ckpt._conversion.copies.step_copy import CopyProgress, StepCopier, others_in
-from ckpt._format.history import WENT_BACK_NOTE
 from ckpt._format.manifest import Manifest
 from ckpt._steps.index import StepIndex
 from ckpt._steps.pins import PinLease, hold, pin, pins, refuse_pinned
@@ -31,7 +30,7 @@ from ckpt.errors import (
     UnsupportedFormatError,
 )
 from ckpt.storage._base import Storage
-from ckpt.storage._manifests import read_manifest
+from ckpt.storage._manifests import note_branch, read_manifest
 from ckpt.storage._resolve import refuse_inside
 
 # The lease of a step that is copied is short: that of a killed copy keeps others from deleting.
@@ -313,9 +312,8 @@ async def copy_step(
             replaces = rules.overwrite or found == "damaged"
             if found == "other" and rules.makes_way:
                 replaces = await _make_way(manifest, target)
-            if wanted.left_behind and step is not None:
-                # Before the step, so that no reader takes the greatest one once it is there.
-                await target.storage.put_note(WENT_BACK_NOTE, b"", replace=False)
+            if step is not None:
+                await note_branch(target.storage, wanted.left_behind)
             try:
                 if anew:
                     # Here, since copies file by file need no jax.

@@ -41,7 +41,7 @@ from ckpt.errors import (
     located,
 )
 from ckpt.storage._base import Attempt, LeavesFiles
-from ckpt.storage._manifests import read_manifest
+from ckpt.storage._manifests import note_branch, read_manifest
 
 if TYPE_CHECKING:
     from ckpt._conversion.joined.joined_step import JoinedStep
@@ -235,6 +235,7 @@ class Leader:
             async with anyio.create_task_group() as writes:
                 for path, data in step.files.items():
                     writes.start_soon(storage.write, attempt, path, data)
+            await note_branch(storage, step.manifest.left_behind)
             await storage.write(attempt, FILE_NAME, step.encoded)
             tasks.cancel_scope.cancel()
         return sizes(step.manifest, step.encoded)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ckpt._conversion.copies.place import CopyPlace, is_copy
 from ckpt._conversion.copies.selection import Selection, selected
 from ckpt._conversion.copies.step_copy import StepCopier, Uncounted
-from ckpt._format.history import WENT_BACK_NOTE, DroppedItem
+from ckpt._format.history import DroppedItem
 from ckpt._format.manifest import Manifest
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Timeouts
@@ -30,7 +30,7 @@ from ckpt.errors import (
 )
 from ckpt.storage._base import Storage
 from ckpt.storage._local.storage import LocalStorage
-from ckpt.storage._manifests import read_manifest
+from ckpt.storage._manifests import note_branch, read_manifest
 
 # Names what took items away in a manifest.
 _POLICY = "flushed in a hurry"
@@ -110,8 +110,7 @@ def link_step(source: Path, target: Path) -> bool:
 async def _write(source: CopyPlace, target: CopyPlace, hurry: Hurry) -> Flushed:
     manifest = await read_manifest(source.storage, source.name)
     await target.storage.prepare()
-    if manifest.left_behind:
-        await target.storage.put_note(WENT_BACK_NOTE, b"", replace=False)
+    await note_branch(target.storage, manifest.left_behind)
     found: Manifest | None = None
     # What is damaged there is moved aside by the copy.
     with contextlib.suppress(NotACheckpointError, CorruptCheckpointError):

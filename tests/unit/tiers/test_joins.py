@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import ckpt
+from ckpt._runtime.loop import call_once
 from ckpt._tiers.drains import drainer as drainer_module
 from ckpt._tiers.drains.drain import Drained
 from ckpt._tiers.drains.drainer import DrainRoute, draining
@@ -25,6 +26,7 @@ from ckpt._tiers.joins import board
 from ckpt._tiers.joins.notes import LEADS, PARTS
 from ckpt._tiers.joins.stored_part import save_at
 from ckpt._tiers.joins.way import joining
+from ckpt.storage._manifests import read_manifest
 from ckpt.storage._resolve import open_root
 from ckpt.testing.faults import Fail, FaultyFiles, FileOperation
 from tests.support.drained_roots import attempts
@@ -36,6 +38,7 @@ from tests.support.joined_roots import (
     notes_of,
     quick_notes,
 )
+from tests.support.manifests import document_of, rewrite
 
 __all__ = ["quick_notes"]
 
@@ -121,6 +124,19 @@ def test_another_step_of_the_number_stays(keepers: Keepers) -> None:
     assert keepers.outcomes == [[(1, "blocked")]] * 3
     with ckpt.sync.CheckpointManager(keepers.far, read_only=True) as mgr:
         assert list(mgr.restore(1)) == ["mine"]
+
+
+def test_a_run_that_went_back_goes_on_from_what_was_joined(keepers: Keepers) -> None:
+    """The root still has a greater step of before, which the joined one leaves behind."""
+    with ckpt.sync.CheckpointManager(keepers.far) as mgr:
+        mgr.save(7, {"mine": np.ones(3)}).result()
+    before = call_once(lambda: read_manifest(open_root(keepers.far), "7"))
+    for part in keepers.parts:
+        rewrite(part / "3", document_of(part / "3") | {"left_behind": [before.created_ns]})
+    keepers.all_drain(3)
+    with ckpt.sync.CheckpointManager(keepers.far, read_only=True) as mgr:
+        assert mgr.all_steps() == [3, 7]
+        assert mgr.latest_step() == 3
 
 
 @pytest.mark.parametrize(
