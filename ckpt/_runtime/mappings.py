@@ -14,7 +14,7 @@ import mmap
 import os
 import weakref
 
-__all__ = ["advise", "map_memory", "system_error", "system_library"]
+__all__ = ["address_of", "advise", "map_memory", "system_error", "system_library"]
 
 _READ_WRITE: int = mmap.PROT_READ | mmap.PROT_WRITE
 
@@ -22,10 +22,10 @@ _READ_WRITE: int = mmap.PROT_READ | mmap.PROT_WRITE
 def map_memory(
     nbytes: int, fd: int | None = None, offset: int = 0, access: int = _READ_WRITE
 ) -> memoryview:
-    """Map memory that is private to this process, until nobody refers to it.
+    """Map memory private to this process. It is unmapped once nothing refers to it.
 
-    Python's own `mmap` also keeps a descriptor for each file, of which a process may have a
-    thousand.
+    Python's own `mmap` also keeps a descriptor for each mapped file, and a process may only have
+    about a thousand.
 
     Args:
         nbytes: How much.
@@ -50,6 +50,11 @@ def map_memory(
     # At exit a thread may still read it.
     weakref.finalize(region, library.munmap, ctypes.c_void_p(address), size).atexit = False
     return memoryview(region).cast("B")
+
+
+def address_of(region: memoryview) -> int:
+    """Return where memory of `map_memory` begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(region))
 
 
 def advise(start: int, nbytes: int, advice: int) -> OSError | None:

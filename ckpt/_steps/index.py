@@ -47,8 +47,8 @@ _MOST_FILES = 256
 # Stands before the stamps of steps that another library wrote.
 _FOREIGN = "foreign"
 _BEHIND = (
-    "%s: step %d is the latest, since the run went back: what was saved before is left behind, and "
-    "can be restored by its number: steps %s"
+    "%s: step %d is the latest, because the run went back. It left steps %s behind: restore one by "
+    "its number to take it up again"
 )
 # Errors that are about one step, not about the whole root.
 _FORBIDDEN = (errno.EACCES, errno.EPERM)

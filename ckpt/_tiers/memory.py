@@ -336,7 +336,7 @@ class MemoryTier:
         self._folder.leave()
 
     def left(self, saved: int) -> int | None:
-        """Return the newest snapshot, unless a step as great was saved, or is in the root. Blocks.
+        """Return the newest snapshot; None if a step as great was saved, or is in the root. Blocks.
 
         Args:
             saved: The greatest step that was saved.

@@ -161,7 +161,9 @@ class TieredService:
     async def _make_way(self, step: int) -> None:
         # In a job, all processes open the memory together.
         await self.open()
-        self._latest = step - 1 if step < self._latest else self._latest
+        if step < self._latest:
+            # The run goes back.
+            self._latest = step - 1
         if self._memory is not None:
             await self._memory.make_way(step)
 
@@ -233,6 +235,11 @@ class TieredService:
         for each in places:
             with contextlib.suppress(StorageError):
                 await each.tidy()
+
+    async def _tidy_in_time(self, places: Sequence[RootService]) -> None:
+        """Do the same at the end of a run, for which nobody waits for ever."""
+        with anyio.move_on_after(self._exit_seconds):
+            await self._tidy(places)
 
     def start_snapshot(
         self,
@@ -406,5 +413,7 @@ class TieredService:
         if done and ended and (flush or (self._drains is not None and self._drains.is_untidy)):
             # The loop of the run has ended. A root that some steps did not get to may be away.
             with contextlib.suppress(CheckpointError):
-                call_once(partial(self._tidy, self._services[:-1] if left else self._services))
+                call_once(
+                    partial(self._tidy_in_time, self._services[:-1] if left else self._services)
+                )
         return done

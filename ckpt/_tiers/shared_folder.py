@@ -4,7 +4,7 @@
         KEY/                     0700; KEY is a digest of the root and of the process of the job
             owner                locked by the process that takes snapshots; says which run it is,
                                  and which process of the job
-            owner.new            the same, of a process that begins to; takes the place of `owner`
+            owner.new            what the next owner writes, before it is renamed to `owner`
             steps/               the root of the snapshots
             held/                what other processes have saved; see `peers.parts`
             flushing-PID/        hard links to a snapshot that a keeper writes to the root

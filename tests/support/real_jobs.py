@@ -42,7 +42,7 @@ from tests.support.paths import PROGRAMS
 
 _AT, _RESULT = "AT ", "RESULT "
 _SETTINGS = "CKPT_TEST_PROCESS"
-# As long as that a test waits for what happens in the end, also on a machine that is busy.
+# How long a test waits for something that has to happen, even on a busy machine.
 PATIENCE_S = 200.0
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import Struct
 
 from ckpt._engine.memory.pages import LEAST_BYTES, choose_pages, populate
-from ckpt._runtime.mappings import advise, map_memory
+from ckpt._runtime.mappings import address_of, advise, map_memory
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import address_space
 from ckpt.errors import StorageError
@@ -194,5 +194,5 @@ def _reserve(nbytes: int) -> memoryview:
         ) from error
     if hasattr(mmap, "MADV_DONTFORK"):
         # A forked data loader would otherwise turn every write here into a copy of the page.
-        advise(np.frombuffer(region, np.uint8).ctypes.data, nbytes, mmap.MADV_DONTFORK)
+        advise(address_of(region), nbytes, mmap.MADV_DONTFORK)
     return region

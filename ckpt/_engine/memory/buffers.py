@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ckpt._engine.memory.arena import Arena, limit_reached
-from ckpt._runtime.mappings import advise, map_memory
+from ckpt._runtime.mappings import address_of, advise, map_memory
 from ckpt.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]
@@ -117,5 +117,5 @@ def _map(length: int, shape: Sequence[int]) -> memoryview:
             f"{limit_reached()}. Skip it with ... in like=, or shard it over more devices"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        advise(np.frombuffer(region, np.uint8).ctypes.data, length, mmap.MADV_HUGEPAGE)
+        advise(address_of(region), length, mmap.MADV_HUGEPAGE)
     return region

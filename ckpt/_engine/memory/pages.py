@@ -26,7 +26,7 @@ _QUICK_SECONDS = 1e-3
 _HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 # MADV_POPULATE_WRITE of Linux 5.14, which Python has no name for.
 _POPULATE_WRITE = 23
-# Of cold small pages it takes 2.5 ms, and for so long nobody else can map memory.
+# With cold small pages, a call takes 2.5 ms. Nobody else can map memory meanwhile.
 _POPULATED_BYTES = 1 << 20
 
 

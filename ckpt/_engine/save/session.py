@@ -92,7 +92,7 @@ class SaveSession(Struct):
         formatted: What the formats came to, for every item that was planned.
         blocks: The staging memory in use.
         lanes: The write lanes, shared by all items.
-        computing: Held by whoever computes in Python; see `compute`.
+        computing: Lets one thread at a time compute in Python; see `compute`.
         planning: Held while an item is planned: the plan cache is used by one at a time.
         stagers: Bounds the copying while the caller waits.
         held_stagers: Bounds the copying after the caller has returned.

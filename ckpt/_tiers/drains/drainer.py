@@ -97,7 +97,7 @@ class Drainer:
         self._backlog = DrainBacklog(most_waiting)
         self._holds = Holds(route.source)
         self._failures = 0
-        # How many steps are let go at the moment, of which it is not told yet.
+        # How many steps have ended without that having been told yet.
         self._ending = 0
         self._is_prepared = False
         self._may_have_left = True

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ckpt._runtime.mappings import advise, map_memory, system_library
+from ckpt._runtime.mappings import address_of, advise, map_memory, system_library
 from ckpt.storage._local.posix import open_regular
 
 # Direct I/O needs offsets, lengths and addresses that are multiples of this, on common devices.
@@ -183,19 +183,12 @@ def map_block(
 def _mapped(fd: int, offset: int, nbytes: int) -> memoryview:
     region = map_memory(nbytes, fd, offset)
     if not _is_in_memory(fd):
-        error = advise(_address(region), nbytes, _POPULATE_READ)
+        error = advise(address_of(region), nbytes, _POPULATE_READ)
         if error is not None and error.errno != errno.EINVAL:
             # Touching a page would have ended the process.
             number = errno.EIO if error.errno == errno.EFAULT else error.errno or 0
             raise OSError(number, os.strerror(number))
     return region
-
-
-def _address(region: memoryview) -> int:
-    # numpy here and below, since lists of steps need no array bytes.
-    import numpy as np
-
-    return int(np.frombuffer(region, np.uint8).ctypes.data)
 
 
 def _is_in_memory(fd: int) -> bool:
@@ -213,6 +206,7 @@ def _is_cached(fd: int, offset: int, nbytes: int) -> bool:
     ahead, and the next reader would find only the first pages cached. For a file that this process
     may not write, the kernel always says that all of it is cached.
     """
+    # Here and below, since lists of steps need no array bytes.
     import numpy as np
 
     start = offset // mmap.PAGESIZE * mmap.PAGESIZE
@@ -224,7 +218,7 @@ def _is_cached(fd: int, offset: int, nbytes: int) -> bool:
         # Unknown, and the cache is as good a guess.
         return True
     pages = np.empty(-(-length // mmap.PAGESIZE), np.uint8)
-    address, found = ctypes.c_void_p(_address(region)), ctypes.c_void_p(pages.ctypes.data)
+    address, found = ctypes.c_void_p(address_of(region)), ctypes.c_void_p(pages.ctypes.data)
     if mincore(address, ctypes.c_size_t(length), found):
         return True
     return int(np.count_nonzero(pages & 1)) * 2 > len(pages)

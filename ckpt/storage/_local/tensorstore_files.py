@@ -15,7 +15,6 @@ import functools
 import os
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ def read_block(
     for first in range(0, len(target), _PIECE_BYTES):
         part = target[first : first + _PIECE_BYTES]
         place = slice(offset + first, offset + first + len(part))
-        found = _request(source, partial(_read, _key(source), place)).value
+        found = _request(source, functools.partial(_read, _key(source), place)).value
         if len(found) != len(part):
             raise EOFError("it was cut short while it was read")
         part[:] = found

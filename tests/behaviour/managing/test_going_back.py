@@ -73,7 +73,7 @@ def test_a_run_that_went_back_goes_on_from_its_new_steps(
         assert mgr.restore(4)["w"][0] == 4
     (line,) = {each.message for each in caplog.records if each.levelno == logging.WARNING}
     assert "step 3 is the latest" in line
-    assert line.endswith("steps 4")
+    assert "It left steps 4 behind: restore one by its number" in line
 
 
 def test_one_that_goes_on_comes_to_the_numbers_again(tmp_path: Path) -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import mmap
-import sys
-import threading
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +12,7 @@ import pytest
 
 from ckpt._engine.memory import pages
 from ckpt._engine.memory.arena import Arena, Block
+from tests.support.conditions import lets_others_run
 
 MIB = 1 << 20
 SMAPS = Path("/proc/self/smaps")
@@ -77,31 +74,10 @@ def test_staging_memory_is_chosen_too(
 
 
 def test_other_threads_go_on_while_pages_are_made() -> None:
-    counted, is_over = itertools.count(), threading.Event()
-
-    def count() -> None:
-        while not is_over.is_set():
-            next(counted)
-            time.sleep(0)
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    switch_interval = sys.getswitchinterval()
-    # From now on another thread goes on only if this one lets it.
-    sys.setswitchinterval(1000)
-    try:
-        for _ in range(100):
-            memory = np.frombuffer(mmap.mmap(-1, 16 * MIB), np.uint8)
-            before = next(counted)
-            if not pages.populate(memory):
-                pytest.skip("this kernel does not make pages on demand")
-            if next(counted) > before + 1:
-                return
-        pytest.fail("no other thread went on")
-    finally:
-        sys.setswitchinterval(switch_interval)
-        is_over.set()
-        thread.join()
+    memories = (np.frombuffer(mmap.mmap(-1, 16 * MIB), np.uint8) for _ in range(101))
+    if not pages.populate(next(memories)):
+        pytest.skip("this kernel does not make pages on demand")
+    assert lets_others_run(lambda: pages.populate(next(memories)), times=100)
 
 
 def test_no_call_keeps_the_address_space_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

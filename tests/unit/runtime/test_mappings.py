@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import errno
 import gc
-import itertools
 import mmap
 import os
-import sys
-import threading
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from ckpt._runtime.mappings import advise, map_memory
+from ckpt._runtime.mappings import address_of, advise, map_memory
+from tests.support.conditions import lets_others_run
 from tests.support.paths import ROOT
 
 # Where memory is mapped while a save, a restore, a copy or a check is under way.
 ROOMS = ("_engine", "_conversion", "_steps", "_tiers", "storage")
-
-
-def address(region: memoryview) -> int:
-    return int(np.frombuffer(region, np.uint8).ctypes.data)
 
 
 def is_mapped(start: int) -> bool:
@@ -33,29 +25,7 @@ def is_mapped(start: int) -> bool:
 
 
 def test_other_threads_go_on_while_memory_is_mapped() -> None:
-    counted, is_over = itertools.count(), threading.Event()
-
-    def count() -> None:
-        while not is_over.is_set():
-            next(counted)
-            time.sleep(0)
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    switch_interval = sys.getswitchinterval()
-    # From now on another thread goes on only if this one lets it.
-    sys.setswitchinterval(1000)
-    try:
-        for _ in range(100_000):
-            before = next(counted)
-            map_memory(mmap.PAGESIZE)
-            if next(counted) > before + 1:
-                return
-        pytest.fail("no other thread went on")
-    finally:
-        sys.setswitchinterval(switch_interval)
-        is_over.set()
-        thread.join()
+    assert lets_others_run(lambda: map_memory(mmap.PAGESIZE), times=100_000)
 
 
 def test_no_room_maps_memory_with_the_interpreter_lock() -> None:
@@ -87,7 +57,7 @@ def test_a_part_of_a_file_is_read_and_not_written(tmp_path: Path) -> None:
 
 def test_memory_goes_with_the_last_that_refers_to_it() -> None:
     region = map_memory(mmap.PAGESIZE)
-    start = address(region)
+    start = address_of(region)
     part = region[10:20]
     del region
     gc.collect()
@@ -102,6 +72,6 @@ def test_what_the_system_refuses_is_an_error() -> None:
         map_memory(1 << 62)
     with pytest.raises((OverflowError, ValueError)):
         map_memory(1 << 64)
-    error = advise(address(map_memory(mmap.PAGESIZE)), mmap.PAGESIZE, 9999)
+    error = advise(address_of(map_memory(mmap.PAGESIZE)), mmap.PAGESIZE, 9999)
     assert error is not None
     assert error.errno == errno.EINVAL
