@@ -22,7 +22,12 @@ class CkptPeer(JaxTrees):
     is_asynchronous = True
 
     def __init__(
-        self, directory: Path, *, budget_bytes: int | None = None, io: str = "direct"
+        self,
+        directory: Path,
+        *,
+        budget_bytes: int | None = None,
+        io: str = "direct",
+        mode: str = "auto",
     ) -> None:
         sync = importlib.import_module("ckpt.sync")
         settings = importlib.import_module("ckpt")
@@ -31,7 +36,7 @@ class CkptPeer(JaxTrees):
         self._stack = ExitStack()
         self._manager = self._stack.enter_context(
             sync.CheckpointManager(
-                storage.Local(directory, io=io), staging=settings.Staging(budget_bytes=budget_bytes)
+                storage.Local(directory, io=io), staging=settings.Staging(budget_bytes, mode)
             )
         )
 

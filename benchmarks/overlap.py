@@ -17,11 +17,12 @@ import jax.numpy as jnp
 
 from benchmarks.results import Scenario
 from benchmarks.rounds import Log, Setting, in_turn, opened, settle
-from benchmarks.trainer import Trainer, typical
+from benchmarks.trainer import Trainer, typical, usual_shapes
 from benchmarks.trees import check_equal, size_bytes
 
 if TYPE_CHECKING:
     from benchmarks.peers import Peer, Pending
+    from benchmarks.workloads import Shapes
 
 PyTree = Any
 
@@ -36,12 +37,12 @@ _SAVE_EVERY_SECONDS = 2.0
 _LOOK_SECONDS = 0.005
 
 
-def run(setting: Setting) -> Scenario:
+def run(setting: Setting, shapes: Shapes | None = None) -> Scenario:
     """Returns what saves cost a train loop; call it in a fresh process.
 
-    Peers without an asynchronous save are left out.
+    Peers without an asynchronous save are left out. `shapes` are those of the trainer's state.
     """
-    trainer = Trainer(setting.smoke)
+    trainer = Trainer(shapes or usual_shapes(setting.smoke))
     log = Log(NAME, setting.rounds)
     every = 0.2 if setting.smoke else _SAVE_EVERY_SECONDS
     with opened(setting.asynchronous, setting.directory) as running:

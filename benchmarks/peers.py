@@ -127,6 +127,14 @@ PEERS: Mapping[str, PeerKind] = MappingProxyType(
             is_asynchronous=True,
             scenarios=("large",),
         ),
+        "ckpt, mode=device": PeerKind(
+            partial(CkptPeer, mode="device"),
+            "ckpt.sync",
+            "ckpt-jax",
+            "every file and directory fsynced before it is acknowledged",
+            is_asynchronous=True,
+            scenarios=("accelerator",),
+        ),
         "orbax": PeerKind(
             OrbaxPeer,
             "orbax.checkpoint",

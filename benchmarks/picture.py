@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.rounds import settle
-from benchmarks.trainer import Trainer
+from benchmarks.trainer import Trainer, usual_shapes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,7 @@ def draw(folder: Path, directory: Path, smoke: bool) -> None:
     """
     observers = importlib.import_module("ckpt.observers")
     trace = observers.Trace()
-    _train(trace, directory, Trainer(smoke))
+    _train(trace, directory, Trainer(usual_shapes(smoke)))
     timeline = trace.timeline(step=_SAVES)
     observers.draw_html(timeline, folder / "overlap.html")
     try:

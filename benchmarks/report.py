@@ -38,10 +38,10 @@ def markdown(run: Results, pictures: str = "") -> str:
         run: The run.
         pictures: Markdown that is shown before the tables.
     """
-    blocks = [_heading(run)]
+    blocks = [heading(run)]
     blocks += [pictures] if pictures else []
     for scenario in run.scenarios:
-        blocks += [f"### {_title(scenario)}", tables.of(scenario)]
+        blocks += [f"### {title(scenario)}", tables.of(scenario)]
     blocks += [_promises(run), "### Targets", targets.markdown(run)]
     return "\n\n".join(blocks) + "\n"
 
@@ -109,7 +109,8 @@ def _files(folder: Path) -> str:
     return samples
 
 
-def _heading(run: Results) -> str:
+def heading(run: Results) -> str:
+    """Returns when and on what a run was made."""
     machine = run.machine
     versions = ", ".join(
         f"{name} {version}" for name, version in machine["versions"].items() if version
@@ -122,7 +123,8 @@ def _heading(run: Results) -> str:
     )
 
 
-def _title(scenario: Scenario) -> str:
+def title(scenario: Scenario) -> str:
+    """Returns what a scenario saved, with its size."""
     mib = scenario.size_bytes / 2**20
     return f"{scenario.name}: {mib:,.0f} MiB in {scenario.leaves:,} leaves, {scenario.summary}"
 

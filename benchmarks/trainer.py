@@ -25,10 +25,14 @@ _BATCH = 8
 _SETTLING_STEPS = 3
 
 
-def state_shapes(smoke: bool) -> workloads.Shapes:
-    """Returns 384 MiB (smoke: 12 MiB): params, both moments, and a counter."""
-    count, rows = (4, 256) if smoke else (24, 1365)
-    params = {f"layer_{i:02d}": workloads.f32(rows, 1024) for i in range(count)}
+def usual_shapes(smoke: bool) -> workloads.Shapes:
+    """Returns 384 MiB (smoke: 12 MiB) of `state_shapes`."""
+    return state_shapes(4, 256) if smoke else state_shapes(24, 1365)
+
+
+def state_shapes(layers: int, rows: int, columns: int = 1024) -> workloads.Shapes:
+    """Returns params, both moments, and a counter."""
+    params = {f"layer_{i:02d}": workloads.f32(rows, columns) for i in range(layers)}
     return {"params": params, "mu": params, "nu": params, "step": workloads.int32()}
 
 
@@ -61,9 +65,9 @@ def train_step(state: PyTree, batch: jax.Array) -> tuple[PyTree, jax.Array]:
 class Trainer:
     """A train loop: holds the state and times every step."""
 
-    def __init__(self, smoke: bool) -> None:
-        """Make the state and the data."""
-        self.state = workloads.make(state_shapes(smoke))
+    def __init__(self, shapes: workloads.Shapes) -> None:
+        """Make the state, of `state_shapes`, and the data."""
+        self.state = workloads.make(shapes)
         width = self.state["params"]["layer_00"].shape[0]
         batches = jax.random.normal(jax.random.key(1), (16, _BATCH, width))
         self._batches = list(jax.block_until_ready(batches))

@@ -67,13 +67,14 @@ class Staging:
             returns later, but never takes more memory. None is a quarter of the machine's memory,
             or of the address space that is left where that is limited (`ulimit -v`) and less.
         mode: `copy` copies every array into host memory before `save()` returns, so that the train
-            step may donate its buffers at full speed. `device` copies arrays within device memory
-            instead: many times faster on accelerators, but it needs room there for a second copy
-            until that has been written; small arrays and arrays of other kinds are copied to the
-            host. `view` keeps references to the arrays of CPU devices and copies nothing, which
-            suits arrays that are never donated; donating one later is safe, but the runtime then
-            copies its buffer inside the train step. `auto` is `copy`. Numpy arrays are copied in
-            every mode, since they can be changed in place.
+            step may donate its buffers at full speed; arrays of accelerators are on their way then,
+            and a step that donates them begins when they have arrived. `device` copies arrays
+            within device memory instead, which needs room there for a second copy until that has
+            been written; small arrays and arrays of other kinds are copied to the host. `view`
+            keeps references to the arrays of CPU devices and copies nothing, which suits arrays
+            that are never donated; donating one later is safe, but the runtime then copies its
+            buffer inside the train step. `auto` is `copy`. Numpy arrays are copied in every mode,
+            since they can be changed in place.
 
     Raises:
         InvalidArgumentError: The budget is below 1 MiB, or the mode is unknown.

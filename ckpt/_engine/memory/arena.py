@@ -46,6 +46,8 @@ class Arena:
     def __init__(self, capacity: int) -> None:
         """Reserve (not touch) `capacity` bytes, rounded up to whole pages."""
         self.capacity: int = _round_up(capacity)
+        # Bytes of memory elsewhere that count as used here.
+        self._elsewhere = 0
         self._region: memoryview | None = None
         # Whether its pages were chosen, small or huge.
         self._has_pages = False
@@ -60,17 +62,36 @@ class Arena:
 
     @property
     def used(self) -> int:
-        """Bytes handed out at the moment."""
-        return self.capacity - sum(length for _, length in self._free)
+        """Bytes that count at the moment: those handed out, and those elsewhere."""
+        return self._elsewhere + self.capacity - sum(length for _, length in self._free)
+
+    def count_elsewhere(self, most: int) -> int:
+        """Count up to `most` bytes of memory elsewhere as used; return how many are counted.
+
+        They leave half of the capacity to blocks. `uncount` takes them back.
+        """
+        counted = max(0, min(most, self.capacity // 2 - self._elsewhere))
+        self._elsewhere += counted
+        return counted
+
+    def uncount(self, nbytes: int) -> None:
+        """Count so many bytes elsewhere no more: that memory is free."""
+        self._elsewhere -= nbytes
+        self._wake()
 
     def has_room(self, nbytes: int) -> bool:
         """Tell whether a block of `nbytes` could be had at once."""
         return not self._waiting and self._fits(_round_up(max(nbytes, 1)))
 
-    async def allocate(self, nbytes: int) -> Block:
+    async def allocate(self, nbytes: int, *, first: bool = False) -> Block:
         """Return a block of `nbytes`, waiting for earlier ones to be freed if there is no room.
 
         Cancellation leaves nothing allocated.
+
+        Args:
+            nbytes: Its size.
+            first: Whether it goes before all that wait: they may wait for memory elsewhere, which
+                is free again once it has been copied to this block.
 
         Raises:
             ValueError: More than the whole capacity is asked for.
@@ -80,12 +101,12 @@ class Arena:
             raise ValueError(f"a block of {nbytes} bytes in an arena of {self.capacity}")
         self._asked = length + (self._asked if self.used or self._waiting else 0)
         self._demand = max(self._demand, self._asked)
-        if self._waiting or not self._fits(length):
+        if self._called or (self._waiting and not first) or not self._fits(length):
             ticket = (length, anyio.Event())
-            self._waiting.append(ticket)
+            (self._waiting.appendleft if first else self._waiting.append)(ticket)
             try:
-                # Set only while this ticket is first and its length fits; no request overtakes a
-                # waiting ticket, so it still fits when this task runs again.
+                # Set only while this ticket is first and its length fits; nothing is taken before
+                # its task runs again, so it still fits then.
                 await ticket[1].wait()
             except BaseException:
                 self._waiting.remove(ticket)
@@ -143,11 +164,18 @@ class Arena:
             self.high_water = end
             self.on_growth()
 
+    @property
+    def _called(self) -> bool:
+        """Whether one that waits has got its room, and its task has not run yet."""
+        return any(called.is_set() for _, called in self._waiting)
+
     def _wake(self) -> None:
-        if self._waiting and self._fits(self._waiting[0][0]):
+        if self._waiting and not self._called and self._fits(self._waiting[0][0]):
             self._waiting[0][1].set()
 
     def _fits(self, length: int) -> bool:
+        if length > self.capacity - self.used:
+            return False
         return any(room >= length for _, room in self._free)
 
     def _take(self, nbytes: int, length: int) -> Block:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from msgspec import Struct
 
 from ckpt._engine.memory.casts import cast, cast_into, is_narrowed
 from ckpt._format.dtypes import DTYPES
+from ckpt._format.regions import Region
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.write_batches import Chunk, ChunkPart, WriteBatch
 from ckpt._settings import StagingMode
@@ -27,6 +30,8 @@ from ckpt.errors import CheckpointError
 Array = np.ndarray[Any, Any]
 # What a chunk is copied from: a leaf, or what a snapshot holds instead.
 Source = Any
+# The numbers of a leaf and of one of its shards.
+Place = tuple[int, int]
 
 logger = logging.getLogger("ckpt")
 
@@ -45,51 +50,109 @@ _ASKING = threading.Lock()
 _UNPACKED = frozenset({"float4_e2m1fn", "int2", "int4", "uint2", "uint4"})
 
 
-def wait_until_computed(leaves: Sequence[Any]) -> None:
-    """Wait until every jax array among `leaves` has its values.
+def wait_until_computed(leaves: Iterable[Any]) -> None:
+    """Wait until every jax array among `leaves` has its values, and every moved shard is there.
 
     Raises:
         CheckpointError: The computation of one of them failed.
     """
     try:
         wait: Any = jax.block_until_ready
-        wait(list(leaves))
+        wait([each.array if isinstance(each, MovedShard) else each for each in leaves])
     except Exception as error:
         raise CheckpointError(f"computing the state to save failed: {error}") from error
 
 
+class MovedShard(Struct, frozen=True):
+    """A shard of an accelerator in page-locked memory of the library, or on its way there."""
+
+    array: jax.Array
+
+    def read(self, region: Region) -> Array:
+        """Return the elements of a region, once they are there."""
+        return np.asarray(self.array)[region.slices]
+
+
+def movable_shards(
+    batches: Iterable[WriteBatch],
+    plans: Sequence[LeafPlan],
+    leaves: Sequence[Any],
+    mode: StagingMode,
+) -> dict[Place, int]:
+    """Return the shards that `snapshot` can hold in page-locked memory, with their bytes there.
+
+    They are on accelerators, and batches take the whole of them. Of others a part is wanted, which
+    is cut out on the device when it is copied.
+    """
+    wanted: Counter[Place] = Counter()
+    for batch in batches:
+        if not batch.packed:
+            for chunk in batch.chunks:
+                wanted.update({(chunk.leaf, part.shard): part.source.size for part in chunk.parts})
+    found = {}
+    for (leaf, number), size in wanted.items():
+        array = leaves[leaf]
+        if mode == "device" or not isinstance(array, jax.Array) or _on_cpu(array):
+            continue
+        shard = _shard(array, number)
+        if shard.size == size and shard.sharding.memory_kind not in _HOST_KINDS:
+            found[leaf, number] = size * _moved_dtype(plans[leaf].spec).itemsize
+    return found
+
+
 def snapshot(
-    batches: Iterable[WriteBatch], leaves: Sequence[Any], mode: StagingMode
+    batches: Iterable[WriteBatch],
+    plans: Sequence[LeafPlan],
+    leaves: Sequence[Any],
+    mode: StagingMode,
+    movable: Mapping[Place, int],
+    room: int,
 ) -> dict[int, list[Source]]:
     """Hold what batches can be copied from later, whatever the caller does with its arrays.
 
     Args:
         batches: The batches of an item.
+        plans: The plans of its leaves.
         leaves: Its leaves.
         mode: `view` holds views of the buffers of CPU arrays; `device` copies arrays within device
             memory.
+        movable: The shards that may move to page-locked memory, with their bytes.
+        room: How many bytes may move.
 
     Returns:
         By the number of the batch its sources, as `sources_of` gives them. Batches that must be
-        copied to the host before the caller goes on are left out: all of them in the mode `copy`,
-        and those of packed leaves and of numpy arrays.
+        copied to the host before the caller goes on are left out: in the mode `copy` all that do
+        not move, and those of packed leaves and of numpy arrays.
     """
-    held: dict[tuple[int, int], Source] = {}
+    held: dict[Place, Source] = {}
     found: dict[int, list[Source]] = {}
     for number, batch in enumerate(batches):
-        can_wait = all(_can_wait(leaves[chunk.leaf], mode) for chunk in batch.chunks)
-        if batch.packed or not can_wait:
+        if batch.packed:
             continue
-        sources = []
-        for chunk in batch.chunks:
-            for part in chunk.parts:
-                place = (chunk.leaf, part.shard)
-                if place not in held:
-                    held[place] = _hold(_shard(leaves[chunk.leaf], part), mode)
-                sources.append(held[place])
+        parts = [(chunk.leaf, part.shard) for chunk in batch.chunks for part in chunk.parts]
+        new = dict.fromkeys(place for place in parts if place not in held)
+        moves = movable.keys() >= set(parts)
+        if moves and sum(movable[place] for place in new) > room:
+            continue
+        if not moves and not all(_can_wait(leaves[leaf], mode) for leaf, _ in parts):
+            continue
+        for place in new:
+            leaf, shard = place
+            room -= movable.get(place, 0)
+            spec = plans[leaf].spec if moves else None
+            held[place] = _hold(_shard(leaves[leaf], shard), mode, spec)
+            if moves and held[place] is None:
+                room = 0
+        sources = [held[place] for place in parts]
         if not any(source is None for source in sources):
             found[number] = sources
     return found
+
+
+def moved_shards(held: Mapping[int, Sequence[Source]]) -> list[MovedShard]:
+    """Return what a snapshot holds in page-locked memory, each shard once."""
+    every = {id(each): each for sources in held.values() for each in sources}
+    return [each for each in every.values() if isinstance(each, MovedShard)]
 
 
 def sources_of(batch: WriteBatch, leaves: Sequence[Any]) -> list[Source]:
@@ -99,18 +162,28 @@ def sources_of(batch: WriteBatch, leaves: Sequence[Any]) -> list[Source]:
     return [leaves[chunk.leaf] for chunk in batch.chunks for _ in chunk.parts]
 
 
-def _hold(shard: jax.Array, mode: StagingMode) -> Source | None:
-    """Return a view or a copy of a shard that outlives the caller's array, or None if it cannot."""
-    if mode == "view":
+def _hold(shard: jax.Array, mode: StagingMode, moves: LeafSpec | None) -> Source | None:
+    """Return what a shard is copied from once its array is the caller's again.
+
+    Args:
+        shard: The shard.
+        mode: As of `snapshot`.
+        moves: The leaf of a shard that is to move to page-locked memory, or None.
+
+    Returns:
+        A view or a copy, or None if there is no room for one.
+    """
+    if moves is None and mode == "view":
         wait_until_computed([shard])
         return np.asarray(_unkept(shard))
     try:
-        return jnp.copy(shard)
+        return jnp.copy(shard) if moves is None else MovedShard(_moved(shard, moves))
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise CheckpointError(f"copying the state to save failed: {error}") from error
-        # No room for a second copy on the device: it is copied to the host, as in the mode `copy`.
-        logger.debug("the device has no room for a copy of %s%s", shard.dtype, shard.shape)
+        # It is copied to the host before the caller goes on.
+        where = "on the device" if moves is None else "in page-locked memory"
+        logger.debug("no room %s for a copy of %s%s", where, shard.dtype, shard.shape)
         return None
 
 
@@ -120,15 +193,16 @@ def _can_wait(leaf: Any, mode: StagingMode) -> bool:
     return mode == "device" or (mode == "view" and _on_cpu(leaf))
 
 
-def copies_on_host(batch: WriteBatch, plans: Sequence[LeafPlan]) -> int:
+def copies_on_host(batch: WriteBatch, plans: Sequence[LeafPlan], *, moved: bool = False) -> int:
     """Return how many copies of the bytes are in host memory while they go into a block.
 
-    Arrays of accelerators pass through page-locked memory on their way.
+    Arrays of accelerators pass through page-locked memory on their way, unless they have `moved`
+    there.
     """
     # Thousands of leaves share a few specs.
     specs = {id(spec): spec for spec in [plans[chunk.leaf].spec for chunk in batch.chunks]}
     shardings = {id(spec.sharding): spec.sharding for spec in specs.values()}
-    on_host = all(sharding is None or _is_host(sharding) for sharding in shardings.values())
+    on_host = moved or all(each is None or _is_host(each) for each in shardings.values())
     # Packed leaves are cast as a whole, in a copy of each; others are cast part by part.
     cast = batch.packed and any(spec.cast_from for spec in specs.values())
     return 1 + (not on_host) + cast + max(spec.copies for spec in specs.values())
@@ -193,7 +267,7 @@ def _on_host(
     """Yield every part as a host array; all are transferred at the same time."""
     parts = [(plans[chunk.leaf].spec, part) for chunk in batch.chunks for part in chunk.parts]
     started = [
-        _begin_transfer(_shard(source, part), part, spec)
+        _begin_transfer(_shard(source, part.shard), part, spec)
         for source, (spec, part) in zip(sources, parts, strict=True)
     ]
     started.reverse()
@@ -204,7 +278,7 @@ def _on_host(
 
 def _begin_transfer(shard: Any, part: ChunkPart, spec: LeafSpec) -> Any:
     """Return a part of `shard` on its way to the host, or already there."""
-    if isinstance(shard, StoredLeaf):
+    if isinstance(shard, StoredLeaf | MovedShard):
         return shard.read(part.source)
     if not isinstance(shard, jax.Array) or _on_cpu(shard):
         return np.asarray(_unkept(shard))[part.source.slices]
@@ -214,10 +288,23 @@ def _begin_transfer(shard: Any, part: ChunkPart, spec: LeafSpec) -> Any:
     if shard.shape != part.source.shape:
         # Sliced on the device: what a part takes on the host is the part, not its shard.
         shard = jax.lax.dynamic_slice(shard, part.source.offset, part.source.shape)
-    if spec.cast_from is not None and is_narrowed(spec.cast_from, spec.dtype or ""):
-        # Fewer bytes to move; values that are widened are cast on the host.
-        shard = jax.lax.convert_element_type(shard, DTYPES[spec.dtype or ""])
+    return _moved(shard, spec)
+
+
+def _moved(shard: jax.Array, spec: LeafSpec) -> jax.Array:
+    """Return a shard of an accelerator on its way to the host, in the dtype that moves."""
+    dtype = _moved_dtype(spec)
+    if shard.dtype != dtype:
+        shard = jax.lax.convert_element_type(shard, dtype)
     return to_page_locked(shard)
+
+
+def _moved_dtype(spec: LeafSpec) -> np.dtype[Any]:
+    """Return the smaller one of two dtypes: values that are widened are cast on the host."""
+    stored = spec.dtype or ""
+    if spec.cast_from is None or is_narrowed(spec.cast_from, stored):
+        return DTYPES[stored]
+    return DTYPES[spec.cast_from]
 
 
 def to_page_locked(array: jax.Array) -> jax.Array:
@@ -237,10 +324,10 @@ def to_page_locked(array: jax.Array) -> jax.Array:
     return moved
 
 
-def _shard(source: Source, part: ChunkPart) -> Any:
-    """Return the shard of an array that holds a part; anything but a jax array is taken whole."""
+def _shard(source: Source, number: int) -> Any:
+    """Return a shard of an array; anything but a jax array is taken whole."""
     if isinstance(source, jax.Array) and not _is_single(source):
-        return shards_of(source)[part.shard].data
+        return shards_of(source)[number].data
     return source
 
 

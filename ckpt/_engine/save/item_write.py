@@ -22,10 +22,13 @@ from ckpt._engine.last_save import SavedItem
 from ckpt._engine.memory.arena import Block
 from ckpt._engine.memory.contents import NO_CONTENTS, BatchContents, KnownSigns, batch_contents
 from ckpt._engine.memory.staging import (
+    MovedShard,
     Source,
     copies_on_host,
     copy_batch,
+    movable_shards,
     move_chunks,
+    moved_shards,
     snapshot,
     sources_of,
     wait_until_computed,
@@ -156,7 +159,7 @@ class ItemWrite:
         with session.recorder.phase("snapshot"):
             # Before a batch is staged, whose lane asks for what they find.
             await self._begin_signs(leaves)
-            held = await run_in_thread(snapshot, batches, leaves, session.staging.mode)
+            held, counted = await self._hold(leaves)
         at_once = {
             number: sources_of(batch, leaves)
             for number, batch in enumerate(batches)
@@ -165,8 +168,20 @@ class ItemWrite:
         # Arrays that are held are staged after the caller has returned.
         if held:
             session.begin_staging(self._call)
-            self.start(lambda: self._stage_held(held))
-        await self._stage_batches(at_once, session.stagers)
+            self.start(lambda: self._stage_held(held, counted))
+        await self._stage_batches(at_once)
+
+    async def _hold(self, leaves: Sequence[Any]) -> tuple[dict[int, list[Source]], int]:
+        """Return what holds batches that can be staged later, and the bytes counted for it."""
+        session, plan, mode = self._session, self._plan.save, self._session.staging.mode
+        movable = await run_in_thread(movable_shards, plan.batches, plan.leaves, leaves, mode)
+        # Not all may find room there.
+        room = session.count_elsewhere(sum(movable.values())) if movable else 0
+        held = await run_in_thread(snapshot, plan.batches, plan.leaves, leaves, mode, movable, room)
+        moved = moved_shards(held)
+        counted = sum(shard.array.nbytes for shard in moved)
+        session.uncount(room - counted)
+        return held, counted
 
     async def _begin_signs(self, leaves: Sequence[Any]) -> None:
         """Have devices take the vital signs of their arrays, before the caller may donate these."""
@@ -181,37 +196,38 @@ class ItemWrite:
             begin_pass, session.vital_signs, plan.leaves, leaves, self._unseen, session.kernels
         )
 
-    async def _stage_held(self, sources: dict[int, list[Source]]) -> None:
-        await self._stage_batches(sources, self._session.held_stagers)
+    async def _stage_held(self, sources: dict[int, list[Source]], counted: int) -> None:
+        await self._stage_batches(sources, held=True)
+        self._session.uncount(counted)
         self._session.end_staging(self._call)
 
-    async def _stage_batches(
-        self, sources: dict[int, list[Source]], slots: anyio.Semaphore
-    ) -> None:
+    async def _stage_batches(self, sources: dict[int, list[Source]], *, held: bool = False) -> None:
         """Stage batches in the order of the plan, several at a time.
 
         Args:
             sources: By number of the batch what its chunks are copied from; emptied, so that what
                 has been staged is not kept alive.
-            slots: Bounds how many batches, of all items, are copied at once.
+            held: Whether a snapshot holds that, while the caller goes on.
         """
         async with anyio.create_task_group() as stagers:
             numbers = iter(sorted(sources))
             for _ in range(min(STAGERS, len(sources))):
-                stagers.start_soon(self._run_stager, numbers, sources, slots)
+                stagers.start_soon(self._run_stager, numbers, sources, held)
 
     async def _run_stager(
-        self, numbers: Iterator[int], sources: dict[int, list[Source]], slots: anyio.Semaphore
+        self, numbers: Iterator[int], sources: dict[int, list[Source]], held: bool
     ) -> None:
         session, plan = self._session, self._plan.save
+        slots = session.held_stagers if held else session.stagers
         for number in numbers:
             batch = plan.batches[number]
-            copies = copies_on_host(batch, plan.leaves) - 1
+            moved = isinstance(sources[number][0], MovedShard)
+            copies = copies_on_host(batch, plan.leaves, moved=moved) - 1
             nbytes = batch.block_bytes + copies * batch.nbytes
             # One that needs more is staged alone; what it must have is the block.
             nbytes = max(batch.block_bytes, min(nbytes, session.arena.capacity))
             async with slots:
-                block = await session.allocate(nbytes, self._call)
+                block = await session.allocate(nbytes, self._call, first=held)
                 _, began_ns, ended_ns = await run_in_thread(
                     timed, _stage_batch, batch, plan.leaves, sources.pop(number), block
                 )

@@ -91,6 +91,7 @@ class SaveSession(Struct):
         trees: Items whose leaves are divided among the processes of the job.
         formatted: What the formats came to, for every item that was planned.
         blocks: The staging memory in use.
+        elsewhere: Bytes of other memory that count as staging memory.
         lanes: The write lanes, shared by all items.
         computing: Lets one thread at a time compute in Python; see `compute`.
         planning: Held while an item is planned: the plan cache is used by one at a time.
@@ -127,6 +128,7 @@ class SaveSession(Struct):
     trees: dict[str, WrittenTree] = field(default_factory=dict)
     formatted: list[Formatted] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
+    elsewhere: int = 0
     lanes: Lanes = field(default_factory=lambda: Lanes(LANES))
     computing: anyio.Lock = field(default_factory=anyio.Lock)
     planning: anyio.Lock = field(default_factory=anyio.Lock)
@@ -160,11 +162,11 @@ class SaveSession(Struct):
         assert self.attempt is not None
         return self.attempt
 
-    async def allocate(self, nbytes: int, call: SaveCall) -> Block:
+    async def allocate(self, nbytes: int, call: SaveCall, *, first: bool = False) -> Block:
         """Take staging memory; it is given back when the save ends, at the latest."""
         if not self.arena.has_room(nbytes):
             call.pressed.set()
-        block = await self.arena.allocate(nbytes)
+        block = await self.arena.allocate(nbytes, first=first)
         self.blocks.append(block)
         return block
 
@@ -185,7 +187,19 @@ class SaveSession(Struct):
         self.blocks[next(n for n, each in enumerate(self.blocks) if each is block)] = kept
         return kept
 
+    def count_elsewhere(self, most: int) -> int:
+        """Count up to so many bytes of other memory, at the latest until the save ends."""
+        counted = self.arena.count_elsewhere(most)
+        self.elsewhere += counted
+        return counted
+
+    def uncount(self, nbytes: int) -> None:
+        """Count so many bytes of other memory no more."""
+        self.elsewhere -= nbytes
+        self.arena.uncount(nbytes)
+
     def free_all(self) -> None:
         """Give back what is left; no input or output may be under way."""
         while self.blocks:
             self.arena.free(self.blocks.pop())
+        self.uncount(self.elsewhere)

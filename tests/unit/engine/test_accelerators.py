@@ -6,6 +6,7 @@ on the device, move to page-locked memory, and are copied from there.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt._engine.memory import staging
+from ckpt._engine.save import item_write
 from tests.support.trees import assert_same, sharded
 
 MIB = 1 << 20
@@ -82,6 +84,48 @@ def test_what_moves_is_a_chunk_and_not_its_shard(tmp_path: Path, remote: list[ja
         mgr.save(0, {"x": array}).result()
     assert sum(moved.nbytes for moved in remote) == array.nbytes
     assert max(moved.nbytes for moved in remote) <= 2 * MIB // 4
+
+
+def test_the_call_waits_for_no_copy_of_what_has_room_in_page_locked_memory(
+    tmp_path: Path, remote: list[jax.Array], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It returns when the transfers are under way; the device starts a step that donates later."""
+    returned = threading.Event()
+    copy = staging.copy_batch
+
+    def copy_afterwards(batch: Any, *args: Any) -> None:
+        assert batch.packed or returned.wait(60), "the call waits for a copy"
+        copy(batch, *args)
+
+    monkeypatch.setattr(item_write, "copy_batch", copy_afterwards)
+    tree = {name: leaf for name, leaf in state().items() if name != "host"}
+    with ckpt.sync.CheckpointManager(tmp_path, staging=ckpt.Staging(256 * MIB)) as mgr:
+        commit = mgr.save(0, tree)
+        shards = [
+            shard.data.nbytes
+            for leaf in jax.tree.leaves(tree)
+            if isinstance(leaf, jax.Array) and leaf.nbytes > MIB // 4
+            for shard in leaf.addressable_shards
+            if shard.replica_id == 0
+        ]
+        assert sorted(moved.nbytes for moved in remote) == sorted(shards)
+        returned.set()
+        commit.result()
+        assert len(remote) == len(shards)
+        assert_same(mgr.restore(0), tree)
+
+
+def test_nothing_counts_as_memory_any_more_when_a_save_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ckpt.errors.CheckpointError("planned")
+
+    monkeypatch.setattr(item_write, "copy_batch", fail)
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        with pytest.raises(ckpt.errors.CheckpointError, match="planned"):
+            mgr.save(0, {"x": jnp.arange(MIB, dtype=jnp.float32)}).result()
+        assert mgr._service.engine.arena.used == 0
 
 
 def test_no_host_copy_stays_on_an_array(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections import OrderedDict, defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +329,78 @@ def test_waiting_requests_are_served_in_order_and_cancelled_ones_vanish() -> Non
             arena.free(first)
         assert got == ["large", "small"]
         assert arena.used == 0
+
+    anyio.run(main)
+
+
+def test_memory_elsewhere_counts_and_leaves_half_to_blocks() -> None:
+    async def main() -> None:
+        arena = Arena(8 * 4096)
+        assert arena.count_elsewhere(3 * 4096) == 3 * 4096
+        assert arena.count_elsewhere(3 * 4096) == 4096
+        assert arena.count_elsewhere(4096) == 0
+        assert arena.used == 4 * 4096
+        assert arena.has_room(4 * 4096)
+        assert not arena.has_room(4 * 4096 + 1)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(arena.allocate, 6 * 4096)
+            await anyio.wait_all_tasks_blocked()
+            arena.uncount(4096)
+            await anyio.wait_all_tasks_blocked()
+            assert arena.used == 3 * 4096
+            arena.uncount(4096)
+        assert arena.used == 8 * 4096
+
+    anyio.run(main)
+
+
+def test_copies_of_memory_elsewhere_go_before_requests_that_wait_for_it() -> None:
+    async def main() -> None:
+        arena = Arena(4 * 4096)
+        counted = arena.count_elsewhere(2 * 4096)
+        got: list[str] = []
+
+        async def want(name: str, pages: int, *, first: bool) -> None:
+            block = await arena.allocate(pages * 4096, first=first)
+            got.append(name)
+            await anyio.lowlevel.checkpoint()
+            arena.free(block)
+
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(partial(want, "whole", 4, first=False))
+                tasks.start_soon(partial(want, "later", 1, first=False))
+                await anyio.wait_all_tasks_blocked()
+                async with anyio.create_task_group() as copies:
+                    for number in range(3):
+                        copies.start_soon(partial(want, f"copy {number}", 2, first=True))
+                assert sorted(got) == ["copy 0", "copy 1", "copy 2"]
+                arena.uncount(counted)
+        assert got[3:] == ["whole", "later"]
+        assert arena.used == 0
+
+    anyio.run(main)
+
+
+def test_a_request_that_was_called_keeps_its_room() -> None:
+    async def main() -> None:
+        arena = Arena(4 * 4096)
+        block = await arena.allocate(4 * 4096)
+        blocks: list[Any] = []
+
+        async def want(pages: int, *, first: bool) -> None:
+            blocks.append(await arena.allocate(pages * 4096, first=first))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(want, 4, first=False))
+            await anyio.wait_all_tasks_blocked()
+            arena.free(block)
+            # Its task has not run yet.
+            tasks.start_soon(partial(want, 2, first=True))
+            await anyio.wait_all_tasks_blocked()
+            assert [each.nbytes for each in blocks] == [4 * 4096]
+            arena.free(blocks[0])
+        assert [each.nbytes for each in blocks] == [4 * 4096, 2 * 4096]
 
     anyio.run(main)
 

@@ -24,7 +24,14 @@ import ckpt
 import ckpt.sync
 from ckpt._engine.memory import staging
 from ckpt._engine.memory.contents import batch_contents
-from ckpt._engine.memory.staging import copy_batch, snapshot, sources_of, to_page_locked
+from ckpt._engine.memory.staging import (
+    MovedShard,
+    copy_batch,
+    movable_shards,
+    snapshot,
+    sources_of,
+    to_page_locked,
+)
 from ckpt._format.digests import digest
 from ckpt._format.dtypes import DTYPES
 from ckpt._plan import chunking
@@ -78,11 +85,19 @@ def planned(leaves: Sequence[Any], budget: int) -> SavePlan:
     return plan_save(names, [classify(leaf, "x") for leaf in leaves], budget)
 
 
+def held_of(
+    plan: SavePlan, leaves: Sequence[Any], mode: Any = "copy", room: int = 0
+) -> dict[int, list[Any]]:
+    """Take a snapshot that has `room` in page-locked memory."""
+    movable = movable_shards(plan.batches, plan.leaves, leaves, mode)
+    return snapshot(plan.batches, plan.leaves, leaves, mode, movable, room)
+
+
 def staged(
-    plan: SavePlan, leaves: Sequence[Any], mode: Any = "copy"
+    plan: SavePlan, leaves: Sequence[Any], mode: Any = "copy", room: int = 0
 ) -> Iterator[tuple[int, Array]]:
     """Copy every batch into dirty memory; yield its number and the memory."""
-    held = snapshot(plan.batches, leaves, mode)
+    held = held_of(plan, leaves, mode, room)
     for number, batch in enumerate(plan.batches):
         memory = np.full(batch.nbytes, 0xFF, np.uint8)
         sources = held.get(number) or sources_of(batch, leaves)
@@ -91,11 +106,11 @@ def staged(
 
 
 def check(
-    leaves: Sequence[Any], hosts: Sequence[Array], budget: int, mode: Any = "copy"
+    leaves: Sequence[Any], hosts: Sequence[Array], budget: int, mode: Any = "copy", room: int = 0
 ) -> SavePlan:
     """Check every byte of every batch, and every digest."""
     plan = planned(leaves, budget)
-    for number, memory in staged(plan, leaves, mode):
+    for number, memory in staged(plan, leaves, mode, room):
         batch = plan.batches[number]
         found = batch_contents(batch, plan.leaves, memory, None).digests
         expected = np.zeros(batch.nbytes, np.uint8)
@@ -278,7 +293,7 @@ def test_what_a_snapshot_holds() -> None:
         number: {chunk.leaf for chunk in batch.chunks} for number, batch in enumerate(plan.batches)
     }
     for mode in MODES:
-        held = snapshot(plan.batches, leaves, mode)  # type: ignore[arg-type]
+        held = held_of(plan, leaves, mode)
         expected = set() if mode == "copy" else {1, 2}
         # Of batches with others in them nothing is held; here there is none such.
         assert {leaf for number in held for leaf in kinds[number]} == expected
@@ -294,10 +309,10 @@ def test_a_batch_is_held_if_all_of_it_can_be(mode: Any) -> None:
     plan = check(leaves, hosts, 1 << 20, mode)
     sizes = [len(batch.chunks) for batch in plan.batches]
     assert sizes[0] > 4
-    assert set(snapshot(plan.batches, leaves, mode)) == {1}
+    assert set(held_of(plan, leaves, mode)) == {1}
     plan = check(leaves[1:], hosts[1:], 1 << 20, mode)
     assert [len(batch.chunks) for batch in plan.batches] == [8]
-    assert set(snapshot(plan.batches, leaves[1:], mode)) == {0}
+    assert set(held_of(plan, leaves[1:], mode)) == {0}
 
 
 @pytest.mark.parametrize("mode", ["view", "device"])
@@ -305,7 +320,7 @@ def test_what_is_held_outlives_the_arrays(mode: str) -> None:
     hosts = [values("float32", 64, 64), values("int8", *prime_shape("by rows", "int8"))]
     leaves = [jax.device_put(host, LAYOUTS["by rows"]()) for host in hosts]
     plan = planned(leaves, SMALL_BUDGET)
-    held = snapshot(plan.batches, leaves, mode)  # type: ignore[arg-type]
+    held = held_of(plan, leaves, mode)
     assert set(held) == set(range(len(plan.batches)))
     for leaf in leaves:
         leaf.delete()
@@ -323,7 +338,7 @@ def test_what_is_held_outlives_the_arrays(mode: str) -> None:
 def test_a_shard_is_held_once_however_many_chunks_it_has() -> None:
     array = jax.device_put(values("float32", 8, 4096), LAYOUTS["by rows"]())
     plan = planned([array], SMALL_BUDGET)
-    held = snapshot(plan.batches, [array], "device")
+    held = held_of(plan, [array], "device")
     assert len(chunks_of(plan)) == 128
     assert len({id(each) for sources in held.values() for each in sources}) == 8
 
@@ -342,7 +357,7 @@ def test_a_device_without_room_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
 
     monkeypatch.setattr(jnp, "copy", full)
-    assert snapshot(plan.batches, [array], "device") == {}
+    assert held_of(plan, [array], "device") == {}
 
 
 # -- the way of accelerators ----------------------------------------------------------------------
@@ -387,9 +402,71 @@ def test_arrays_that_are_not_on_a_cpu(
     leaves = [jax.device_put(host, LAYOUTS[layout]()) for host in hosts]
     plan = check(leaves, hosts, SMALL_BUDGET)
     check(leaves, hosts, SMALL_BUDGET, "device")
+    for room in (6_000, 1 << 20):
+        check(leaves, hosts, SMALL_BUDGET, room=room)
     # Views are there for the arrays of CPUs only.
-    assert snapshot(plan.batches, leaves, "view") == {}
+    assert held_of(plan, leaves, "view") == {}
     assert host_copies(leaves) == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shards_of_accelerators_move_whole_as_far_as_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    monkeypatch.setattr(staging, "_is_host", lambda sharding: False)
+    hosts = [values("float32", 8, 640), values("float32", 8, 640)[::-1].copy()]
+    leaves = [jax.device_put(host, LAYOUTS[layout]()) for host in hosts]
+    plan = planned(leaves, SMALL_BUDGET)
+    # Replicas are taken once.
+    both = [sum(batch.nbytes for batch in plan.batches), sum(host.nbytes for host in hosts)]
+    assert both[0] == both[1]
+    for room in (both[0], both[0] // 2, both[0] - 1, 0):
+        held = held_of(plan, leaves, "copy", room)
+        moved = {id(each): each for sources in held.values() for each in sources}
+        assert all(isinstance(each, MovedShard) for each in moved.values())
+        nbytes = sum(each.array.nbytes for each in moved.values())
+        assert nbytes <= room
+        assert nbytes > room - max((each.array.nbytes for each in moved.values()), default=1)
+    assert not held
+    whole = held_of(plan, leaves, "copy", both[0])
+    assert set(whole) == set(range(len(plan.batches)))
+    for leaf in leaves:
+        leaf.delete()
+    for number, batch in enumerate(plan.batches):
+        memory = np.full(batch.nbytes, 0xFF, np.uint8)
+        copy_batch(batch, plan.leaves, whole[number], memory)
+        (host,) = {id(hosts[chunk.leaf]): hosts[chunk.leaf] for chunk in batch.chunks}.values()
+        parts = [host[chunk.region.slices].tobytes() for chunk in batch.chunks]
+        assert memory.tobytes() == b"".join(parts)
+
+
+def test_a_shard_of_which_a_part_is_wanted_does_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a job every process writes a part of what all of them have."""
+    monkeypatch.setattr(staging, "_is_host", lambda sharding: False)
+    array = jnp.asarray(values("float32", 64, 64))
+    plan = planned([array], SMALL_BUDGET)
+    batches = plan.batches[1:]
+    assert movable_shards(plan.batches, plan.leaves, [array], "copy") == {(0, 0): array.nbytes}
+    assert movable_shards(batches, plan.leaves, [array], "copy") == {}
+
+
+def test_page_locked_memory_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_is_host", lambda sharding: False)
+    arrays = [jnp.asarray(values("float32", 64, 64)) + n for n in range(3)]
+    plan = planned(arrays, SMALL_BUDGET)
+    move, calls = staging.to_page_locked, 0
+
+    def full_at_the_second(array: jax.Array) -> jax.Array:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+        return move(array)
+
+    monkeypatch.setattr(staging, "to_page_locked", full_at_the_second)
+    held = held_of(plan, arrays, "copy", 1 << 30)
+    assert calls == 2
+    assert {chunk.leaf for number in held for chunk in plan.batches[number].chunks} == {0}
 
 
 # -- no host copy stays on an array ---------------------------------------------------------------
