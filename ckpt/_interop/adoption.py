@@ -14,7 +14,9 @@ from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.manifest_head import FileEntry
 from ckpt._format.step_files.source_files import SourceFile
+from ckpt._interop.flax.checkpoint import FORMAT as FLAX
 from ckpt._interop.foreign import ForeignCheckpoint
+from ckpt._interop.numpy_files import FORMAT as NUMPY
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, located
 
@@ -45,9 +47,14 @@ async def adopted(found: ForeignCheckpoint) -> Adopted:
 
     Raises:
         CorruptCheckpointError: A file of it is missing.
-        UnsupportedFormatError: The bytes of an array have to be unpacked when they are read.
+        UnsupportedFormatError: It is a file that is converted, of numpy or Flax.
         StorageError: The store refused.
     """
+    if found.manifest.format in (FLAX, NUMPY):
+        raise UnsupportedFormatError(
+            f"files of {found.manifest.format} cannot be used where they are: they may be "
+            "compressed, in pieces, or in another order. Convert the file instead: ckpt.convert"
+        )
     items: dict[str, ItemEntry] = {}
     places: dict[str, FilePlace] = {}
     files = {path: found.files.kept[path] for path in found.manifest.files}
@@ -56,13 +63,6 @@ async def adopted(found: ForeignCheckpoint) -> Adopted:
         ends = await run_in_thread(_ends, item)
         own = []
         for path, end in zip(item.data_files, ends, strict=True):
-            if f"{name}/{path}" in found.files.made:
-                raise UnsupportedFormatError(
-                    f"the array in {path!r:.200} is compressed, or in another order of bytes or "
-                    "axes, so that its bytes cannot be used where they are. Convert the file "
-                    "instead: ckpt.convert",
-                    item=name,
-                )
             data = found.files.kept.get(f"{name}/{path}")
             place = None if data is not None else found.files.place_of(f"{name}/{path}")
             # As all data files: a name that is a digest.

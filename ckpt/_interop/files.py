@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpt._interop.flax.checkpoint import is_named_like_flax, open_flax
 from ckpt._interop.foreign import ForeignCheckpoint
-from ckpt._interop.numpy_files.checkpoint import SUFFIXES, open_numpy
+from ckpt._interop.numpy_files import SUFFIXES, open_numpy
 from ckpt._interop.safetensors.checkpoint import SUFFIX, open_safetensors
 from ckpt.storage._base import Storage
 

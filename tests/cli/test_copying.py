@@ -14,6 +14,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import ckpt
 from tests.cli.test_verifying import data_file, flip
@@ -167,13 +168,13 @@ def test_a_store_that_cannot_be_reached(run_root: Path) -> None:
 
 
 def test_a_virtual_step_stays_one_unless_all_of_it_is_wanted(tmp_path: Path) -> None:
-    np.savez(tmp_path / "m.npz", a=np.arange(1000.0))
-    ckpt.sync.adopt(tmp_path / "m.npz", tmp_path / "a", step=0)
+    save_file({"a": np.arange(1000.0, dtype="f4")}, tmp_path / "m.safetensors")
+    ckpt.sync.adopt(tmp_path / "m.safetensors", tmp_path / "a", step=0)
     ran = ckpt_command("cp", tmp_path / "a", tmp_path / "b")
     assert ran.status == 0
     assert "virtual: its arrays stay where they are" in ran.out
     assert ckpt_command("cp", tmp_path / "a", tmp_path / "c", "--whole").status == 0
-    (tmp_path / "m.npz").unlink()
+    (tmp_path / "m.safetensors").unlink()
     assert np.array_equal(ckpt.sync.load(tmp_path / "c" / "0")["a"], np.arange(1000.0))
     assert ckpt_command("verify", tmp_path / "b").status == 1
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from safetensors.numpy import save_file
 
 import ckpt
 from ckpt._conversion.copies.place import is_copy
@@ -40,8 +41,9 @@ def root(run_root: Path, tmp_path: Path) -> Path:
 def virtual(tmp_path: Path) -> Path:
     """A root of two virtual steps."""
     for step in (0, 1):
-        np.savez(tmp_path / f"m{step}.npz", a=np.arange(1000.0) + step, b=np.ones(3))
-        ckpt.sync.adopt(tmp_path / f"m{step}.npz", tmp_path / "virtual", step=step)
+        model = tmp_path / f"m{step}.safetensors"
+        save_file({"a": np.arange(1000, dtype="f4") + step, "b": np.ones(3, "f4")}, model)
+        ckpt.sync.adopt(model, tmp_path / "virtual", step=step)
     return tmp_path / "virtual"
 
 
@@ -72,7 +74,7 @@ def test_a_virtual_copy_becomes_a_whole_one(virtual: Path, tmp_path: Path, cp: A
     assert cp(virtual, tmp_path / "b").status == 0
     assert outcomes(cp(virtual, tmp_path / "b", "--whole", "--json")) == ["copied", "copied"]
     for step in (0, 1):
-        (tmp_path / f"m{step}.npz").unlink()
+        (tmp_path / f"m{step}.safetensors").unlink()
         assert ckpt.sync.verify(tmp_path / "b" / str(step)).ok
 
 
@@ -80,15 +82,15 @@ def test_another_step_is_not_taken_for_a_whole_copy(virtual: Path, tmp_path: Pat
     assert cp(virtual, tmp_path / "b", "--whole").status == 0
     shutil.rmtree(virtual / "1")
     # The same names and shapes, saved another time.
-    np.savez(tmp_path / "m1.npz", a=np.zeros(1000), b=np.ones(3))
-    ckpt.sync.adopt(tmp_path / "m1.npz", virtual, step=1)
+    save_file({"a": np.zeros(1000, "f4"), "b": np.ones(3, "f4")}, tmp_path / "m1.safetensors")
+    ckpt.sync.adopt(tmp_path / "m1.safetensors", virtual, step=1)
     ran = cp(virtual, tmp_path / "b", "--whole")
     assert ran.status == 2
     assert "has other steps 1 already; nothing was copied" in ran.err
 
 
 def test_a_source_of_a_virtual_step_that_is_gone(virtual: Path, tmp_path: Path, cp: Any) -> None:
-    (tmp_path / "m0.npz").unlink()
+    (tmp_path / "m0.safetensors").unlink()
     ran = cp(virtual, tmp_path / "b", "--whole", "--json")
     assert ran.status == 1
     assert outcomes(ran) == ["damaged", "copied"]

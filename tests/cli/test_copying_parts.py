@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from safetensors.numpy import save_file
 
 import ckpt
 from ckpt._conversion.copies import selection
@@ -201,11 +202,11 @@ def test_nothing_of_a_root_fits(root: Path, tmp_path: Path, cp: Any) -> None:
 
 
 def test_a_part_of_a_virtual_step_is_written(tmp_path: Path, cp: Any) -> None:
-    np.savez(tmp_path / "m.npz", a=np.arange(9.0), b=np.ones(3))
-    ckpt.sync.adopt(tmp_path / "m.npz", tmp_path / "a", step=0)
+    save_file({"a": np.arange(9.0, dtype="f4"), "b": np.ones(3, "f4")}, tmp_path / "m.safetensors")
+    ckpt.sync.adopt(tmp_path / "m.safetensors", tmp_path / "a", step=0)
     assert cp(tmp_path / "a", tmp_path / "b", "--select", "a").status == 0
     assert cp(tmp_path / "a", tmp_path / "b", "--select", "a").out.endswith("already there\n")
-    (tmp_path / "m.npz").unlink()
+    (tmp_path / "m.safetensors").unlink()
     assert np.array_equal(ckpt.sync.load(tmp_path / "b" / "0")["a"], np.arange(9.0))
 
 

