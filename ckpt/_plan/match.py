@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -181,13 +181,13 @@ def match_target(target: Structure, stored: Stored, adapt: Adapt) -> Match:
     """Match a target with what is stored.
 
     Leaves are matched by their path, so containers may differ in kind (a dict for a namedtuple) as
-    long as the paths agree.
+    long as the paths agree; with or without the keys of boxes.
 
     Raises:
         TargetMismatchError: Lists every leaf that is missing, extra, or of another shape or kind.
     """
     work = _ToTarget(stored, adapt)
-    names = unboxed_names(target.nodes, target.names)
+    names = _stored_names(target, stored.sources)
     for name, leaf in zip(names, target.leaves, strict=True):
         work.add(name, leaf)
     if adapt.extra == "error":
@@ -202,6 +202,20 @@ def match_target(target: Structure, stored: Stored, adapt: Adapt) -> Match:
     if work.problems:
         raise mismatch(work.problems)
     return work.match
+
+
+def _stored_names(target: Structure, sources: Container[str]) -> Sequence[str]:
+    """Return the names that the leaves of a target have where they are stored.
+
+    A box adds no key to a name. Other libraries store its value in a dict of one key.
+    """
+    names = unboxed_names(target.nodes, target.names)
+    if names is target.names:
+        return names
+    return [
+        full if name not in sources and full in sources else name
+        for name, full in zip(names, target.names, strict=True)
+    ]
 
 
 class _ToTarget:

@@ -118,6 +118,30 @@ def test_a_state_of_which_a_pure_dict_was_saved_and_the_other_way_round(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("version", ["v0", "v1"])
+def test_a_run_of_orbax_with_a_state_goes_on(tmp_path: Path, version: str) -> None:
+    ocp = pytest.importorskip("orbax.checkpoint")
+    state, fresh = nnx.state(net()), nnx.state(net(7))
+    if version == "v0":
+        with ocp.CheckpointManager(tmp_path) as theirs:
+            theirs.save(3, args=ocp.args.StandardSave(state))
+            theirs.wait_until_finished()
+    else:
+        from orbax.checkpoint.experimental import v1
+
+        with v1.training.Checkpointer(tmp_path) as theirs:
+            theirs.save(3, state)
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        begin, found = mgr.resume(fresh)
+    assert begin == 4
+    assert differences(by_jax(state), found) == []
+    step = tmp_path / "3"
+    assert differences(by_jax(state), ckpt.sync.load(step, like=fresh)) == []
+    kernel = state["norm"]["scale"]
+    part = ckpt.sync.load(step, like=kernel, at="norm.scale")
+    assert differences(by_jax(kernel), part) == []
+
+
 def test_training_goes_on_bit_for_bit_after_an_update_with_what_came_back(tmp_path: Path) -> None:
     model, optimizer = trained(0, steps=3)
     ckpt.sync.save(tmp_path / "x", {"m": nnx.state(model), "o": nnx.state(optimizer)})

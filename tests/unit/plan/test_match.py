@@ -32,6 +32,7 @@ from ckpt._tree.leaf_specs import classify
 from ckpt.errors import CheckpointError, CorruptCheckpointError, TargetMismatchError
 from ckpt.testing.compare import differences
 from ckpt.testing.strategies import Pair, trees
+from tests.unit.tree.test_flatten import Boxed
 
 
 def stored(tree: Any) -> ItemEntry:
@@ -552,3 +553,32 @@ def test_key_data_that_are_none_of_their_implementation_are_corruption(
 def test_a_key_of_an_unknown_implementation_is_a_mismatch() -> None:
     with pytest.raises(TargetMismatchError, match="no implementation 'of_the_future'"):
         as_saved(key_entry("of_the_future", "uint32", 2))
+
+
+# -- boxes ----------------------------------------------------------------------------------------
+
+
+@st.composite
+def boxed_trees(draw: st.DrawFn) -> tuple[Any, Any]:
+    """A target with boxes, and a tree that others made of it: a box is one of three things."""
+    number = draw(st.integers(0, 99))
+    if draw(st.booleans()):
+        keys = draw(st.lists(st.sampled_from(["a", "b", "value"]), unique=True, max_size=3))
+        pairs = {key: draw(boxed_trees()) for key in keys}
+        one, other = ({key: pair[n] for key, pair in pairs.items()} for n in (0, 1))
+        return one, other
+    leaf = np.float32(number)
+    if draw(st.booleans()):
+        return leaf, leaf
+    return Boxed(leaf), draw(st.sampled_from([leaf, {"value": leaf}, Boxed(leaf)]))
+
+
+@given(boxed_trees())
+def test_boxes_match_values_of_others_with_and_without_their_key(pair: tuple[Any, Any]) -> None:
+    target, tree = pair
+    found = match(tree, target)
+    expected = [float(leaf) for leaf in jax.tree.leaves(tree)]
+    numbers = [number for number in found.numbers if number is not None]
+    assert [expected[number] for number in numbers] == [
+        float(leaf) for leaf in jax.tree.leaves(target)
+    ]
