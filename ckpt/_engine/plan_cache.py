@@ -179,6 +179,8 @@ class PlanCache(Struct):
     spanning: Classifier = field(default_factory=lambda: Classifier(spanning=True))
     known: dict[str, _CachedPlan] = field(default_factory=dict)
     rests: dict[str, _CachedRest] = field(default_factory=dict)
+    # Items that Orbax cannot see, with the two leaves: each was named in a warning.
+    hidden: set[tuple[str, str, str]] = field(default_factory=set)
 
     def plan(
         self,

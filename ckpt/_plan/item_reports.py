@@ -25,6 +25,7 @@ from ckpt._plan.chunking import METADATA_KEY, LeafPlan, has_chunks
 from ckpt._plan.ownership import holders_of
 from ckpt._plan.write_batches import FileSpans, WriteBatch
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, SCALAR_KINDS
+from ckpt._tree.leaf_names import orbax_folder, orbax_names, same_name
 from ckpt._tree.leaf_specs import LeafSpec, StoredLeaf, encode_scalar
 from ckpt._vitals.replicas import no_copies, unequal_leaves
 from ckpt._vitals.signs import join_signs, no_signs
@@ -392,26 +393,32 @@ def _function_name(function: Any) -> str:
 
 
 def key_values(leaves: Sequence[LeafPlan], stored: StoredChunks) -> Iterator[KeyValue]:
-    """Yield the keys of the item's database; leaves that are one array have the same chunks."""
+    """Yield the keys of the item's database, under the names of Orbax, which reads it.
+
+    Leaves that are one array have the same chunks.
+    """
+    stored_names = [leaf.name for leaf in leaves]
+    names = stored_names if same_name(stored_names) else orbax_names(stored_names)
     firsts, offsets = stored.firsts.tolist(), stored.offsets.tolist()
     files, lengths = stored.files.tolist(), stored.lengths.tolist()
     for number, leaf in enumerate(leaves):
         if leaf.metadata is None:
             continue
-        yield KeyValue(f"{leaf.name}/{METADATA_KEY}".encode(), leaf.metadata)
+        folder = orbax_folder(names[number])
+        yield KeyValue(f"{folder}{METADATA_KEY}".encode(), leaf.metadata)
         source = number if leaf.spec.same_as is None else leaf.spec.same_as
         chunks = range(firsts[source], firsts[source + 1])
         if not chunks:
             continue
         length = math.prod(leaf.chunk) * DTYPES[leaf.spec.dtype or ""].itemsize
-        for key, chunk in zip(_chunk_keys(leaf), chunks, strict=True):
+        for key, chunk in zip(_chunk_keys(folder, leaf.grid), chunks, strict=True):
             yield KeyValue(key, None, files[chunk], offsets[chunk], lengths[chunk] or length)
 
 
-def _chunk_keys(leaf: LeafPlan) -> list[bytes]:
+def _chunk_keys(folder: str, grid: Sequence[int]) -> list[bytes]:
     """Return the keys of the chunks of a leaf, in C order; see `chunk_key`."""
-    keys = [f"{leaf.name}/c".encode()]
-    for count in leaf.grid:
+    keys = [f"{folder}c".encode()]
+    for count in grid:
         ends = [b"/%d" % index for index in range(count)]
         keys = [key + end for key in keys for end in ends]
     return keys

@@ -1,8 +1,9 @@
 """The Orbax view: the files that let Orbax read a step, made from its manifest entries. Pure.
 
-This library does not read them, only `ckpt.json`. A leaf whose stored name had to be escaped
-appears to Orbax under the escaped key; a value that Orbax has no kind for (complex, bytes, an int
-beyond 64 bits) appears as its text.
+This library does not read them, only `ckpt.json`. They name leaves as Orbax does (`orbax_names`);
+an item with two leaves that would have one name is no tree in them, since Orbax would read one
+array for both. A value that Orbax has no kind for (complex, bytes, an int beyond 64 bits) appears
+as its text.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import ItemEntry, Node, ShardingEntry
 from ckpt._format.metrics import json_metrics
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, decode_scalar
-from ckpt._tree.leaf_names import sibling_names
+from ckpt._tree.leaf_names import orbax_key, orbax_names, same_name, sibling_names
 
 # Orbax stores private Python paths as handler names; both of its APIs resolve these.
 _HANDLERS = "orbax.checkpoint._src.handlers"
@@ -67,7 +68,7 @@ def step_view(
 ) -> dict[str, bytes]:
     """Return the files of the step itself, by path relative to it.
 
-    An item that is not a tree is JSON to Orbax: what its handler wrote as `metadata`, or a few
+    An item that is no tree to Orbax is JSON to it: what its handler wrote as `metadata`, or a few
     words about it, since Orbax reads all items of a step or none.
 
     Args:
@@ -84,7 +85,7 @@ def step_view(
         custom: dict[str, Any] = {}
     else:
         custom = metadata if isinstance(metadata, dict) else {"metadata": metadata}
-    handlers = {name: _TREE if item.nodes or item.leaves else _JSON for name, item in items.items()}
+    handlers = {name: _TREE if _is_tree(item) else _JSON for name, item in items.items()}
     files = {}
     for name, item in items.items():
         if handlers[name] == _JSON and f"{name}/{ABOUT_FILE}" not in written:
@@ -110,6 +111,10 @@ def step_view(
     }
 
 
+def _is_tree(item: ItemEntry) -> bool:
+    return bool(item.nodes or item.leaves) and same_name(item.leaves.names) is None
+
+
 def item_marks(step_dir: str, items: Iterable[str]) -> dict[str, bytes]:
     """Return the marks that Orbax looks for in the items of a step in a store.
 
@@ -129,6 +134,8 @@ def item_view(item: ItemEntry) -> dict[str, bytes]:
 
     Digests and values of the leaves, and where their chunks are, do not matter.
     """
+    if same_name(item.leaves.names) is not None:
+        return {}
     tree = {}
     # Thousands of leaves are of a few forms.
     known: dict[tuple[str, Sequence[int]], dict[str, Any]] = {}
@@ -149,11 +156,15 @@ def item_view(item: ItemEntry) -> dict[str, bytes]:
         "custom_metadata": None,
     }
     arrays = [leaf for leaf in item.leaves if leaf.kind in _ON_DEVICES]
-    described = [{"array_metadata": _array_metadata(leaf)} for leaf in arrays]
+    called = orbax_names([leaf.name for leaf in arrays])
+    described = [
+        {"array_metadata": _array_metadata(leaf, name)}
+        for leaf, name in zip(arrays, called, strict=True)
+    ]
     # Ten times as fast as `json`, and there are no numbers here that it writes in another way.
     return {
         "_METADATA": msgspec.json.encode(metadata),
-        "_sharding": msgspec.json.encode(dict(_shardings(item, arrays))),
+        "_sharding": msgspec.json.encode(dict(_shardings(item, arrays, called))),
         "array_metadatas/process_0": msgspec.json.encode({"array_metadatas": described}),
     }
 
@@ -163,7 +174,9 @@ def text_view(item: ItemEntry) -> dict[str, bytes]:
     table = item.leaves
     # Of thousands of arrays none is looked at: they have no value.
     scalars = [table.bare(number) for number in sorted(table.values)]
-    texts = {leaf.name: _string_value(leaf) for leaf in scalars if _value_type(leaf) == "string"}
+    scalars = [leaf for leaf in scalars if _value_type(leaf) == "string"]
+    names = orbax_names([leaf.name for leaf in scalars])
+    texts = {name: _string_value(leaf) for name, leaf in zip(names, scalars, strict=True)}
     return {"_strings.json": _json(texts)} if texts else {}
 
 
@@ -178,7 +191,7 @@ def _paths(
     leaves = list(item.leaves)
     if not item.nodes:
         for leaf in leaves:
-            yield [repr(leaf.name)], [{"key": leaf.name, "key_type": _MAPPING}], leaf
+            yield [], [], leaf
         return
     stack: list[tuple[Node, list[str], list[dict[str, Any]]]] = [(item.nodes[0], [], [])]
     while stack:
@@ -202,7 +215,7 @@ def _child_names(node: Node) -> Sequence[str]:
 
     if node.kind in ("list", "tuple"):
         return [str(number) for number in range(len(node.children))]
-    return sibling_names([decode_key(key) for key in node.keys])
+    return [orbax_key(name) for name in sibling_names([decode_key(key) for key in node.keys])]
 
 
 def _value_type(leaf: LeafEntry) -> str:
@@ -232,9 +245,9 @@ def _string_value(leaf: LeafEntry) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
-def _array_metadata(leaf: LeafEntry) -> dict[str, Any]:
+def _array_metadata(leaf: LeafEntry, name: str) -> dict[str, Any]:
     return {
-        "param_name": leaf.name,
+        "param_name": name,
         "write_shape": leaf.chunks,
         "chunk_shape": leaf.chunks,
         # Orbax makes a typed PRNG key of such an array.
@@ -242,12 +255,14 @@ def _array_metadata(leaf: LeafEntry) -> dict[str, Any]:
     }
 
 
-def _shardings(item: ItemEntry, arrays: Sequence[LeafEntry]) -> Iterator[tuple[str, str]]:
+def _shardings(
+    item: ItemEntry, arrays: Sequence[LeafEntry], names: Sequence[str]
+) -> Iterator[tuple[str, str]]:
     texts = [_sharding_text(entry) for entry in item.shardings]
-    for leaf in arrays:
+    for leaf, name in zip(arrays, names, strict=True):
         text = None if leaf.sharding is None else texts[leaf.sharding]
         if text is not None:
-            yield base64.urlsafe_b64encode(leaf.name.encode()).decode(), text
+            yield base64.urlsafe_b64encode(name.encode()).decode(), text
 
 
 def _sharding_text(entry: ShardingEntry) -> str | None:

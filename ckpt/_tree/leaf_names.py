@@ -1,8 +1,8 @@
 """Leaf names: leaf paths, and the names that they are stored under.
 
 A stored name is the escaped keys of a leaf path joined with dots. It equals the dotted name that
-Orbax uses wherever that one is unambiguous (`params.layers.0.kernel`), so that Orbax finds the
-arrays. It is injective where Orbax's is not: `{"a": {"b": x}, "a.b": y}` is stored as `a.b` and
+Orbax uses wherever that one is unambiguous (`params.layers.0.kernel`); `orbax_names` has the
+others. It is injective where Orbax's is not: `{"a": {"b": x}, "a.b": y}` is stored as `a.b` and
 `a%2Eb`.
 
 Escapes, all introduced by `%`, which is itself escaped: two hex digits stand for one UTF-8 byte;
@@ -84,6 +84,50 @@ def unescape_key(text: str) -> str:
     if escape_key(key) != text:
         raise ValueError(f"not an escaped key: {text!r}")
     return key
+
+
+def orbax_key(name: str) -> str:
+    """Return what Orbax calls the key whose stored name is `name`: its text.
+
+    A shortened key, and one that is not valid text, keeps its stored name.
+    """
+    if "%" not in name or _HASH in name:
+        return name
+    key = unescape_key(name.removeprefix(_MARK))
+    return name if any("\ud800" <= character <= "\udfff" for character in key) else key
+
+
+def orbax_names(names: Sequence[str]) -> Sequence[str]:
+    """Return what Orbax calls leaves, in their order: the texts of their keys, joined with dots.
+
+    Names without escapes are their own. Of several leaves some may get the same; see `same_name`.
+    """
+    if not any("%" in name for name in names):
+        return names
+    return [
+        "" if name == ROOT else ".".join(map(orbax_key, name.split("."))) if "%" in name else name
+        for name in names
+    ]
+
+
+def same_name(names: Sequence[str]) -> tuple[str, str] | None:
+    """Return two leaves that Orbax would call the same, or None."""
+    found = orbax_names(names)
+    if found is names:
+        return None
+    first: dict[str, str] = {}
+    for name, folder in zip(names, map(orbax_folder, found), strict=True):
+        if first.setdefault(folder, name) != name:
+            return first[folder], name
+    return None
+
+
+def orbax_folder(name: str) -> str:
+    """Return what the keys of an array of this name begin with in a database of Orbax.
+
+    It is the directory that TensorStore makes of the name.
+    """
+    return "" if name in ("", "/") else name if name.endswith("/") else f"{name}/"
 
 
 def sibling_names(keys: Sequence[Hashable]) -> list[str]:

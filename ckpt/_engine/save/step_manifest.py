@@ -18,6 +18,7 @@ from ckpt._format.manifest_head import FILE_NAME, FORMAT_VERSION, MAX_BYTES, Fil
 from ckpt._plan.multihost.per_process import apart, combine
 from ckpt._plan.orbax_view import step_view, text_view
 from ckpt._runtime.threads import run_in_thread
+from ckpt._tree.leaf_names import same_name
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import is_per_process
 from ckpt.handlers._registry import Handlers
@@ -96,6 +97,20 @@ def warn_of_unequal(entries: Mapping[str, ItemEntry]) -> None:
         )
 
 
+def _warn_of_hidden(engine: Engine, entries: Mapping[str, ItemEntry]) -> None:
+    """Name items that Orbax cannot see, each once."""
+    for name, entry in entries.items():
+        same = same_name(entry.leaves.names)
+        if same is not None and (name, *same) not in engine.plans.hidden:
+            engine.plans.hidden.add((name, *same))
+            logger.warning(
+                "Orbax cannot read the item %r: it has one name for the leaves %r and %r. This "
+                "library reads all of it",
+                name,
+                *same,
+            )
+
+
 async def write_manifest(
     session: SaveSession,
     engine: Engine,
@@ -133,6 +148,7 @@ async def write_manifest(
         for name, entry in entries.items():
             texts = await run_in_thread(text_view, entry)
             files.update({f"{name}/{path}": data for path, data in texts.items()})
+        _warn_of_hidden(engine, entries)
     if not session.processes.is_alone:
         warn_of_unequal(entries)
     async with anyio.create_task_group() as writers:
