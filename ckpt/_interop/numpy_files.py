@@ -57,6 +57,9 @@ _NAMES = {
     for name, dtype in DTYPES.items()
     if dtype.isbuiltin == 1 and dtype.kind in "biufc"
 }
+# What numpy calls bfloat16, of which it does not know the name; no other dtype of JAX has two bytes
+# and no name.
+_NAMELESS = "|V2"
 _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
@@ -224,6 +227,19 @@ def _opened(
     made: dict[str, Fill] = {}
     entries: list[LeafEntry] = []
     arrays = [leaf.array for leaf in structure.leaves]
+    nameless = [
+        each
+        for each, array in zip(structure.names, arrays, strict=True)
+        if array.dtype == "bfloat16"
+    ]
+    if nameless:
+        logger.warning(
+            "%s: %d arrays of two bytes have no dtype, as numpy saves bfloat16, and are read as "
+            "that, such as %r",
+            redact(where),
+            len(nameless),
+            nameless[0],
+        )
     for leaf, array in zip(structure.names, arrays, strict=True):
         number, offset = 0, array.offset
         if offset is None:
@@ -313,6 +329,8 @@ def _array(
             raise _unnamed(str(error)) from error
         raise
     name = _NAMES.get(dtype.newbyteorder("=").str)
+    if dtype.str == _NAMELESS:
+        name = "bfloat16"
     if name is None:
         raise _unknown(dtype)
     if len(shape) > _MAX_RANK or any(n < 0 for n in shape):
@@ -441,9 +459,8 @@ def _unknown(dtype: np.dtype[Any]) -> UnsupportedFormatError:
 def _unnamed(found: str) -> UnsupportedFormatError:
     """Return the error for a dtype that numpy does not know by name."""
     return UnsupportedFormatError(
-        f"{found:.120}, as numpy calls bfloat16 and others that it does not know, so it cannot be "
-        "told which. Save it with ckpt.save or as safetensors; or save array.view(numpy.uint16), "
-        "or array.astype(numpy.float32)"
+        f"{found:.120}, as numpy calls dtypes that it does not know, so it cannot be told which. "
+        "Save it with ckpt.save or as safetensors; or save array.astype(numpy.float32)"
     )
 
 

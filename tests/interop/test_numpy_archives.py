@@ -323,8 +323,7 @@ def test_files_that_are_no_arrays_are_left_out(
 REFUSED: dict[str, tuple[Any, str]] = {
     "objects": (np.array([{"a": 1}], object), "pickle.*Save arrays of numbers"),
     "structured": (np.zeros(2, [("x", "f4"), ("y", "i4")]), "structured.*each of its fields"),
-    "bfloat16": (np.ones(3, ml_dtypes.bfloat16), "bfloat16.*float32"),
-    "float8": (np.ones(3, ml_dtypes.float8_e5m2), "bfloat16 and others"),
+    "float8": (np.ones(3, ml_dtypes.float8_e5m2), "dtypes that it does not know.*float32"),
     "text": (np.array(["a", "bc"]), "the dtype '<U2', which is not read"),
     "times": (np.zeros(2, "M8[s]"), "M8"),
 }
@@ -340,6 +339,24 @@ def test_arrays_that_are_not_read_are_named(
     with pytest.raises(errors.UnsupportedFormatError, match=f"leaf 'net/odd'.*{text}") as caught:
         ckpt.sync.load(tmp_path / "bad.npz")
     assert "bad.npz" in str(caught.value)
+
+
+@pytest.mark.parametrize("save", SAVERS.values(), ids=SAVERS.keys())
+def test_two_bytes_without_a_dtype_are_bfloat16(
+    save: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """numpy does not know the name, and saves "V2"."""
+    array = np.arange(6, dtype=ml_dtypes.bfloat16).reshape(2, 3)
+    save(tmp_path / "x.npz", a=array, b=array + 1, c=np.ones(2, np.float32))
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        found = ckpt.sync.load(tmp_path / "x.npz")
+    assert found["a"].dtype == jnp.bfloat16
+    assert np.array_equal(found["b"], array + 1)
+    [told] = [each.getMessage() for each in caplog.records]
+    assert "x.npz: 2 arrays" in told
+    assert "'a'" in told
+    target: dict[str, Any] = {"a": jnp.zeros((2, 3), jnp.bfloat16), "b": ..., "c": ...}
+    assert np.array_equal(ckpt.sync.load(tmp_path / "x.npz", like=target)["a"], array)
 
 
 def test_the_order_of_fortran_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
