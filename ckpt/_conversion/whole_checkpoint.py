@@ -16,6 +16,7 @@ from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
 from ckpt._events import Observer
 from ckpt._format.manifest import Manifest
 from ckpt._format.metrics import json_metrics
+from ckpt._interop.foreign import with_own_names
 from ckpt._plan.format_rules import Formats
 from ckpt._settings import Staging
 from ckpt._steps.factory import make_engine
@@ -52,6 +53,7 @@ class CheckpointTarget(Struct, frozen=True):
 
     async def write(self, items: Mapping[str, StoredItem], old: Manifest, budget: int) -> Written:
         """Write items, with the metrics and metadata that the old manifest has."""
+        items = with_own_names(items)
         handlers = {name: ItemCopy(item.entry.handler) for name, item in items.items()}
         engine = make_engine(Staging(budget, "copy"), handlers, self.observers, self.formats)
         request = SaveRequest(

@@ -15,7 +15,7 @@ from ckpt._format.manifest import ItemEntry
 from ckpt._format.manifest_head import FileEntry
 from ckpt._format.step_files.source_files import SourceFile
 from ckpt._interop.flax.checkpoint import FORMAT as FLAX
-from ckpt._interop.foreign import ForeignCheckpoint
+from ckpt._interop.foreign import ForeignCheckpoint, with_own_names
 from ckpt._interop.numpy_files import FORMAT as NUMPY
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, located
@@ -59,7 +59,7 @@ async def adopted(found: ForeignCheckpoint) -> Adopted:
     places: dict[str, FilePlace] = {}
     files = {path: found.files.kept[path] for path in found.manifest.files}
     sizes: dict[str, int] = {}
-    for name, item in found.manifest.items.items():
+    for name, item in with_own_names(found.manifest.items).items():
         ends = await run_in_thread(_ends, item)
         own = []
         for path, end in zip(item.data_files, ends, strict=True):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
 from ckpt._engine.restore.step_files import FilePlace
 from ckpt._format.manifest import ItemEntry, Manifest
+from ckpt._format.step_files.item_file_names import is_item_name
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.flatten import Structure, describe
 from ckpt.errors import (
@@ -19,6 +21,10 @@ from ckpt.errors import (
     UnsupportedLeafError,
 )
 from ckpt.storage._base import Storage
+
+T = TypeVar("T")
+
+logger = logging.getLogger("ckpt")
 
 # The item of a checkpoint that has no items.
 ITEM = "default"
@@ -115,6 +121,19 @@ def manifest_of(
         files={},
         metadata=None if metadata is None else dict(metadata),
     )
+
+
+def with_own_names(items: Mapping[str, T]) -> dict[str, T]:
+    """Return the items whose names this library gives, too; a warning names the others."""
+    found = {name: item for name, item in items.items() if is_item_name(name)}
+    others = [name for name in items if name not in found]
+    if others:
+        logger.warning(
+            "%s: no step of this library has items of such names, so they are left out. Load them, "
+            "and save them under other names",
+            ", ".join(f"the item {name!r}" for name in others),
+        )
+    return found
 
 
 def structure_of(tree: Any, where: str) -> Structure:

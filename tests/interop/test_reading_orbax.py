@@ -466,3 +466,32 @@ def test_a_branch_comes_from_orbax_and_another_from_here(tmp_path: Path, write: 
     found: Any = ckpt.sync.load(sources, like=theirs)
     assert found["params"]["w"].tolist() == [0, 1, 2, 3, 4, 5]
     assert found["opt_state"]["mean"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["metadata", "train state", "params:v2", "-x"])
+def test_items_have_the_names_that_orbax_gave_them(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rules for names are for what this library writes."""
+    tree, words = {"w": jnp.ones((3, 2))}, {"lr": 0.1, "schedule": ["cosine", 10]}
+    with ocp0.CheckpointManager(tmp_path / "run") as theirs:
+        args = {"state": ocp0.args.StandardSave(tree), name: ocp0.args.JsonSave(words)}
+        theirs.save(3, args=ocp0.args.Composite(**args))
+        theirs.wait_until_finished()
+    step = tmp_path / "run" / "3"
+    assert ckpt.sync.load(step)[name] == words
+    assert ckpt.sync.load(step, items=[name]) == {name: words}
+    assert name in ckpt.sync.metadata(step).items
+    with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
+        found: Any = mgr.restore(3, {"state": tree, name: {"lr": 0.0, "schedule": ["", 0]}})
+    assert found[name] == words
+    assert np.array_equal(found["state"]["w"], tree["w"])
+    writers: list[Any] = [ckpt.sync.convert, ckpt.sync.adopt]
+    for number, write in enumerate(writers):
+        caplog.clear()
+        write(step, tmp_path / f"ours{number}")
+        [told] = [each.getMessage() for each in caplog.records if "left out" in each.getMessage()]
+        assert repr(name) in told
+        ours = ckpt.sync.load(tmp_path / f"ours{number}")
+        assert np.array_equal(ours["state"]["w"], tree["w"])
+        assert list(ours) == ["state"]

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from ckpt._format.step_files.item_file_names import is_item_name
 from ckpt._interop.orbax.database import MANIFEST
 from ckpt._interop.orbax.tree import TREE_FILE
 from ckpt._interop.orbax.zarr_arrays import V2_FILE, V3_FILE
@@ -78,7 +77,7 @@ def items_of(sizes: Sizes, handlers: object) -> tuple[dict[str, OrbaxItem], list
     left_out: list[str] = []
     for name in sorted({*folders, *map(str, named)} - {METRICS}):
         item = _item_in(name, str(named.get(name, "")), sizes)
-        if item is not None and is_item_name(name):
+        if item is not None and name in folders:
             found[name] = item
         elif item is not None or name in named:
             left_out.append(name)
