@@ -24,6 +24,7 @@ ROOTS = {
     "names": (1, 2),
     "tiers/root": (1, 2),
     "tiers/disk": (1, 2),
+    "branch": (1, 2, 3),
     "simulated": (1, 2),
     "disks/0": (1, 2),
     "disks/1": (1, 2),
@@ -40,7 +41,7 @@ def golden(tmp_path: Path) -> Path:
 
 def expected(root: str, step: int) -> dict[str, Any]:
     """What a step of a root was saved from."""
-    if root.split("/")[0] in ("tiers", "simulated", "disks", "parts"):
+    if root.split("/")[0] in ("tiers", "branch", "simulated", "disks", "parts"):
         return own_state(step)
     found = state(step)
     return {"params": found["params"], "opt": found["opt"]} if root == "partial" else found
@@ -90,6 +91,17 @@ def test_a_run_on_tiers_goes_on(golden: Path) -> None:
         assert mgr.latest_step() == 2
         assert mgr.metadata(2).info.tiers == (str(tier.path), str(golden / "tiers/root"))
         assert differences(own_state(2), mgr.restore()) == []
+
+
+def test_a_run_that_went_back_goes_on_from_its_new_step(golden: Path) -> None:
+    left = document_of(golden / "branch/3")["created_ns"]
+    assert document_of(golden / "branch/2")["left_behind"] == [left]
+    with managed(golden / "branch") as mgr:
+        assert mgr.latest_step() == 2
+        start, found = mgr.resume(own_state(0))
+        assert (start, found["step"]) == (3, 2)
+        mgr.save(3, own_state(3), durable=True)
+    assert (golden / "branch/abandoned/3").is_dir()
 
 
 def test_what_is_kept_with_steps_comes_back() -> None:
