@@ -246,11 +246,12 @@ def watch(
         timeout: Seconds to wait for a new step before the iteration ends. None waits forever, 0
             gives only the steps that exist. If the root cannot be read by then, that is an error.
         min_interval: The least seconds between two steps.
-        until: When to end: after this step or a greater one; or a function without arguments that
-            returns whether no more steps will come. It is called in a thread while there is no new
-            step, and may not be async.
+        until: When to end: after this step or a greater one that the run did not go back behind; or
+            a function without arguments that returns whether no more steps will come. It is called
+            in a thread while there is no new step, and may not be async.
         after: Only give steps greater than this one.
-        only_latest: If several steps are new, only give the greatest.
+        only_latest: If several steps are new, only give the greatest; none that the run went back
+            behind.
         poll_interval: Seconds between two looks at the root.
         pin: Whether to pin the current step. Without a pin, nothing is written to the root, and the
             step may be deleted while it is read.

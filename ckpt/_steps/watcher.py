@@ -21,7 +21,7 @@ from ckpt._commit import StepInfo, step_info
 from ckpt._format.history import is_rest_of
 from ckpt._format.manifest import Manifest
 from ckpt._runtime.threads import run_in_thread
-from ckpt._steps.index import IndexedStep, StepIndex
+from ckpt._steps.index import IndexedStep, StepIndex, left_behind
 from ckpt._steps.opened import open_step
 from ckpt._steps.pins import PinLease, hold
 from ckpt.errors import InvalidArgumentError, NotACheckpointError, StorageError
@@ -201,12 +201,15 @@ class Watcher:
     async def _next(self) -> StepInfo | None:
         """Return the next new step, pinned; None if there is none."""
         after, until = self._options.after, self._options.until
+        every = (await self._index.refresh()).values()
         found = [
             each
-            for each in (await self._index.refresh()).values()
+            for each in every
             if (after is None or each.step > after) and not self._was_given(each)
         ]
-        for each in reversed(found) if self._options.only_latest else found:
+        behind = left_behind(every)
+        branch = [each for each in reversed(found) if each.created_ns not in behind]
+        for each in branch if self._options.only_latest else found:
             manifest = await self._take(each)
             if manifest is None:
                 continue
@@ -221,7 +224,8 @@ class Watcher:
                 dropped=tuple(manifest.dropped),
             )
             self._next_time = anyio.current_time() + self._options.min_interval
-            self._is_over = isinstance(until, int) and each.step >= until
+            is_left = each.created_ns in behind
+            self._is_over = isinstance(until, int) and each.step >= until and not is_left
             return step_info(manifest, f"{self._storage.location}/{each.step_dir}")
         return None
 

@@ -18,6 +18,7 @@ from tests.support.command import (
     settled,
     without_styles,
 )
+from tests.support.paths import GOLDEN
 from tests.support.running_command import Running, as_ordinary_user, let_everybody_enter, running
 
 # A trainer that does what it is told. It answers when that is done.
@@ -150,6 +151,13 @@ def test_steps_that_exist_are_counted_and_not_listed(run_root: Path) -> None:
     ran = ckpt_command("watch", run_root, "--after", 10, "--timeout", "0", "--json")
     steps = [json.loads(line)["step"] for line in ran.out.splitlines()]
     assert steps == [20, 30]
+
+
+def test_a_step_that_the_run_went_back_behind_is_not_the_latest() -> None:
+    root = GOLDEN / "v1-features/branch"
+    ran = ckpt_command("watch", root, "--until", 3, "--timeout", "0")
+    assert (ran.status, ran.err) == (1, "3 steps so far, the latest is 2\n")
+    assert ckpt_command("watch", root, "--until", 2).status == 0
 
 
 def test_a_root_that_does_not_exist_yet_is_waited_for(tmp_path: Path) -> None:

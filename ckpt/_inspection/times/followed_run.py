@@ -19,7 +19,7 @@ from ckpt._inspection.json_values import finite
 from ckpt._inspection.places import RunRoot, open_as_root
 from ckpt._inspection.times.save_times import times_of
 from ckpt._runtime.threads import run_in_thread
-from ckpt._steps.index import IndexedStep
+from ckpt._steps.index import IndexedStep, left_behind
 from ckpt._steps.opened import open_step
 from ckpt.errors import CheckpointError, StepNotFoundError, StorageError
 from ckpt.storage._local.sweep import attempt_name
@@ -116,8 +116,10 @@ class FollowedRun:
 
     @property
     def latest(self) -> int | None:
-        """The greatest step that was seen, or None."""
-        return max(self._seen, default=None)
+        """The greatest step that was seen, but for those that the run went back behind, or None."""
+        behind = left_behind(self._seen.values())
+        branch = (step for step, each in self._seen.items() if each.created_ns not in behind)
+        return max(branch, default=None)
 
     @property
     def count(self) -> int:

@@ -57,22 +57,23 @@ def watch(
         raise InvalidArgumentError(f"{root} is not a directory, so it is no root of steps")
     pause = every or (_STORE_SECONDS if local is None else _DISK_SECONDS)
     with LiveLine() as line:
-        view = _JsonView() if as_json else _TextView(line)
-        return anyio.run(_follow, FollowedRun(root), view, until, after, timeout, pause)
+        run = FollowedRun(root)
+        view = _JsonView() if as_json else _TextView(line, run)
+        return anyio.run(_follow, run, view, until, after, timeout, pause)
 
 
 class _TextView:
     """Shows a run to people."""
 
-    def __init__(self, line: LiveLine) -> None:
+    def __init__(self, line: LiveLine, run: FollowedRun) -> None:
         self._line = line
-        self._latest = ""
+        self._run = run
 
-    def begin(self, run: FollowedRun) -> None:
+    def begin(self) -> None:
         """Say what there is already."""
-        if run.latest is not None:
-            self._latest = f"; the latest step is {run.latest}"
-            note(f"{count_text(run.count, 'step')} so far, the latest is {run.latest}")
+        if self._run.latest is not None:
+            count = count_text(self._run.count, "step")
+            note(f"{count} so far, the latest is {self._run.latest}")
 
     def show(self, look: Look) -> None:
         """Show what is new."""
@@ -80,10 +81,10 @@ class _TextView:
             text = f"step {gone.step}: its attempt is gone, and there is no such step"
             self._line.above(click.style(text, fg="yellow"))
         for each in look.steps:
-            self._latest = f"; the latest step is {each.step}"
             self._line.above(_step_line(each))
         attempts = ", ".join(map(_attempt_text, look.attempts))
-        self._line.show(attempts or f"waiting for a step{self._latest}")
+        latest = "" if self._run.latest is None else f"; the latest step is {self._run.latest}"
+        self._line.show(attempts or f"waiting for a step{latest}")
 
 
 class _JsonView:
@@ -92,7 +93,7 @@ class _JsonView:
     def __init__(self) -> None:
         self._bytes: dict[str, int] = {}
 
-    def begin(self, run: FollowedRun) -> None:
+    def begin(self) -> None:
         """Say nothing: what exists is not new."""
 
     def show(self, look: Look) -> None:
@@ -113,7 +114,7 @@ async def _follow(
     pause: float,
 ) -> int:
     await run.begin(after)
-    view.begin(run)
+    view.begin()
     deadline = math.inf if patience is None else time.monotonic() + patience
     failures = 0
     while True:

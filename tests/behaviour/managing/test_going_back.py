@@ -195,6 +195,39 @@ def test_healthy_steps_of_a_branch_that_was_left_are_passed_over(tmp_path: Path)
         assert resumed(mgr, healthy=True) == (4, 3.5)
 
 
+def test_an_evaluator_of_the_latest_step_goes_the_way_of_the_run(tmp_path: Path) -> None:
+    run_a(tmp_path)
+    with ckpt.sync.watch(tmp_path, timeout=0, only_latest=True) as watch:
+        assert next(watch).step == 4
+        with manager(tmp_path) as mgr:
+            go_back(mgr, 1)
+        with ckpt.sync.watch(tmp_path, timeout=0, only_latest=True) as another:
+            assert [info.step for info in another] == [2]
+        assert next(watch).step == 2
+        with manager(tmp_path) as mgr:
+            start, _ = resumed(mgr)
+            mgr.save(start, state(3.5)).result(PATIENCE_S)
+            assert next(watch).step == 3
+            mgr.save(6, state(6.5)).result(PATIENCE_S)
+            assert next(watch).step == 6
+            # Nothing says any more that step 4 was left behind.
+            for step in (2, 3):
+                mgr.delete(step)
+        assert list(watch) == []
+
+
+def test_an_evaluator_that_waits_for_a_number_waits_for_that_of_the_run(tmp_path: Path) -> None:
+    run_a(tmp_path)
+    with manager(tmp_path) as mgr:
+        go_back(mgr)
+    with ckpt.sync.watch(tmp_path, until=4, poll_interval=0.02, pin=False) as watch:
+        assert [next(watch).step for _ in range(5)] == [0, 1, 2, 3, 4]
+        with manager(tmp_path) as mgr:
+            start, _ = resumed(mgr)
+            mgr.save(start, state(4.5))
+        assert [info.step for info in watch] == [4]
+
+
 def test_a_copied_root_is_resumed_alike(tmp_path: Path) -> None:
     run_a(tmp_path / "run")
     with manager(tmp_path / "run") as mgr:
