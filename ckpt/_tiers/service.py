@@ -83,6 +83,8 @@ class TieredService:
         self._services = [*near, root]
         self.reader: TieredReader = TieredReader(self._tiers)
         self._is_open = False
+        # Places of which it was said that they could not be listed.
+        self._said_untidy: list[RootService] = []
         # The greatest step that was saved.
         self._latest = -1
         # Made on the engine's loop.
@@ -233,8 +235,13 @@ class TieredService:
     async def _tidy(self, places: Sequence[RootService]) -> None:
         """Delete what is not kept at some places, once steps have come there, or gone on."""
         for each in places:
-            with contextlib.suppress(StorageError):
+            try:
                 await each.tidy()
+            except StorageError as error:
+                if each not in self._said_untidy:
+                    self._said_untidy.append(each)
+                    where = redact(each.storage.location)
+                    logger.warning("%s: what is not kept there stays for now: %s", where, error)
 
     async def _tidy_in_time(self, places: Sequence[RootService]) -> None:
         """Do the same at the end of a run, for which nobody waits for ever."""

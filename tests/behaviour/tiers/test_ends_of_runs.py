@@ -219,6 +219,24 @@ def test_a_step_that_its_save_has_just_published_stays(
     assert there(tmp_path, at=at) == [5, 10, 11]
 
 
+def test_a_place_that_cannot_be_listed_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager(tmp_path, {}) as mgr:
+        assert mgr.all_steps() == []
+        (tmp_path / "root").rename(tmp_path / "away")
+        (tmp_path / "root").write_text("in the way")
+        service: Any = mgr._service
+        for _ in range(2):
+            mgr._loop.call(service._tidy, service._services)
+        (tmp_path / "root").unlink()
+        (tmp_path / "away").rename(tmp_path / "root")
+    (said,) = [each for each in caplog.records if "what is not kept there" in each.getMessage()]
+    assert said.levelname == "WARNING"
+    assert said.getMessage().startswith(f"{tmp_path}/root: ")
+    assert "Not a directory" in said.getMessage()
+
+
 SCRIPT = """
 import os, signal, sys
 import ckpt, ckpt.sync
