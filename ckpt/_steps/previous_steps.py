@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, overload
 
@@ -10,7 +10,7 @@ import anyio.from_thread
 from msgspec import Struct
 
 from ckpt._runtime.threads import run_in_thread
-from ckpt._steps.index import IndexedStep, StepIndex
+from ckpt._steps.index import IndexedStep, StepIndex, left_behind
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.policies._context import SavedStep
 from ckpt.storage._base import Storage
@@ -23,8 +23,13 @@ if TYPE_CHECKING:
 _READS = 8
 
 
-def saved_step(indexed: IndexedStep) -> SavedStep:
-    """Return a committed step as policies see it, without the names of leaves."""
+def saved_step(indexed: IndexedStep, behind: Collection[int] = ()) -> SavedStep:
+    """Return a committed step as policies see it, without the names of leaves.
+
+    Args:
+        indexed: The step.
+        behind: When the saves began that the run went back behind.
+    """
     return SavedStep(
         indexed.step,
         indexed.created_ns / 1e9,
@@ -32,6 +37,7 @@ def saved_step(indexed: IndexedStep) -> SavedStep:
         indexed.nonfinite_leaves,
         indexed.unequal_leaves,
         groups=indexed.groups,
+        left_behind=indexed.created_ns in behind,
     )
 
 
@@ -97,11 +103,11 @@ class AilingLeaves:
                 if key not in found_now:
                     tasks.start_soon(read, each)
         self._known, self.unread = found_now, frozenset(unread)
-        none = _Ailing((), (), 0)
+        none, behind = _Ailing((), (), 0), left_behind(steps)
         leaves = [found_now.get(_key(each), none) for each in steps]
         return [
             replace(
-                saved_step(step),
+                saved_step(step, behind),
                 nonfinite=known.nonfinite,
                 unequal=known.unequal,
                 unknown_leaves=known.unknown,

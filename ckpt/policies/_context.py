@@ -25,6 +25,8 @@ class SavedStep:
         groups: The metrics as they were passed, if some are in groups: `{"train": {"loss": 0.5}}`.
         unknown_leaves: How many arrays have no vital signs, at least, in a step whose `nonfinite`
             is known: one that has some is not known to be healthy even if those are allowed.
+        left_behind: Whether it is of a branch that the run went back behind, as far as that is
+            known, as it is for preservation policies.
     """
 
     step: int
@@ -36,6 +38,7 @@ class SavedStep:
     unequal: tuple[str, ...] = ()
     unknown_leaves: int = 0
     groups: Mapping[str, Any] | None = None
+    left_behind: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from ckpt._arguments import invalid, shown, whole_number
 from ckpt._tree.patterns import compile_pattern
 from ckpt._tree.suggestions import near_miss
 from ckpt.policies._context import SavedStep
-from ckpt.policies._preservation import AnyPreservation
+from ckpt.policies._preservation import AnyPreservation, last_of
 
 Health = Literal["healthy", "unknown", "unhealthy"]
 
@@ -53,9 +53,9 @@ class Healthy:
         object.__setattr__(self, "allow", _patterns(self.allow))
 
     def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
-        """Return the last `n` healthy ones of `steps`."""
-        healthy = [each.step for each in steps if health_of(each, self.allow) == "healthy"]
-        return frozenset(healthy[-self.n :])
+        """Return the last `n` healthy ones of `steps`, as `LatestN` would of those."""
+        healthy = [each for each in steps if health_of(each, self.allow) == "healthy"]
+        return last_of(healthy, self.n)
 
 
 def _patterns(given: object) -> tuple[str, ...]:

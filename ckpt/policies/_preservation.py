@@ -155,9 +155,17 @@ class PreserveAll:
         return frozenset(saved.step for saved in steps)
 
 
+def last_of(steps: Sequence[SavedStep], n: int) -> frozenset[int]:
+    """Return the last `n` of `steps`, and the last `n` of those that were not left behind."""
+    branch = [saved for saved in steps if not saved.left_behind]
+    return frozenset(saved.step for saved in (*steps[-n:], *branch[-n:]))
+
+
 @dataclass(frozen=True, slots=True)
 class LatestN:
     """Keeps the `n` greatest steps.
+
+    Of a run that went back it also keeps the `n` greatest of those that it did not leave behind.
 
     Raises:
         InvalidArgumentError: `n` is not a whole number, 1 or greater.
@@ -174,8 +182,8 @@ class LatestN:
         object.__setattr__(self, "n", whole_number("n", self.n, of="LatestN"))
 
     def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
-        """Return the last `n` of `steps`."""
-        return frozenset(saved.step for saved in steps[-self.n :])
+        """Return the last `n` of `steps`, and the last `n` that were not left behind."""
+        return last_of(steps, self.n)
 
 
 @dataclass(frozen=True, slots=True, init=False)

@@ -175,6 +175,24 @@ def test_retention_keeps_the_step_to_go_on_from(tmp_path: Path) -> None:
         assert resumed(mgr) == (4, 3.5)
 
 
+def test_the_newest_steps_of_the_new_branch_are_kept_beside_those_of_before(
+    tmp_path: Path,
+) -> None:
+    with manager(tmp_path) as mgr:
+        for step in (0, 10, 20, 30):
+            mgr.save(step, state(step))
+    with manager(tmp_path, preservation=LatestN(2)) as mgr:
+        mgr.restore(0)
+        for step in (1, 2, 3):
+            mgr.save(step, state(step)).result(PATIENCE_S)
+        mgr.wait_until_finished()
+        assert mgr.all_steps() == [2, 3, 20, 30]
+        for step in (40, 50):
+            mgr.save(step, state(step)).result(PATIENCE_S)
+    with manager(tmp_path) as mgr:
+        assert mgr.all_steps() == [40, 50]
+
+
 def test_damage_leads_to_the_step_before_on_the_same_branch(tmp_path: Path) -> None:
     run_a(tmp_path)
     with manager(tmp_path) as mgr:

@@ -35,7 +35,7 @@ def is_chosen(policy: Any, one: SavedStep, steps: Sequence[SavedStep], now: floa
         case p.PreserveAll():
             return True
         case p.LatestN(n):
-            return sum(other.step > one.step for other in steps) < n
+            return is_among_the_last(n, one, steps)
         case p.CustomSteps(wanted):
             return one.step in list(wanted)
         case p.EveryNSteps():
@@ -50,10 +50,16 @@ def is_chosen(policy: Any, one: SavedStep, steps: Sequence[SavedStep], now: floa
         case p.BestN():
             return is_among_the_best(policy, one, steps)
         case p.Healthy(n, allow):
-            newer = [other for other in steps if other.step > one.step]
-            return is_healthy(one, allow) and sum(is_healthy(o, allow) for o in newer) < n
+            healthy = [other for other in steps if is_healthy(other, allow)]
+            return one in healthy and is_among_the_last(n, one, healthy)
         case _:
             return bool(policy(one.step))
+
+
+def is_among_the_last(n: int, one: SavedStep, steps: Sequence[SavedStep]) -> bool:
+    newer = [other for other in steps if other.step > one.step]
+    branch = [other for other in newer if not other.left_behind]
+    return len(newer) < n or (len(branch) < n and not one.left_behind)
 
 
 def is_nth(policy: p.EveryNSteps, one: SavedStep, steps: Sequence[SavedStep]) -> bool:
@@ -159,6 +165,7 @@ COUNTS = st.integers(1, 7)
 SECONDS = st.integers(1, 40) | st.sampled_from([0.5, 7.25])
 # Few values, so that there are ties.
 NUMBERS = st.sampled_from([-1.0, 0.0, 0.5, 2.0, math.inf, -math.inf, math.nan])
+BEHIND = st.sampled_from([False, False, False, True])
 METRICS = st.none() | st.dictionaries(st.sampled_from(["loss", "accuracy"]), NUMBERS, max_size=2)
 
 
@@ -200,7 +207,7 @@ def saved_steps(draw: st.DrawFn, most: int = 25) -> list[SavedStep]:
     if draw(st.booleans()):
         times = sorted(times)
     return [
-        draw(with_health(SavedStep(step, float(time), draw(METRICS))))
+        draw(with_health(SavedStep(step, float(time), draw(METRICS), left_behind=draw(BEHIND))))
         for step, time in zip(numbers, times, strict=True)
     ]
 

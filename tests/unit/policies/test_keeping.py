@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,8 @@ def test_examples_of_what_is_kept() -> None:
     assert steps_kept(p.EveryNSeconds(20), steps, NOW) == {0, 100, 205}
     assert steps_kept(p.LatestDuration(160), steps, NOW) == {205, 310}
     assert steps_kept(p.LatestN(2), steps, NOW) == {205, 310}
+    behind = [replace(each, left_behind=each.step > 200) for each in steps]
+    assert steps_kept(p.LatestN(2), behind, NOW) == {100, 190, 205, 310}
     assert steps_kept(p.CustomSteps([95, 7]), steps, NOW) == {95}
     assert steps_kept(p.PreserveAll(), steps, NOW) == {0, 95, 100, 190, 205, 310}
     both = p.AnyPreservation(p.LatestN(1), p.CustomSteps([95]), lambda step: step == 190)
