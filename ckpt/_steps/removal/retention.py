@@ -160,7 +160,8 @@ class Retention:
         """Return the steps that the policy would not keep if these were the steps of the root."""
         if self.keeps_all:
             return frozenset()
-        steps = [saved_step(each) for each in found.values()]
+        behind = left_behind(found.values())
+        steps = [saved_step(each, behind) for each in found.values()]
         now = self._now_ns() / 1e9
         return frozenset(superfluous_by(self._policy, found, steps, now, ()).steps)
 

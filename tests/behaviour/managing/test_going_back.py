@@ -285,6 +285,22 @@ def test_of_several_places_the_branch_decides_as_well(tmp_path: Path, lost: str)
     assert ckpt.sync.load(tmp_path / "root" / "4")["w"][0] == 4.5
 
 
+def test_a_root_that_is_behind_gets_the_step_to_go_on_from(tmp_path: Path) -> None:
+    tiers = [Tier(tmp_path / "disk")]
+    run_a(tmp_path / "root", tiers=tiers)
+    old = shutil.copytree(tmp_path / "root", tmp_path / "old")
+    with manager(tmp_path / "root", tiers=tiers) as mgr:
+        mgr.delete(1)
+        mgr.restore(0)
+        mgr.save(1, state(1.5)).in_root.result(PATIENCE_S)
+    shutil.rmtree(tmp_path / "root")
+    shutil.rmtree(old / "1")
+    old.rename(tmp_path / "root")
+    with manager(tmp_path / "root", tiers=tiers, preservation=LatestN(1)) as mgr:
+        assert mgr.latest_step() == 1
+    assert ckpt.sync.load(tmp_path / "root" / "1")["w"][0] == 1.5
+
+
 def test_a_disk_of_the_branch_that_was_left_does_not_decide(tmp_path: Path) -> None:
     run_a(tmp_path / "root", tiers=[Tier(tmp_path / "disk")])
     with manager(tmp_path / "root", tiers=[Tier(tmp_path / "other")]) as mgr:
