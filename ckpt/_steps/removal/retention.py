@@ -121,8 +121,8 @@ class Retention:
         self._spares_foreign = not deletion.orbax_steps
         self._said_spared = False
         self._ailing = AilingLeaves(storage)
-        # The step that was said to stay because the newest one is unhealthy.
-        self._said_last: int | None = None
+        # The steps that were said to stay because the newest one is unhealthy.
+        self._said_last: set[int] = set()
         self._said_unused: set[str] = set()
         self._said_unranked: set[Metric] = set()
         self._trash = trash_of(deletion)
@@ -226,26 +226,25 @@ class Retention:
             going = going.where(lambda step: step not in spared)
         pinned = await pins(self._storage) if going else {}
         going = going.where(lambda step: step not in pinned)
-        whole = [each for each in found if each not in going.steps and each not in going.items]
-        last = last_resort(steps, whole, self._allow, self.newest)
-        if last is not None:
-            kept = last.step
-            going = going.where(lambda step: step != kept)
-            if says_spared:
-                self._say_last(
-                    last, [each for each in steps if each.step in (whole[-1], self.newest)]
-                )
-        return going
+        whole = {each for each in found if each not in going.steps and each not in going.items}
+        # A run goes back to a step of its branch.
+        for some in (steps, [each for each in steps if not each.left_behind]):
+            last = last_resort(some, whole, self._allow, self.newest)
+            if last is not None:
+                whole.add(last.step)
+                if says_spared:
+                    self._say_last(last, [each for each in some if each.step in whole])
+        return going.where(lambda step: step not in whole)
 
     async def saved_steps(self, found: Mapping[int, IndexedStep]) -> list[SavedStep]:
         """Return steps as the policy sees them."""
         return await self._ailing.saved_steps(found.values())
 
-    def _say_last(self, last: SavedStep, latest: Sequence[SavedStep]) -> None:
+    def _say_last(self, last: SavedStep, whole: Sequence[SavedStep]) -> None:
         """Say once that a step stays because it is the last one to go back to."""
-        ill = next(each for each in latest if health_of(each, self._allow) == "unhealthy")
-        if last.step != self._said_last:
-            self._said_last = last.step
+        ill = [each for each in whole if health_of(each, self._allow) == "unhealthy"][-1]
+        if last.step not in self._said_last:
+            self._said_last.add(last.step)
             logger.warning(
                 "%s: step %d stays whole, though the preservation policy does not keep it: no "
                 "newer step is known to be healthy. Step %d: %s",

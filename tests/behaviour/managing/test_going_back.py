@@ -246,6 +246,19 @@ def test_an_evaluator_that_waits_for_a_number_waits_for_that_of_the_run(tmp_path
         assert [info.step for info in watch] == [4]
 
 
+def test_the_last_healthy_step_of_the_new_branch_stays(tmp_path: Path) -> None:
+    run_a(tmp_path, vital_signs=True)
+    options: dict[str, Any] = {"vital_signs": True, "preservation": LatestN(1)}
+    with manager(tmp_path, **options) as mgr:
+        go_back(mgr, 0)
+        mgr.save(2, state(np.nan), overwrite=True)
+    with manager(tmp_path, **options) as mgr:
+        # By a program that adds a step, and has restored nothing.
+        mgr.save(0, state(0), overwrite=True)
+    with manager(tmp_path, vital_signs=True) as mgr:
+        assert resumed(mgr, healthy=True) == (2, 1.5)
+
+
 def test_a_copied_root_is_resumed_alike(tmp_path: Path) -> None:
     run_a(tmp_path / "run")
     with manager(tmp_path / "run") as mgr:
