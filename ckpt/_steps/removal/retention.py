@@ -157,13 +157,22 @@ class Retention:
         return keeps_all(self._policy)
 
     def would_delete(self, found: Mapping[int, IndexedStep]) -> frozenset[int]:
-        """Return the steps that the policy would not keep if these were the steps of the root."""
+        """Return the steps that would not stay if these were the steps of the root."""
         if self.keeps_all:
             return frozenset()
         behind = left_behind(found.values())
         steps = [saved_step(each, behind) for each in found.values()]
         now = self._now_ns() / 1e9
-        return frozenset(superfluous_by(self._policy, found, steps, now, ()).steps)
+        always = self._latest(found)
+        return frozenset(superfluous_by(self._policy, found, steps, now, always).steps)
+
+    def _latest(self, found: Mapping[int, IndexedStep]) -> set[int | None]:
+        """Return the greatest step and the one to resume from, if they stay in any case."""
+        if not self._keeps_latest:
+            return set()
+        behind = left_behind(found.values())
+        branch = (step for step, each in found.items() if each.created_ns not in behind)
+        return {max(found, default=None), max(branch, default=None)}
 
     async def preserve(self, going: Superfluous | None = None) -> None:
         """Delete what the policy does not keep: steps, and items of steps; several at a time.
@@ -208,10 +217,7 @@ class Retention:
             await run_in_thread(self._say_unranked, steps)
         # What is not known of a step now is no reason to delete it.
         always: set[int | None] = {self.newest, *self.spared(), *self._ailing.unread}
-        if self._keeps_latest:
-            behind = left_behind(found.values())
-            branch = (step for step, each in found.items() if each.created_ns not in behind)
-            always |= {max(found, default=None), max(branch, default=None)}
+        always |= self._latest(found)
         now = self._now_ns() / 1e9
         going = await run_in_thread(superfluous_by, self._policy, found, steps, now, always)
         if isinstance(self._policy, Mapping):

@@ -20,7 +20,7 @@ import ckpt
 import ckpt.sync
 from ckpt._steps.saves import queue as queue_of_saves
 from ckpt.errors import NotInRootError
-from ckpt.policies import FixedInterval, LatestN
+from ckpt.policies import EveryNSteps, FixedInterval, LatestN
 from ckpt.tiers import SharedMemory, Tier
 from tests.support.command import environment
 from tests.support.numbered_states import state_of
@@ -175,6 +175,20 @@ def test_steps_of_a_keeper_that_was_killed_stay(tmp_path: Path) -> None:
         pass
     assert there(tmp_path) == [6, 7]
     assert there(tmp_path, at="root") == [5, 6, 7]
+
+
+def test_the_newest_step_of_a_killed_keeper_gets_to_the_root(tmp_path: Path) -> None:
+    """The root keeps its newest step in any case, also one that its policy does not want."""
+    options = {"preservation": EveryNSteps(10)}
+    with manager(tmp_path, {}, **options) as mgr, keeper_stopped(mgr):
+        for step in (5, 7):
+            mgr.save(step, state_of(step)).result()
+        mgr.wait_until_finished()
+        os.kill(mgr._service._keeper._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+    assert there(tmp_path, at="root") == []
+    with manager(tmp_path, {}, **options):
+        pass
+    assert there(tmp_path, at="root") == [7]
 
 
 def test_a_step_that_was_given_up_in_the_end_stays(tmp_path: Path) -> None:
