@@ -70,7 +70,6 @@ _MAX_RANK = 64
 _HEAD_BYTES = 1 << 10
 # Of the flags of a member.
 _ENCRYPTED = 1
-_CONCURRENT_READS = 4
 # What is read and inflated at once.
 _PIECE_BYTES = 1 << 20
 # The end of an archive, with the place of its directory where numbers need 64 bits.
@@ -104,8 +103,9 @@ async def open_numpy(storage: Storage, name: str) -> ForeignCheckpoint | None:
         # What is before a member, and its header, in one request.
         return io.BufferedReader(stored, _HEAD_BYTES) if name.endswith(ARCHIVE) else stored
 
-    # Threads of their own: those of the loop read what these wait for.
-    limiter = anyio.CapacityLimiter(_CONCURRENT_READS)
+    # One thread at a time, since zipfile has one place in the file for all members; and none of the
+    # loop's, which read what it waits for.
+    limiter = anyio.CapacityLimiter(1)
     manifest, made = await run_in_thread(_opened, file, name, where, limiter, limiter=limiter)
     return ForeignCheckpoint(manifest, ForeignFiles(storage, "", {ITEM: ""}, made=made))
 
@@ -172,7 +172,7 @@ class _Array(Struct, frozen=True):
     """An array in a file of numpy.
 
     Attributes:
-        open: Opens its header with the elements behind it.
+        open: Opens the file; of a compressed array its header with the elements behind it.
         dtype: Its dtype, by the name that it has in a manifest.
         shape: Its shape.
         header: How long the header is.
@@ -221,7 +221,7 @@ def _opened(
             tree: Any = _Leaf(_array(stored, file, 0, 0))
             _check_end(stored, tree.array)
         else:
-            tree = _tree(_members(stored, where), where)
+            tree = _tree(_members(stored, file, where), where)
         structure = structure_of(tree, where)
     files = [name]
     made: dict[str, Fill] = {}
@@ -269,8 +269,8 @@ def _check_end(file: IO[bytes], array: _Array) -> None:
         raise CorruptCheckpointError(f"it has fewer than the {array.nbytes} bytes of its array")
 
 
-def _members(file: IO[bytes], where: str) -> dict[str, _Array]:
-    """Return the arrays of an archive by name."""
+def _members(file: IO[bytes], again: Callable[[], IO[bytes]], where: str) -> dict[str, _Array]:
+    """Return the arrays of an archive by name; `again` opens the archive once more."""
     # Closed with the last of its members.
     archive = zipfile.ZipFile(file)
     found: dict[str, _Array] = {}
@@ -283,7 +283,6 @@ def _members(file: IO[bytes], where: str) -> dict[str, _Array]:
         with located(leaf=name), _errors_of(where):
             if name in found:
                 raise CorruptCheckpointError("two members of the archive have its name")
-            start = None
             if member.flag_bits & _ENCRYPTED:
                 raise UnsupportedFormatError("it is encrypted")
             with archive.open(member) as opened:
@@ -298,7 +297,9 @@ def _members(file: IO[bytes], where: str) -> dict[str, _Array]:
             if member.compress_type == zipfile.ZIP_STORED:
                 file.seek(member.header_offset + 26)
                 start = member.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
-            found[name] = replace(array, start=start)
+                # Not by zipfile, which loses count in Python 3.13 when it goes forward in a member.
+                array = replace(array, open=again, start=start)
+            found[name] = array
     if others and not found:
         raise UnsupportedFormatError(
             f"it holds no array of numpy, but {len(others)} other files, such as {others[0]!r:.120}"
@@ -413,7 +414,7 @@ class _Elements:
         if self._file is None:
             self._file = array.open()
             _read_at_least(_PIECE_BYTES, self._file)
-        self._file.seek(array.header + offset)
+        self._file.seek((array.start or 0) + array.header + offset)
         at = 0
         while at < len(target):
             piece = self._file.read(min(len(target) - at, _PIECE_BYTES))
