@@ -202,7 +202,7 @@ class _Array(Struct, frozen=True):
         return self.start + self.header if is_plain and self.start is not None else None
 
 
-class _Leaf:
+class _ArrayLeaf:
     """An array in the place of its leaf."""
 
     __slots__ = ("array",)
@@ -218,7 +218,7 @@ def _opened(
     with _errors_of(where):
         stored = file()
         if name.endswith(ARRAY):
-            tree: Any = _Leaf(_array(stored, file, 0, 0))
+            tree: Any = _ArrayLeaf(_array(stored, file, 0, 0))
             _check_end(stored, tree.array)
         else:
             tree = _tree(_members(stored, file, where), where)
@@ -359,7 +359,7 @@ def _array(
 
 
 def _tree(arrays: Mapping[str, _Array], where: str) -> Any:
-    leaves = {name: _Leaf(array) for name, array in arrays.items()}
+    leaves = {name: _ArrayLeaf(array) for name, array in arrays.items()}
     tree = nested(leaves, where, "./")
     if tree is None:
         logger.warning(

@@ -20,6 +20,7 @@ from ckpt._format.step_files.item_file_names import check_file_path
 from ckpt.handlers import Deferred, ItemEntry, ItemReader, ItemWriter
 from ckpt.handlers._pytree import PyTreeHandler
 from ckpt.testing.compare import differences
+from tests.support.conditions import until
 
 MIB = 1 << 20
 PATIENCE_S = 120
@@ -132,8 +133,8 @@ def test_what_the_caller_passed_is_not_kept_alive_by_the_save(tmp_path: Path) ->
     with ckpt.sync.CheckpointManager(tmp_path, handlers={"held": held}) as mgr:
         mgr.save(0, items={"tree": {"w": array}, "held": held})
         del array
-        gc.collect()
-        assert gone() is None
+        # A thread that has copied it may not have ended its call yet.
+        until(lambda: gc.collect() >= 0 and gone() is None)
         opened.set()
 
 
