@@ -1,8 +1,8 @@
 """The Orbax view: the files that let Orbax read a step, made from its manifest entries. Pure.
 
 This library does not read them, only `ckpt.json`. They name leaves as Orbax does (`orbax_names`);
-an item with two leaves that would have one name is no tree in them, since Orbax would read one
-array for both. A value that Orbax has no kind for (complex, bytes, an int beyond 64 bits) appears
+an item with two leaves that would have one name is shown as JSON, since Orbax would read one array
+for both. A value that Orbax has no kind for (complex, bytes, an int beyond 64 bits) appears
 as its text.
 """
 
@@ -68,8 +68,8 @@ def step_view(
 ) -> dict[str, bytes]:
     """Return the files of the step itself, by path relative to it.
 
-    An item that is no tree to Orbax is JSON to it: what its handler wrote as `metadata`, or a few
-    words about it, since Orbax reads all items of a step or none.
+    An item that Orbax cannot read as a tree is shown as JSON: what its handler wrote as `metadata`,
+    or a few words about it, since Orbax reads all items of a step or none.
 
     Args:
         step_dir: Name of the step's directory.

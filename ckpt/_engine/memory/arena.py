@@ -52,7 +52,7 @@ class Arena:
         # Whether its pages were chosen, small or huge.
         self._has_pages = False
         self._free: list[tuple[int, int]] = [(0, self.capacity)]
-        self._waiting: deque[tuple[int, anyio.Event]] = deque()
+        self._waiting: deque[tuple[int, anyio.Event, bool]] = deque()
         self.high_water: int = 0
         # Called when new memory is about to be touched.
         self.on_growth: Callable[[], None] = _do_nothing
@@ -83,15 +83,15 @@ class Arena:
         """Tell whether a block of `nbytes` could be had at once."""
         return not self._waiting and self._fits(_round_up(max(nbytes, 1)))
 
-    async def allocate(self, nbytes: int, *, first: bool = False) -> Block:
+    async def allocate(self, nbytes: int, *, held: bool = False) -> Block:
         """Return a block of `nbytes`, waiting for earlier ones to be freed if there is no room.
 
         Cancellation leaves nothing allocated.
 
         Args:
             nbytes: Its size.
-            first: Whether it goes before all that wait: they may wait for memory elsewhere, which
-                is free again once it has been copied to this block.
+            held: Whether it is for a copy of what is held elsewhere. It goes before a request that
+                waits for just that memory, and before no other.
 
         Raises:
             ValueError: More than the whole capacity is asked for.
@@ -101,12 +101,13 @@ class Arena:
             raise ValueError(f"a block of {nbytes} bytes in an arena of {self.capacity}")
         self._asked = length + (self._asked if self.used or self._waiting else 0)
         self._demand = max(self._demand, self._asked)
-        if self._called or (self._waiting and not first) or not self._fits(length):
-            ticket = (length, anyio.Event())
-            (self._waiting.appendleft if first else self._waiting.append)(ticket)
+        if self._waiting or not self._fits(length):
+            ticket = (length, anyio.Event(), held)
+            self._waiting.append(ticket)
             try:
-                # Set only while this ticket is first and its length fits; nothing is taken before
-                # its task runs again, so it still fits then.
+                self._wake()
+                # Set only while its length fits; nothing is taken before its task runs again, so it
+                # still fits then.
                 await ticket[1].wait()
             except BaseException:
                 self._waiting.remove(ticket)
@@ -164,14 +165,15 @@ class Arena:
             self.high_water = end
             self.on_growth()
 
-    @property
-    def _called(self) -> bool:
-        """Whether one that waits has got its room, and its task has not run yet."""
-        return any(called.is_set() for _, called in self._waiting)
-
     def _wake(self) -> None:
-        if self._waiting and not self._called and self._fits(self._waiting[0][0]):
-            self._waiting[0][1].set()
+        if not self._waiting or any(called.is_set() for _, called, _ in self._waiting):
+            # One has its room already, and its task has not run yet.
+            return
+        ticket = self._waiting[0]
+        if ticket[0] > self.capacity - self._elsewhere:
+            ticket = next((each for each in self._waiting if each[2]), ticket)
+        if self._fits(ticket[0]):
+            ticket[1].set()
 
     def _fits(self, length: int) -> bool:
         if length > self.capacity - self.used:

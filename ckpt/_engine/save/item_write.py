@@ -227,7 +227,7 @@ class ItemWrite:
             # One that needs more is staged alone; what it must have is the block.
             nbytes = max(batch.block_bytes, min(nbytes, session.arena.capacity))
             async with slots:
-                block = await session.allocate(nbytes, self._call, first=held)
+                block = await session.allocate(nbytes, self._call, held=held)
                 _, began_ns, ended_ns = await run_in_thread(
                     timed, _stage_batch, batch, plan.leaves, sources.pop(number), block
                 )

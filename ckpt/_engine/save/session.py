@@ -162,11 +162,11 @@ class SaveSession(Struct):
         assert self.attempt is not None
         return self.attempt
 
-    async def allocate(self, nbytes: int, call: SaveCall, *, first: bool = False) -> Block:
+    async def allocate(self, nbytes: int, call: SaveCall, *, held: bool = False) -> Block:
         """Take staging memory; it is given back when the save ends, at the latest."""
         if not self.arena.has_room(nbytes):
             call.pressed.set()
-        block = await self.arena.allocate(nbytes, first=first)
+        block = await self.arena.allocate(nbytes, held=held)
         self.blocks.append(block)
         return block
 

@@ -360,24 +360,49 @@ def test_copies_of_memory_elsewhere_go_before_requests_that_wait_for_it() -> Non
         counted = arena.count_elsewhere(2 * 4096)
         got: list[str] = []
 
-        async def want(name: str, pages: int, *, first: bool) -> None:
-            block = await arena.allocate(pages * 4096, first=first)
+        async def want(name: str, pages: int, *, held: bool) -> None:
+            block = await arena.allocate(pages * 4096, held=held)
             got.append(name)
             await anyio.lowlevel.checkpoint()
             arena.free(block)
 
         with anyio.fail_after(60):
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(partial(want, "whole", 4, first=False))
-                tasks.start_soon(partial(want, "later", 1, first=False))
+                tasks.start_soon(partial(want, "whole", 4, held=False))
+                tasks.start_soon(partial(want, "later", 1, held=False))
                 await anyio.wait_all_tasks_blocked()
                 async with anyio.create_task_group() as copies:
                     for number in range(3):
-                        copies.start_soon(partial(want, f"copy {number}", 2, first=True))
+                        copies.start_soon(partial(want, f"copy {number}", 2, held=True))
                 assert sorted(got) == ["copy 0", "copy 1", "copy 2"]
                 arena.uncount(counted)
         assert got[3:] == ["whole", "later"]
         assert arena.used == 0
+
+    anyio.run(main)
+
+
+def test_copies_of_memory_elsewhere_go_before_no_request_that_has_room_beside_it() -> None:
+    """Otherwise a call would wait until all that is held is written."""
+
+    async def main() -> None:
+        arena = Arena(4 * 4096)
+        arena.count_elsewhere(2 * 4096)
+        block = await arena.allocate(2 * 4096)
+        got: list[str] = []
+
+        async def want(name: str, *, held: bool) -> None:
+            taken = await arena.allocate(2 * 4096, held=held)
+            got.append(name)
+            arena.free(taken)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(want, "call", held=False))
+            await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(partial(want, "copy", held=True))
+            await anyio.wait_all_tasks_blocked()
+            arena.free(block)
+        assert got == ["call", "copy"]
 
     anyio.run(main)
 
@@ -388,15 +413,15 @@ def test_a_request_that_was_called_keeps_its_room() -> None:
         block = await arena.allocate(4 * 4096)
         blocks: list[Any] = []
 
-        async def want(pages: int, *, first: bool) -> None:
-            blocks.append(await arena.allocate(pages * 4096, first=first))
+        async def want(pages: int, *, held: bool) -> None:
+            blocks.append(await arena.allocate(pages * 4096, held=held))
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(want, 4, first=False))
+            tasks.start_soon(partial(want, 4, held=False))
             await anyio.wait_all_tasks_blocked()
             arena.free(block)
             # Its task has not run yet.
-            tasks.start_soon(partial(want, 2, first=True))
+            tasks.start_soon(partial(want, 2, held=True))
             await anyio.wait_all_tasks_blocked()
             assert [each.nbytes for each in blocks] == [4 * 4096]
             arena.free(blocks[0])
